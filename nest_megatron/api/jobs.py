@@ -1,4 +1,9 @@
-"""A job of settings, planned or priced: what the calls of the API and the command line share."""
+"""Jobs planned or priced: one of settings, and those of a sweep in the folder of their results.
+
+``.jobs/list.json`` names the jobs of the sweep in their order; ``.jobs/KEY.json`` is the result of
+one. The key covers what the job consists of and the version that plans it, so that a sweep that was
+ended, or that grew, finds again what is done.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Python API returns: plans, tables of plans, explanations."""
+"""What the Python API returns: plans, tables of plans, explanations, the catalogue."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, launch_reque
 from nest_megatron.integrations.megatron_lm.write import parallel_argv
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.batch_schedule import TrainChoice
-from nest_megatron.layout.before_after import BeforeAfter
 from nest_megatron.layout.diff import Change
-from nest_megatron.layout.estimate import Alternative, Estimate, Placement
+from nest_megatron.layout.estimate import Alternative, BeforeAfter, Estimate, Placement
 from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.plan import ParallelPlan, SearchRecord
 from nest_megatron.model.spec import TransformerSpec

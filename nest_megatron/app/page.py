@@ -9,9 +9,7 @@ from nicegui import app, ui
 from nicegui.events import KeyEventArguments
 
 import nest_megatron
-from nest_megatron.app.asked import Answer, Asked, Work
-from nest_megatron.app.fields import NameField, labelled
-from nest_megatron.app.form import (
+from nest_megatron.app.asked import (
     BATCH,
     CHANGES,
     CLUSTER,
@@ -23,8 +21,11 @@ from nest_megatron.app.form import (
     MODEL_FILE,
     RELEASE,
     SETTINGS,
+    Answer,
+    Asked,
+    Work,
 )
-from nest_megatron.app.results import Section, focus, heading_label
+from nest_megatron.app.results import NameField, Section, focus, heading_label, labelled
 from nest_megatron.app.run import Run
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, RELEASES
 

@@ -16,8 +16,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from nest_megatron.app.asked import Answer, Asked
-from nest_megatron.app.form import MistakesError
+from nest_megatron.app.asked import Answer, Asked, MistakesError
 from nest_megatron.errors import NestError
 from nest_megatron.report.console import print_error, search_words, show
 from nest_megatron.report.failure import WITHOUT_PLAN, report

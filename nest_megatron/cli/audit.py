@@ -1,4 +1,4 @@
-"""``nest-megatron audit``: what was launched on a cluster, by whom, and what became of it."""
+"""``nest-megatron audit`` and ``history``: what was launched, by whom, and what became of it."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def cluster_new(*, name: str | None, out: Path | None) -> None:
 
     A file that exists is not replaced.
     """
-    from nest_megatron.config.cluster_file import cluster_template
+    from nest_megatron.config.cluster_detection import cluster_template
 
     if name is None and out is None:
         raise click.UsageError("Missing argument 'NAME', or --out FILE.")
@@ -115,7 +115,7 @@ def cluster_discover(
     In a Slurm allocation that is the default source, elsewhere this host, unless files are given.
     Plan on the result with nest-megatron plan cluster=./site.yaml --hosts hosts.txt.
     """
-    from nest_megatron.config.cluster_file import discovered
+    from nest_megatron.config.cluster_detection import discovered
 
     given = sources.Sources()
     if source is None and not outputs and hosts is None:

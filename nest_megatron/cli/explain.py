@@ -1,4 +1,4 @@
-"""``nest-megatron explain`` and ``pin``: what is done with a plan file."""
+"""``nest-megatron explain``, ``pin``, ``keygen`` and ``verify``: what is done with a plan file."""
 
 from __future__ import annotations
 

@@ -32,8 +32,7 @@ from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import check_output, is_standard_output, write_text
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.layout import plan_file
-from nest_megatron.layout.launch import script_words
-from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.plan import ParallelPlan, script_words
 from nest_megatron.plain import to_plain
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import command_lines, progress, say, show, show_json

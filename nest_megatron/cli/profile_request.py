@@ -15,10 +15,10 @@ from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.catalogue import read_spec
 from nest_megatron.config.compose import Settings, compose
+from nest_megatron.config.job import read_precision
 from nest_megatron.config.layout import LAYER_DEGREES
 from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.config.request import request_of
-from nest_megatron.config.target import read_precision
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.errors import UserInputError
@@ -26,7 +26,7 @@ from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.megatron_core.substitutes import quiet
-from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.execution import Implementation
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.planner import plan as find_plan

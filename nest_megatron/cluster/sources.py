@@ -9,16 +9,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nest_megatron.cluster.host_outputs import (
+from nest_megatron.cluster.hosts import (
     Adapter,
     GpuMatrix,
+    Host,
+    gpu_adapters,
+    output_of,
     parse_gpu_list,
     parse_gpu_matrix,
     parse_ibstat,
     parse_nccl_topology,
+    this_host,
 )
-from nest_megatron.cluster.hosts import Host, gpu_adapters, this_host
-from nest_megatron.cluster.programs import output_of
 from nest_megatron.cluster.topology import (
     SlurmNodes,
     Topology,

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nest_megatron.catalogue_files import GROUPS as CATALOGUE_GROUPS
 from nest_megatron.catalogue_files import catalogue_entry, catalogue_names, catalogue_root
-from nest_megatron.cluster.catalogue import cluster_from_mapping
-from nest_megatron.cluster.records import Cluster
+from nest_megatron.cluster.records import Cluster, cluster_from_mapping
 from nest_megatron.config.defaults import naming_defaults
 from nest_megatron.config.hydra_loader import compose_config
 from nest_megatron.config.overrides import (

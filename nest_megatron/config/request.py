@@ -21,7 +21,15 @@ from nest_megatron.config.catalogue import (
 )
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.defaults import naming_defaults
-from nest_megatron.config.job import Job
+from nest_megatron.config.job import (
+    CostInputs,
+    Job,
+    fields_of,
+    fixed_choices,
+    read_target,
+    stated_packages,
+    stated_recipe,
+)
 from nest_megatron.config.overrides import choice, value_text
 from nest_megatron.config.policy import (
     offers_within,
@@ -38,14 +46,6 @@ from nest_megatron.config.space import (
     read_space,
     require_buildable,
     require_experts,
-)
-from nest_megatron.config.target import (
-    CostInputs,
-    fields_of,
-    fixed_choices,
-    read_target,
-    stated_packages,
-    stated_recipe,
 )
 from nest_megatron.config.train import (
     batch_of,
@@ -66,6 +66,7 @@ from nest_megatron.errors import (
     require_seconds,
 )
 from nest_megatron.layout.batch_schedule import BatchSchedule
+from nest_megatron.layout.estimate import Rates
 from nest_megatron.layout.knobs import (
     KnobConditions,
     Package,
@@ -74,10 +75,9 @@ from nest_megatron.layout.knobs import (
     unknown_packages,
 )
 from nest_megatron.layout.policy import Policy, PolicyError
-from nest_megatron.layout.price import Rates
 from nest_megatron.layout.rulebook.devices import device_notes, require_recipe
 from nest_megatron.layout.rulebook.facts import is_within
-from nest_megatron.model.adapters import PeftScheme
+from nest_megatron.model.encoder import PeftScheme
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Request
 from nest_megatron.planner.request import Offer

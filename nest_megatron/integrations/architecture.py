@@ -22,7 +22,7 @@ from nest_megatron.integrations.fields import (
     shown,
     value_or,
 )
-from nest_megatron.model.adapters import EXPERTS, Adapters, PeftScheme
+from nest_megatron.model.encoder import EXPERTS, Adapters, PeftScheme
 from nest_megatron.model.spec import TransformerSpec
 
 _TABLE = packaged(__package__, "model_fields.toml")

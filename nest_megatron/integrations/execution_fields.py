@@ -20,7 +20,7 @@ from nest_megatron.cost_model.target_defaults import (
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.fields import ABSENT, FieldValue, find
 from nest_megatron.integrations.megatron_lm.attach import launch_request
-from nest_megatron.layout.execution_arguments import (
+from nest_megatron.layout.execution_rules import (
     EXECUTION_ARGUMENTS,
     EXECUTION_FIELDS,
     execution_arguments,

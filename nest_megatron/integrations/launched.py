@@ -13,8 +13,7 @@ from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM, target_named
 from nest_megatron.integrations.fields import shown
 from nest_megatron.layout.diff import Change
-from nest_megatron.layout.launch import launch_words
-from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.plan import ParallelPlan, launch_words
 from nest_megatron.planner.pins import Pin, pinned_for
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.profile.records import ANALYTIC_NAME

@@ -11,11 +11,10 @@ from typing import Any, get_type_hints
 
 from nest_megatron.config.catalogue import read_cluster, read_spec
 from nest_megatron.config.compose import Settings, compose
-from nest_megatron.config.job import Job
+from nest_megatron.config.job import Job, read_target
 from nest_megatron.config.overrides import Setting, value_text
 from nest_megatron.config.request import recorded_defaults, request_of
 from nest_megatron.config.schema import section_keys
-from nest_megatron.config.target import read_target
 from nest_megatron.cost_model.goodput import Reliability, goodput
 from nest_megatron.cost_model.memory_flags import text
 from nest_megatron.cost_model.settings import (
@@ -25,8 +24,8 @@ from nest_megatron.cost_model.settings import (
     traits_of,
 )
 from nest_megatron.errors import UserInputError, require_known
+from nest_megatron.layout.estimate import Rates
 from nest_megatron.layout.plan import MEGATRON_LM, ParallelPlan
-from nest_megatron.layout.price import Rates
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.planner import Request
 from nest_megatron.planner.assemble import describe_space

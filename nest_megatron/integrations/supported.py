@@ -10,9 +10,8 @@ from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.write import model_argv
 from nest_megatron.layout.dims import ParallelDims
-from nest_megatron.layout.rulebook.facts import LaunchRequest
-from nest_megatron.layout.rulebook.job import JOB_RULES
-from nest_megatron.layout.rulebook.rule import violations
+from nest_megatron.layout.rulebook.facts import LaunchRequest, violations
+from nest_megatron.layout.rulebook.options import JOB_RULES
 from nest_megatron.model.spec import TransformerSpec
 
 

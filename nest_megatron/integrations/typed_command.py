@@ -12,8 +12,7 @@ from typing import Any
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.catalogue import read_cluster, read_spec
 from nest_megatron.config.compose import Settings
-from nest_megatron.config.job import FreeParameters, Job, LaunchedRanks
-from nest_megatron.config.target import megatron_version
+from nest_megatron.config.job import FreeParameters, Job, LaunchedRanks, megatron_version
 from nest_megatron.cost_model.target_defaults import newer_release_notes
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.dry_run.launch import (

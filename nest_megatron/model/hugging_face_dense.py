@@ -6,8 +6,8 @@ Source of every reader: the configuration class and the layers of that family in
 
 from __future__ import annotations
 
-from nest_megatron.model.hugging_face_fields import ConfigFields
-from nest_megatron.model.hugging_face_parts import (
+from nest_megatron.model.hugging_face_fields import (
+    ConfigFields,
     Shape,
     activation,
     attention,

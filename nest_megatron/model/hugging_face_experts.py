@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from nest_megatron.errors import UnplannableModelError
 from nest_megatron.model.hugging_face_dense import MULTIPLIERS, mistral, upper_windows
-from nest_megatron.model.hugging_face_fields import ConfigFields
-from nest_megatron.model.hugging_face_parts import (
+from nest_megatron.model.hugging_face_fields import (
+    ConfigFields,
     Shape,
     decoder,
     expert_layers,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nest_megatron.model.hugging_face_fields import ConfigFields
-from nest_megatron.model.hugging_face_parts import (
+from nest_megatron.model.hugging_face_fields import (
+    ConfigFields,
     Shape,
     activation,
     joined,

@@ -13,8 +13,8 @@ from nest_megatron.model.hugging_face_experts import (
     granitemoe,
     qwen_experts,
 )
-from nest_megatron.model.hugging_face_fields import ConfigFields
-from nest_megatron.model.hugging_face_parts import (
+from nest_megatron.model.hugging_face_fields import (
+    ConfigFields,
     Shape,
     activation,
     decoder,
@@ -26,7 +26,7 @@ from nest_megatron.model.hugging_face_parts import (
     shared_experts,
     variant,
 )
-from nest_megatron.model.sizes import DELTA_NET_SIZES
+from nest_megatron.model.spec import DELTA_NET_SIZES
 from nest_megatron.model.variant import Bias
 
 _MAMBA, _ATTENTION, _MLP, _EXPERTS = "M*-E"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from nest_megatron.layout.before_after import BeforeAfter
+from nest_megatron.layout.estimate import BeforeAfter
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.profile.records import ANALYTIC_NAME
 from nest_megatron.report.before_after import difference_words, refused_words, verdict

@@ -1,4 +1,4 @@
-"""A job as it runs today beside its plan, as tables."""
+"""A plan beside what its job runs today, or beside another layout, as tables."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from nest_megatron.layout.before_after import (
+from nest_megatron.layout.dims import SHORT_DEGREES
+from nest_megatron.layout.estimate import (
     BeforeAfter,
     Changes,
     ChoiceChange,
     Difference,
     LayoutChange,
+    PricedLayout,
 )
-from nest_megatron.layout.dims import SHORT_DEGREES
-from nest_megatron.layout.estimate import PricedLayout
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.report.memory_words import memory_level, memory_verdict, plan_verdict, risk_words
 from nest_megatron.report.tables import (

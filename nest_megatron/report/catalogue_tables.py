@@ -1,4 +1,4 @@
-"""The catalogue as tables for a terminal."""
+"""The catalogue, layer profiles and measured networks as tables for a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every chart has in common: matplotlib's settings, colours, and how a chart is written."""
+"""What all charts share (settings, colours, how they are written), and the chart of a sweep."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from nest_megatron.cost_model.settings import OF_EXPERTS, CostSettings
 from nest_megatron.layout import plan_file
-from nest_megatron.layout.launch import launch_words
-from nest_megatron.layout.plan import LaunchCommand, ParallelPlan, SearchRecord
+from nest_megatron.layout.plan import LaunchCommand, ParallelPlan, SearchRecord, launch_words
 from nest_megatron.model.parameters import active_parameters, total_parameters
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.profile.lookup import LayerTimes

@@ -1,4 +1,4 @@
-"""What is said of a layout's memory: whether it fits, and the chance that it runs out."""
+"""What is said of a layout's memory (whether it fits, with which chance) and of its price."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from nest_megatron.cost_model.memory import PEAK_ERROR, within_error
 from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE
-from nest_megatron.layout.estimate import PricedLayout
+from nest_megatron.layout.estimate import Price, PricedLayout
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.layout.price import Price
 from nest_megatron.units import Bytes, format_chance, format_count, format_duration, format_gib
 
 #: Chance to run out of memory from which on it is a warning.

@@ -10,8 +10,14 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from nest_megatron.model.chain import ChainBlock, ChainGraph
-from nest_megatron.model.graph import LayerCollective, LayerGraph, Operator, Part
+from nest_megatron.model.graph import (
+    ChainBlock,
+    ChainGraph,
+    LayerCollective,
+    LayerGraph,
+    Operator,
+    Part,
+)
 from nest_megatron.report.tables import (
     FittingTable,
     figure_columns,

@@ -1,4 +1,4 @@
-"""The predicted schedule of a plan in seconds, and the parts of it worth drawing."""
+"""The predicted schedule of a plan in seconds: what is drawn of it, and its trace for Perfetto."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The schedule timeline of a plan as a picture.
-
-The HTML report draws the same bars on its page (``html_schedule.py``).
-"""
+"""The schedule of a plan drawn: as a picture, and on the HTML report, where a reader may zoom."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from nest_megatron.cost_model.memory import PEAK_ERROR, PUBLIC_PEAK_ERROR
 from nest_megatron.errors import typed_setting
 from nest_megatron.layout.batch_schedule import PredictedBatch
 from nest_megatron.layout.dims import SHORT_DEGREES
+from nest_megatron.layout.estimate import SURE, Choice, SiteChange, Uncertainty
 from nest_megatron.layout.layout import Layout, PartialLayout
-from nest_megatron.layout.objective import SURE, Choice, SiteChange, Uncertainty
 from nest_megatron.layout.plan import (
     Goodput,
     ParallelPlan,

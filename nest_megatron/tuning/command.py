@@ -14,8 +14,7 @@ from nest_megatron.history.store import VARIABLE
 from nest_megatron.integrations.launchers import TORCHRUN
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.megatron_lm.short_run import short_run
-from nest_megatron.layout.launch import launch_size, script_words
-from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.plan import ParallelPlan, launch_size, script_words
 
 #: Options of torchrun that say where its agents meet.
 _MEETING = ("--standalone", "--rdzv", "--master-addr", "--master-port")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nest_megatron.documents import packaged
-from nest_megatron.model.adapters import Adapters
+from nest_megatron.model.encoder import Adapters
 from nest_megatron.validation.rows import Row
 
 _RECIPES = packaged(__package__, "finetuning.toml")["recipes"]

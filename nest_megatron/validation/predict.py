@@ -12,9 +12,8 @@ from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, rank_
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.layout import Layout
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.recompute import NO_RECOMPUTE
-from nest_megatron.layout.stage_layout import uniform_partition
+from nest_megatron.layout.stage_layout import StagePartition, uniform_partition
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.one_partition import joined
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD

@@ -20,7 +20,7 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import out_of_memory
 from nest_megatron.cost_model.shortlist import shortlist
 from nest_megatron.cost_model.uncertainty import Predictive, predictive, probability_faster
-from nest_megatron.layout.objective import SURE
+from nest_megatron.layout.estimate import SURE
 from nest_megatron.layout.stage_layout import is_uniform
 from nest_megatron.planner.choice import Candidate, allowed, ties
 from nest_megatron.solver.ranking import SolvedLayout

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nest_megatron.app.asked import Answer, Asked, Work
-from nest_megatron.app.form import (
+from nest_megatron.app.asked import (
     BATCH,
     CLUSTER,
     CLUSTER_FILE,
@@ -20,7 +19,10 @@ from nest_megatron.app.form import (
     MODEL_FILE,
     RELEASE,
     SETTINGS,
+    Answer,
+    Asked,
     MistakesError,
+    Work,
 )
 from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.errors import UserInputError

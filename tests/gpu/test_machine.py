@@ -26,7 +26,7 @@ from nest_megatron.errors import ProfileError, UserInputError
 from nest_megatron.integrations import recorder
 from nest_megatron.integrations.megatron_lm import measure_child, measure_store
 from nest_megatron.megatron_core.stage import Where
-from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.execution import Implementation
 from nest_megatron.profile import network, session, store
 from nest_megatron.profile.clock import job_clock
 from nest_megatron.profile.collective_calls import Caller

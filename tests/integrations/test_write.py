@@ -16,7 +16,7 @@ from nest_megatron.integrations.megatron_lm.write import (
     parallel_argv,
     pattern_text,
 )
-from nest_megatron.layout.execution_arguments import execution_arguments
+from nest_megatron.layout.execution_rules import execution_arguments
 from nest_megatron.layout.rulebook import check
 from nest_megatron.layout.rulebook.facts import RELEASES
 from nest_megatron.layout.zero import ZeroStage

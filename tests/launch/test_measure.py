@@ -34,7 +34,7 @@ from nest_megatron.integrations.megatron_lm.measure_store import shape_of, tasks
 from nest_megatron.integrations.megatron_lm.own_layers import JobArguments, job_arguments
 from nest_megatron.integrations.megatron_lm.planning import decide
 from nest_megatron.megatron_core.stage import Where
-from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.execution import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.profile import store

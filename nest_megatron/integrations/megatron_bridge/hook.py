@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from pathlib import Path
 from typing import Any
 
+from nest_megatron.config.job import installed_packages
 from nest_megatron.config.launch import (
     LaunchWords,
     MixedGpus,
@@ -25,7 +26,6 @@ from nest_megatron.config.launch import (
     split_words,
 )
 from nest_megatron.config.overrides import leaves
-from nest_megatron.config.target import installed_packages
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import OK, UserInputError
 from nest_megatron.integrations import audit
@@ -56,7 +56,7 @@ from nest_megatron.integrations.process_variables import set_rank_variables, set
 from nest_megatron.integrations.recipe import ARGUMENTS
 from nest_megatron.integrations.site_policy import require_launch
 from nest_megatron.layout import plan_file
-from nest_megatron.layout.execution_arguments import EXECUTION_FIELDS, execution_environment
+from nest_megatron.layout.execution_rules import EXECUTION_FIELDS, execution_environment
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.report.console import show
 

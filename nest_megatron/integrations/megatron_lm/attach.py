@@ -36,8 +36,7 @@ from nest_megatron.layout.recompute import NO_RECOMPUTE
 from nest_megatron.layout.rulebook import RULES, require_launchable
 from nest_megatron.layout.rulebook.devices import has_multicast
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, LaunchRequest
-from nest_megatron.layout.rulebook.job import has_activation_flag
-from nest_megatron.layout.rulebook.options import contradicted
+from nest_megatron.layout.rulebook.options import contradicted, has_activation_flag
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import TransformerSpec
 

@@ -14,7 +14,7 @@ from nest_megatron.integrations.megatron_lm.parser import newest_flags
 from nest_megatron.integrations.megatron_lm.present_layout import refusal, typed_plan
 from nest_megatron.integrations.megatron_lm.saved_by_plan import saved_by
 from nest_megatron.integrations.typed_command import CommandPlan
-from nest_megatron.layout.before_after import BeforeAfter, Changes, LayoutChange
+from nest_megatron.layout.estimate import BeforeAfter, Changes, LayoutChange
 from nest_megatron.layout.knobs import KNOBS
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.changes import changes

@@ -49,8 +49,7 @@ from nest_megatron.integrations.plan_output import plan_output, told_where
 from nest_megatron.integrations.process_variables import set_variables
 from nest_megatron.integrations.site_policy import require_launch
 from nest_megatron.layout import plan_file
-from nest_megatron.layout.launch import launch_words
-from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.plan import ParallelPlan, launch_words
 from nest_megatron.layout.rulebook.facts import known_release
 from nest_megatron.plain import from_plain
 from nest_megatron.printing import print_cleaned

@@ -31,7 +31,7 @@ from nest_megatron.integrations.megatron_lm.own_layers import job_arguments
 from nest_megatron.integrations.megatron_lm.planning import decide
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from nest_megatron.megatron_core.stage import Where
-from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.execution import Implementation
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.profile.mode import ProfileMode
 from nest_megatron.profile.records import LayerProfile

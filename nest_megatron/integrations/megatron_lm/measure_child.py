@@ -21,7 +21,7 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import ProfileError
 from nest_megatron.integrations.megatron_lm.own_layers import JobArguments, JobLayers
 from nest_megatron.megatron_core.stage import Where
-from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.execution import Implementation
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.profile.layer_timer import Measuring

@@ -21,7 +21,7 @@ from nest_megatron.integrations.megatron_lm.parser import load_arguments, read_a
 from nest_megatron.integrations.megatron_lm.rewrite import WRITABLE
 from nest_megatron.integrations.process_variables import set_variables
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.layout.rulebook.sharding import ELEMENTWISE_OPTIMIZERS
+from nest_megatron.layout.rulebook.devices import ELEMENTWISE_OPTIMIZERS
 
 #: Choices of a plan that Megatron's validation derives or checks.
 _DERIVED = (

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from nest_megatron.config.keywords import read_layout
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.planned_job import SEARCH_S, PlannedJob
-from nest_megatron.layout.before_after import Difference
 from nest_megatron.layout.dims import SHORT_DEGREES
+from nest_megatron.layout.estimate import Difference
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.stage_layout import spread_partition
 from nest_megatron.plain import to_plain

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nest_megatron.config.compose import Settings
+from nest_megatron.config.job import fields_of
 from nest_megatron.config.request import site_calibration
 from nest_megatron.config.space import (
     buildable_degrees,
@@ -17,7 +18,6 @@ from nest_megatron.config.space import (
     read_recompute,
     read_zero,
 )
-from nest_megatron.config.target import fields_of
 from nest_megatron.config.train import REPLICA_DEGREES
 from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.cost_model.target_defaults import DEFAULT_TARGET, target_named
@@ -27,15 +27,14 @@ from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, STATED_ELSEW
 from nest_megatron.integrations.megatron_lm.parser import read_argv
 from nest_megatron.integrations.megatron_lm.present_layout import refused
 from nest_megatron.integrations.stated_job import rates_of, reliability_of
-from nest_megatron.layout.before_after import Difference
 from nest_megatron.layout.dims import DEGREES, ParallelDims, RankOrder
+from nest_megatron.layout.estimate import Difference
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.knobs import KnobConditions, always_on
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.facts import RELEASES
-from nest_megatron.layout.stage_layout import parse_layout, spread_partition
+from nest_megatron.layout.stage_layout import StagePartition, parse_layout, spread_partition
 from nest_megatron.model.execution import Execution
 from nest_megatron.planner import Request
 from nest_megatron.planner.layouts import Prices, Variant, difference, estimate_for

@@ -11,9 +11,8 @@ from typing import Any
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.cluster_detection import JobCluster
 from nest_megatron.config.compose import Settings
-from nest_megatron.config.job import FreeParameters, Job, ReadCommand
+from nest_megatron.config.job import FreeParameters, Job, ReadCommand, installed_packages
 from nest_megatron.config.request import request_for
-from nest_megatron.config.target import installed_packages
 from nest_megatron.cost_model.target_defaults import newer_release_notes
 from nest_megatron.integrations.megatron_lm import checkpoint, namespace
 from nest_megatron.integrations.megatron_lm.attach import with_command

@@ -19,7 +19,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
 )
 from nest_megatron.integrations.megatron_lm.parser import namespace_values, options_for
 from nest_megatron.layout.diff import Change, reason
-from nest_megatron.layout.execution_arguments import EXECUTION_ARGUMENTS, EXECUTION_FIELDS
+from nest_megatron.layout.execution_rules import EXECUTION_ARGUMENTS, EXECUTION_FIELDS
 from nest_megatron.layout.knobs import execution_reason
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.options import OPTION_RULES, contradicted

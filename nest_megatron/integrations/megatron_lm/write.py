@@ -15,28 +15,33 @@ from nest_megatron.errors import UnplannableModelError
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_of
 from nest_megatron.integrations.megatron_lm.parser import load_arguments, options_for
 from nest_megatron.layout.dims import RankOrder
-from nest_megatron.layout.execution_arguments import (
+from nest_megatron.layout.execution_rules import (
     EXECUTION_FIELDS,
     WITH_EXPERTS,
     execution_arguments,
     execution_environment,
 )
 from nest_megatron.layout.layout import layout_arguments
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
+from nest_megatron.layout.rulebook.devices import initializes_on_meta_device, overlaps_gradients
 from nest_megatron.layout.rulebook.facts import (
     DEFAULT_VERSION,
     LaunchRequest,
     Release,
     release_number,
 )
-from nest_megatron.layout.rulebook.job import ACTIVATION_FLAGS, has_activation_flag
-from nest_megatron.layout.rulebook.sharding import initializes_on_meta_device, overlaps_gradients
+from nest_megatron.layout.rulebook.options import ACTIVATION_FLAGS, has_activation_flag
+from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.layout.zero import STRATEGIES, DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import PLAIN
 from nest_megatron.model.layer_pattern import LayerBlock
-from nest_megatron.model.sizes import DELTA_NET_SIZES, LATENT_SIZES, MAMBA_SIZES
-from nest_megatron.model.spec import ModelFamily, TransformerSpec
+from nest_megatron.model.spec import (
+    DELTA_NET_SIZES,
+    LATENT_SIZES,
+    MAMBA_SIZES,
+    ModelFamily,
+    TransformerSpec,
+)
 from nest_megatron.plain import to_plain
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"

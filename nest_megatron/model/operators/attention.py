@@ -23,10 +23,10 @@ from nest_megatron.model.operators.common import (
     dropout_mask,
     gathered_block,
     gemm,
+    offloaded_attention,
     row_parallel,
     streaming,
 )
-from nest_megatron.model.operators.offload import offloaded_attention
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 
