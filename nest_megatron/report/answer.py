@@ -72,10 +72,10 @@ def _prediction(plan: ParallelPlan) -> Iterator[tuple[str, str | Text]]:
     yield "Speed", rates(plan)
     yield from job_rows(plan)
     profile, _, _ = plan.provenance.profile.partition(": ")
-    measured = (
-        f"layer times of {profile}" if profile != ANALYTIC_NAME else "no profile of this cluster"
-    )
-    yield "Confidence", f"{confidence_words(known, plan.provenance.site)}; {measured}"
+    measured = "no profile of this cluster"
+    if profile != ANALYTIC_NAME:
+        measured = f"layer times of {profile}"
+    yield "Confidence", f"{confidence_words(known, plan.provenance.site, kind=False)}; {measured}"
 
 
 def _changed(plan: ParallelPlan, found: BeforeAfter) -> Iterator[tuple[str, str | Text]]:
@@ -109,7 +109,6 @@ def _flag_notes(
         said.append(stage_legend(plan.model))
     if said:
         yield indented(Text("; ".join(said), style="dim"))
-    yield Text()
 
 
 def _choices(plan: ParallelPlan) -> Iterator[tuple[str, str | Text]]:
