@@ -11,7 +11,6 @@ from typing import Any
 from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.model import hugging_face_dense as dense
 from nest_megatron.model import hugging_face_experts as experts
-from nest_megatron.model import hugging_face_gpt as gpt
 from nest_megatron.model import hugging_face_hybrids as hybrids
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.hugging_face_fields import (
@@ -21,12 +20,10 @@ from nest_megatron.model.hugging_face_fields import (
     activation,
     is_harmless,
     model_types,
+    weightless_keys,
 )
 from nest_megatron.model.parameters import model_parameters
 from nest_megatron.model.spec import TransformerSpec
-
-#: Rotations, starting values and names of old files: no weight and no work depends on them.
-_WEIGHTLESS = ("in_chans", "initializer_range", "spatial_patch_size", "tokens_per_second")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +58,7 @@ def read_vision_config(
         return None
     fields = ConfigFields(config, f"{name}: vision_config")
     shape = reader(fields)
-    fields.weightless(*_WEIGHTLESS)
+    fields.weightless(*weightless_keys("vision_config"))
     return VisionConfig(shape=shape, unread=fields.unread(), unused=fields.unused())
 
 
@@ -69,7 +66,6 @@ def _qwen_vl(f: ConfigFields, act: str) -> Shape:
     """What the encoders of Qwen-VL share; images have any size and patches of several frames."""
     hidden, merge = f.whole("hidden_size"), f.whole("spatial_merge_size", 2)
     patch, frames = f.whole("patch_size"), f.whole("temporal_patch_size", 2)
-    f.weightless("out_hidden_size")  # the language model's
     return {
         "num_layers": f.whole("depth"),
         "hidden_size": hidden,
@@ -239,6 +235,7 @@ def read_hf_model(mapping: Config, name: str, *, seq_length: int | None = None) 
     model_type = _model_type(text, mapping, name)
     # a class of another name has defaults of its own, which are not known here
     fields = ConfigFields(text, name, model_type if own_type == model_type else "")
+    fields.weightless(*weightless_keys(model_type))
     shape = {"name": name, **_READERS[model_type](fields)}
     longest = shape.pop("longest", None) or shape["max_position_embeddings"]
     shape["seq_length"] = seq_length or min(longest, DEFAULT_SEQ_LENGTH)
@@ -368,7 +365,7 @@ def _unplannable(name: str, value: object, reason: str) -> UnplannableModelError
 #: Readers by ``model_type``, which each is named after.
 _READERS: Mapping[str, Callable[[ConfigFields], Shape]] = {
     name: read
-    for module in (dense, experts, gpt, hybrids)
+    for module in (dense, experts, hybrids)
     for name, read in vars(module).items()
     if name in model_types()
 } | {"bailing_moe_v2": experts.bailing_moe_v2, "chatglm": dense.chatglm}

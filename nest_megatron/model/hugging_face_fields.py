@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,45 +19,6 @@ _FULL = {"full_attention"}
 #: Values of a key that say that there is no such thing.
 UNSET: tuple[object, ...] = (None, False, "", [], {})
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
-#: Keys of ``PretrainedConfig`` and of the families read here that change no shape.
-_HARMLESS = frozenset(
-    (
-        # names and origin
-        *("architectures", "auto_map", "batch_size", "finetuning_task", "id2label", "is_decoder"),
-        *("is_encoder_decoder", "is_llama_config", "label2id", "model_type", "num_labels"),
-        *("prefix", "problem_type", "task_specific_params", "tie_encoder_decoder"),
-        *("tokenizer_class", "torchscript", "transformers.js_config", "transformers_version"),
-        *("unsloth_fixed", "unsloth_version"),
-        # generation and what a forward pass returns
-        *("bad_words_ids", "begin_suppress_tokens", "cache_implementation", "diversity_penalty"),
-        *("do_sample", "early_stopping", "encoder_no_repeat_ngram_size"),
-        *("exponential_decay_length_penalty", "length_penalty", "max_batch_size", "max_length"),
-        *("max_sequence_length", "min_length", "no_repeat_ngram_size", "num_beam_groups"),
-        *("num_beams", "num_return_sequences", "output_attentions", "output_hidden_states"),
-        *("output_past", "output_router_logits", "output_scores", "predict_special_tokens"),
-        *("remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate"),
-        *("suppress_tokens", "temperature", "top_k", "top_p", "typical_p", "use_cache"),
-        # dropout, starting values, losses
-        *("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "aux_loss_alpha"),
-        *("classifier_dropout", "embd_pdrop", "hidden_dropout", "hidden_dropout_prob"),
-        *("initializer_range", "neftune_noise_alpha", "resid_pdrop", "router_aux_loss_coef"),
-        *("router_jitter_noise", "seq_aux", "tf_legacy_loss"),
-        # numerics and implementation
-        *("attn_implementation", "chunk_size_feed_forward", "dtype", "ep_size", "flash_attention"),
-        *("gradient_checkpointing", "layer_norm_eps", "layer_norm_epsilon", "pretraining_tp"),
-        *("quantization_config", "reorder_and_upcast_attn", "swiglu_limit", "torch_dtype"),
-        *("use_bfloat16", "use_flash_attention", "use_flash_attention_2", "use_flash_attn"),
-        # positions, scaling, routing and masks, which weigh nothing
-        *("directionality", "dual_chunk_attention_config", "initial_context_length", "n_ctx"),
-        *("n_group", "norm_topk_prob", "original_max_position_embeddings"),
-        *("query_pre_attn_scalar", "rope_interleave", "rope_interleaved", "rope_local_base_freq"),
-        *("rope_parameters", "rope_scaling", "routed_scaling_factor", "scale_attn_weights"),
-        *("scoring_func", "topk_group", "topk_method", "type_vocab_size"),
-        "use_bidirectional_attention",
-        # of DeepSeek: the sum of two that are read
-        "qk_head_dim",
-    )
-)
 #: Words in the name of a key that describes a part of a model.
 _ARCHITECTURE = frozenset(
     (
@@ -75,7 +37,19 @@ def is_harmless(key: str) -> bool:
     """
     endings = ("_token_id", "_token_ids", "_token_index")
     starts = ("_", "pooler_", "summary_", "initializer", "scale_attn_by")
-    return key in _HARMLESS or key.endswith(endings) or key.startswith(starts)
+    known = key in _weightless()["everywhere"]
+    return known or key.endswith(endings) or key.startswith(starts)
+
+
+def weightless_keys(kind: str) -> Sequence[str]:
+    """Keys that change neither a weight nor the work of a ``model_type``, or of an encoder."""
+    return _weightless()["kinds"].get(kind, ())
+
+
+@functools.cache
+def _weightless() -> Mapping[str, Any]:
+    found = packaged(__package__, "hugging_face_weightless.json")
+    return {**found, "everywhere": {*itertools.chain(*found["everywhere"].values())}}
 
 
 @functools.cache
@@ -177,6 +151,10 @@ class ConfigFields:
         if key in _LAYERS and value > MAX_LAYERS:
             raise self.wrong(key, f"it must be at most {MAX_LAYERS:,}")
         return value
+
+    def count(self, key: str) -> int:
+        """A whole number that may be 0, and is where it is absent and unknown to transformers."""
+        return self.whole(key, 0, least=0)
 
     def _of_all_layers(self, key: str, value: object) -> object:
         """The one value of a list that has it for each layer; what else it is, unchanged."""
@@ -361,9 +339,18 @@ def linear_biases(
     """
     if qkv and projection and mlp and not routed:
         return {"add_bias_linear": True}
-    given = {Bias.PROJECTION: projection, Bias.MLP: mlp}
-    biases = tuple(bias for bias, has_it in given.items() if has_it)
-    return {"add_qkv_bias": qkv} | (variant(biases=biases) if biases else {})
+    outputs = own_biases(Bias.PROJECTION, where=projection)
+    return joined({"add_qkv_bias": qkv}, outputs, own_biases(Bias.MLP, where=mlp))
+
+
+def same_biases(everywhere: bool, *, routed: bool = False) -> Shape:
+    """Biases of all projections, or of none; ``routed`` as of ``linear_biases``."""
+    return linear_biases(qkv=everywhere, projection=everywhere, mlp=everywhere, routed=routed)
+
+
+def own_biases(*biases: Bias, where: bool = True) -> Shape:
+    """Biases that no switch of Megatron's gives; none where the model has them not."""
+    return variant(biases=biases) if where else {}
 
 
 def windows(f: ConfigFields, slides: Callable[[int], bool]) -> Shape:
@@ -371,7 +358,7 @@ def windows(f: ConfigFields, slides: Callable[[int], bool]) -> Shape:
 
     A window as long as the longest context changes nothing and is left out.
     """
-    size = f.whole("sliding_window", 0, least=0) or None
+    size = f.count("sliding_window") or None
     layers = range(f.whole("num_hidden_layers"))
     kinds = f.items("layer_types", "text")
     if kinds is None:
