@@ -227,8 +227,7 @@ def command_variants(
 
 
 def _no_change(changes: Sequence[Setting], limit: str, fix: str) -> UserInputError:
-    value = " ".join(map(str, changes))
-    return UserInputError("whatif", value, limit, fix)
+    return UserInputError("whatif", " ".join(map(str, changes)), limit, fix)
 
 
 def _is_of_job(key: str) -> bool:

@@ -203,6 +203,5 @@ def _named_by_policies() -> Sequence[Path]:
 
     named = [Path(rules.file) for _, rules in audits()]
     if not named:
-        limit, fix = "no policy here names an audit", "Name its file."
-        raise UserInputError("FILE", None, limit, fix)
+        raise UserInputError("FILE", None, "no policy here names an audit", "Name its file.")
     return named

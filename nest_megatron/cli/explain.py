@@ -39,8 +39,7 @@ def keygen(out: Path, *, no_password: bool, as_json: bool) -> None:
     password = "" if no_password else ask_password("Password of the new key", confirm=True)
     if not (password or no_password):
         limit = "an empty password would leave the key unencrypted"
-        fix = "Type one, or add --no-password."
-        raise UserInputError("password", "", limit, fix)
+        raise UserInputError("password", "", limit, "Type one, or add --no-password.")
     secret = minisign.new_key()
     verifying = minisign.public_key(secret)
     name = minisign.key_name(verifying)

@@ -224,8 +224,7 @@ class PlanOptions(FreeingOptions):
         fix = "Leave one of the two out."
         if self.hostfile is not None and self.hosts is None:
             limit = "it holds the hosts of --hosts in the order of ranks"
-            fix = "Add --hosts FILE."
-            raise UserInputError("--write-hostfile", str(self.hostfile), limit, fix)
+            raise UserInputError("--write-hostfile", str(self.hostfile), limit, "Add --hosts FILE.")
         others = {
             "--multirun": self.multirun,
             "--for-nodes": self.for_nodes is not None,
@@ -233,8 +232,7 @@ class PlanOptions(FreeingOptions):
         }
         other = next((name for name, given in others.items() if given), None)
         if self.hosts is not None and other is not None:
-            limit = "one job runs on the hosts of a file"
-            raise UserInputError("--hosts", other, limit, fix)
+            raise UserInputError("--hosts", other, "one job runs on the hosts of a file", fix)
         if self.html is not None and self.for_nodes is not None:
             limit = "a table of plans for numbers of nodes has no page"
             raise UserInputError("--html", "--for-nodes", limit, fix)
@@ -242,8 +240,7 @@ class PlanOptions(FreeingOptions):
             limit = "it tells the plans of one job apart"
             raise UserInputError("--shortlist", "--multirun", limit, fix)
         if self.multirun and self.from_command is not None:
-            limit = "a command is planned by itself"
-            raise UserInputError("--multirun", "--from", limit, fix)
+            raise UserInputError("--multirun", "--from", "a command is planned by itself", fix)
         return settings, launcher
 
 

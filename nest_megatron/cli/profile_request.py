@@ -125,8 +125,7 @@ def _require_engine(has_engine: bool) -> None:
             fix = "Repair it, or add --implementation local."
         else:
             return
-    value = Implementation.TRANSFORMER_ENGINE.value
-    raise UserInputError("--implementation", value, limit, fix)
+    raise UserInputError("--implementation", Implementation.TRANSFORMER_ENGINE.value, limit, fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

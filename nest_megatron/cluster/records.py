@@ -179,8 +179,7 @@ class Cluster:
             if size is None or size % inner or size <= inner - (inner == 1):
                 what = f"cluster {self.name}: level {level.name}: num_devices"
                 limit = f"each level holds a multiple of the {inner} devices inside it"
-                fix = "Order the levels from the node outwards."
-                raise UserInputError(what, size, limit, fix)
+                raise UserInputError(what, size, limit, "Order the levels from the node outwards.")
             inner = size
 
     @property
@@ -210,8 +209,7 @@ class Cluster:
         if host is not None and host < size:
             taken = f"the same number of hosts of {host} GPUs, at least half, from each"
         limit = f"nodes of {self.name} hold {size} GPUs each and a job takes {taken}"
-        fix = f"Use {lower} or {upper}."
-        return UserInputError("cluster.num_gpus", self.num_gpus, limit, fix)
+        return UserInputError("cluster.num_gpus", self.num_gpus, limit, f"Use {lower} or {upper}.")
 
     @property
     def host_size(self) -> int | None:
@@ -268,12 +266,10 @@ def _check_number(what: str, value: Any, name: str) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
         limit = f"it must be a finite number {'of at least' if may_be_zero else 'above'} 0"
-        fix = "Correct the cluster's description."
-        raise UserInputError(what, value, limit, fix)
+        raise UserInputError(what, value, limit, "Correct the cluster's description.")
     if name.endswith(("efficiency", "share", "shares")) and value > 1.5:
         limit = "a share of a peak lies above 0 and is at most 1.5 (in-network reduction)"
-        fix = "Give it as a fraction, for example 0.8."
-        raise UserInputError(what, value, limit, fix)
+        raise UserInputError(what, value, limit, "Give it as a fraction, for example 0.8.")
 
 
 _SOURCE = Source(
@@ -306,8 +302,7 @@ def cluster_from_mapping(mapping: Mapping[str, object], *, num_gpus: int | None 
     name = f"{what} oversubscription"
     oversubscription = from_plain(float, fields.pop("oversubscription", 1.0), name, _SOURCE)
     if oversubscription < 1.0:
-        limit = "it must be at least 1"
-        raise UserInputError(name, oversubscription, limit, fix=_SOURCE.correct)
+        raise UserInputError(name, oversubscription, "it must be at least 1", fix=_SOURCE.correct)
     if isinstance(fields.get("levels"), list | tuple):
         # num_devices may be left out of the outermost one
         levels = map(_without_nulls, fields["levels"])
@@ -343,8 +338,7 @@ def _require_same_precisions(accelerator: Accelerator) -> None:
     if not peaks or peaks.keys() != shares.keys():
         what = f"accelerator {accelerator.name}: gemm_efficiency"
         limit = f"it needs one share for each number format of peak_flops_per_s {sorted(peaks)}"
-        fix = _SOURCE.correct
-        raise UserInputError(what, sorted(shares), limit, fix)
+        raise UserInputError(what, sorted(shares), limit, _SOURCE.correct)
 
 
 def _without_nulls(value: Any) -> Any:

@@ -250,8 +250,7 @@ def _existing_folder(named: Path) -> Path:
     folder = expanded(named, "--config-dir")
     if not folder.is_dir():
         fix = "Name a folder with model/, cluster/ or accelerator/ inside."
-        limit = "there is no such folder"
-        raise UserInputError("--config-dir", str(named), limit, fix)
+        raise UserInputError("--config-dir", str(named), "there is no such folder", fix)
     return folder.resolve()
 
 

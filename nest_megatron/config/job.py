@@ -442,8 +442,7 @@ def stated_recipe(settings: Settings) -> Mapping[str, Any]:
         return {}
     require_known("train.fp8_recipe", named, _FP8_RECIPES)
     if read_precision(settings) is not Precision.FP8:
-        limit, fix = "it needs train.precision=fp8", "Add it."
-        raise UserInputError("train.fp8_recipe", named, limit, fix)
+        raise UserInputError("train.fp8_recipe", named, "it needs train.precision=fp8", "Add it.")
     return {"fp8_recipe": named}
 
 

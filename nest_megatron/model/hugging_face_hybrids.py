@@ -202,8 +202,7 @@ def qwen3_5_moe_text(f: ConfigFields) -> Shape:
 def qwen3_5_text(f: ConfigFields) -> Shape:
     """Qwen 3.5 dense: as Qwen 3 Next without experts, and MTP layers."""
     if f.count("num_experts"):
-        limit = "this type is dense"
-        raise f.wrong("num_experts", limit, "Set model_type to qwen3_5_moe_text.")
+        raise f.wrong("num_experts", "this type is dense", "Set model_type to qwen3_5_moe_text.")
     return joined(_gated_delta(f), _of_qwen3_5(f))
 
 

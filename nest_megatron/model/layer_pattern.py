@@ -368,8 +368,7 @@ def hybrid_kinds(pattern: str) -> tuple[tuple[LayerKind, ...], tuple[LayerKind, 
         limit = "plain attention (*) does not go with latent or sparse attention (+, D)"
     if limit:
         shown = pattern if len(pattern) <= 80 else f"{pattern[:77]}..."
-        fix = "Write for example M-M*-/*E."
-        raise UserInputError("hybrid_layer_pattern", shown, limit, fix)
+        raise UserInputError("hybrid_layer_pattern", shown, limit, "Write for example M-M*-/*E.")
     kinds = tuple(HYBRID_SYMBOLS[symbol] for symbol in layers)
     depth = tuple(HYBRID_SYMBOLS[symbol] for symbol in depths[0]) if depths else ()
     return kinds, depth, len(depths)

@@ -303,8 +303,7 @@ class TransformerSpec:
     def _wrong(
         self, field: str, limit: str, fix: str = "Correct the model's description."
     ) -> UserInputError:
-        value = getattr(self, field)
-        return UserInputError(f"model {self.name}: {field}", value, limit, fix)
+        return UserInputError(f"model {self.name}: {field}", getattr(self, field), limit, fix)
 
     @property
     def query_groups(self) -> int:

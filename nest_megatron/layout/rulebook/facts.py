@@ -394,8 +394,7 @@ class Rule:
             value = tuple(values) if values[1:] else values[0]
         else:
             value = facts.read(self.value)
-        limit, fix = self.limit.format_map(facts), self.fix.format_map(facts)
-        return UserInputError(what, value, limit, fix)
+        return UserInputError(what, value, self.limit.format_map(facts), self.fix.format_map(facts))
 
 
 def violations(facts: Facts, rules: Iterable[Rule]) -> Iterator[tuple[Rule, UserInputError]]:
