@@ -70,17 +70,15 @@ class Run:
         try:
             message: str | Answer = self._messages.recv()
         except (EOFError, OSError):
-            return self._ended()
+            self._process.join()
+            if self._is_cancelled:
+                return Answer(text="Cancelled.", is_error=True)
+            how = _ending(self._process.exitcode)
+            after = f"after {self._elapsed_s():.0f} s"
+            return Answer(
+                text=f"error: planning ended without an answer {after}: {how}", is_error=True
+            )
         return message
-
-    def _ended(self) -> Answer:
-        """Why there is no answer."""
-        self._process.join()
-        if self._is_cancelled:
-            return Answer(text="Cancelled.", is_error=True)
-        how = _ending(self._process.exitcode)
-        after = f"after {self._elapsed_s():.0f} s"
-        return Answer(text=f"error: planning ended without an answer {after}: {how}", is_error=True)
 
 
 def _ending(code: int | None) -> str:
@@ -129,19 +127,14 @@ def _work(asked: Asked, messages: Connection) -> None:
         try:
             answer = asked.answer(_Sender(messages), messages.send)
         except Exception as error:  # noqa: BLE001 - no user should see a traceback
-            _print(error)
+            if isinstance(error, WITHOUT_PLAN):
+                show(*error.report())
+            elif isinstance(error, NestError):
+                print_error(error, as_json=False)
+            else:
+                report(error, ["app"])
             mistakes = error.texts if isinstance(error, MistakesError) else {}
             text = printed.getvalue().rstrip()
             answer = Answer(text=text, is_error=True, mistakes=mistakes)
     with contextlib.suppress(OSError):
         messages.send(answer)
-
-
-def _print(error: Exception) -> None:
-    """Print an error as the command line does."""
-    if isinstance(error, WITHOUT_PLAN):
-        show(*error.report())
-    elif isinstance(error, NestError):
-        print_error(error, as_json=False)
-    else:
-        report(error, ["app"])

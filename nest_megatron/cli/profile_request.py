@@ -51,7 +51,13 @@ def measuring_here(here: Ranks, implementation: str | None, *, on_cpu: bool) -> 
     where = Where.GPU if torch.cuda.is_available() and not on_cpu else Where.CPU
     if where is Where.GPU:
         torch.cuda.set_device(here.local_rank % _num_gpus(here))
-        _tell_others()
+        free, total = torch.cuda.mem_get_info()
+        if total - free > _IDLE * total:
+            gpu = f"GPU {torch.cuda.current_device()} ({torch.cuda.get_device_name()})"
+            print_to_stderr(
+                f"warning: {format_gib(total - free)} of {gpu} are in use before anything is timed."
+                " What else runs there makes times longer: end it (nvidia-smi names it)."
+            )
     else:
         if not on_cpu:
             _require_no_gpu()
@@ -88,18 +94,6 @@ def _require_no_gpu() -> None:
 
 #: Share of a GPU's memory that CUDA itself and an idle process may hold.
 _IDLE = 0.05
-
-
-def _tell_others() -> None:
-    """Say that a GPU is in use before anything is timed on it."""
-    import torch
-
-    free, total = torch.cuda.mem_get_info()
-    if total - free > _IDLE * total:
-        gpu = f"GPU {torch.cuda.current_device()} ({torch.cuda.get_device_name()})"
-        told = f"{format_gib(total - free)} of {gpu} are in use before anything is timed"
-        fix = "What else runs there makes times longer: end it (nvidia-smi names it)"
-        print_to_stderr(f"warning: {told}. {fix}.")
 
 
 def _num_gpus(here: Ranks) -> int:

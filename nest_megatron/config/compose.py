@@ -319,7 +319,11 @@ def _composed(
 ) -> PlanConfig:
     from omegaconf import OmegaConf
 
-    entries: dict[tuple[str | None, str], Any] = {(None, "plan_schema"): _schema()}
+    # the types of values, in a node that overrides may change although its records are frozen
+    schema: DictConfig = OmegaConf.structured(PlanConfig)
+    for node in (schema, *(schema[name] for name in SECTIONS)):
+        OmegaConf.set_readonly(node, None)
+    entries: dict[tuple[str | None, str], Any] = {(None, "plan_schema"): schema}
     try:
         entries |= {(group, _OWN_ENTRY): fields for group, fields in described.items()}
         with importlib.resources.as_file(catalogue_root()) as catalogue:
@@ -329,16 +333,6 @@ def _composed(
         raise _plain_error(error, overrides) from error
     assert isinstance(config, PlanConfig)
     return config
-
-
-def _schema() -> DictConfig:
-    """The types of values, in a node that overrides may change although its records are frozen."""
-    from omegaconf import OmegaConf
-
-    schema: DictConfig = OmegaConf.structured(PlanConfig)
-    for node in (schema, *(schema[name] for name in SECTIONS)):
-        OmegaConf.set_readonly(node, None)
-    return schema
 
 
 def _plain_error(error: Exception, overrides: Sequence[str]) -> UserInputError:

@@ -71,7 +71,11 @@ def parse(texts: Iterable[str]) -> tuple[Setting, ...]:
     settings = tuple(map(_setting, [texts] if isinstance(texts, str) else texts))
     for setting in settings:
         _check_key(setting)
-        _check_units(setting)
+        key, name = setting.key, setting.key.rpartition(".")[2]
+        if is_numeric(key) or (key.startswith(_MACHINES) and without_suffix(name) != name):
+            for value in filter(None, _values(setting)):
+                if is_quantity(value):
+                    read_quantity(value, name, key)
     return settings
 
 
@@ -173,15 +177,6 @@ def _check_key(setting: Setting) -> None:
     if setting.value is None:
         limit = "only a key of the model or the cluster is removed with ~"
         raise UserInputError(key, None, limit, fix=f"Write {key}=null.")
-
-
-def _check_units(setting: Setting) -> None:
-    """Refuse a unit that does not fit the key, before anything is planned."""
-    key, name = setting.key, setting.key.rpartition(".")[2]
-    if is_numeric(key) or (key.startswith(_MACHINES) and without_suffix(name) != name):
-        for value in filter(None, _values(setting)):
-            if is_quantity(value):
-                read_quantity(value, name, key)
 
 
 def _nearest_key(key: str) -> str:

@@ -96,7 +96,17 @@ def deepseek_v3(f: ConfigFields) -> Shape:
 
 def deepseek_v32(f: ConfigFields) -> Shape:
     """DeepSeek V3.2: as V3, and an indexer chooses the tokens that attention sees."""
-    return joined(deepseek_v3(f), _sparse_attention(f))
+    if {*(f.items("layer_types", "text") or ())} - {"indexed_attention"}:
+        raise f.wrong("layer_types", "all layers of this family are indexed_attention")
+    return joined(
+        deepseek_v3(f),
+        {
+            "experimental_attention_variant": "dsa",
+            "dsa_indexer_n_heads": f.whole("index_n_heads"),
+            "dsa_indexer_head_dim": f.whole("index_head_dim"),
+            "dsa_indexer_topk": f.whole("index_topk"),
+        },
+    )
 
 
 def glm_moe_dsa(f: ConfigFields) -> Shape:
@@ -111,17 +121,6 @@ def glm_moe_dsa(f: ConfigFields) -> Shape:
         limit = "layers that take the tokens of another layer's indexer are not read"
         raise f.wrong(key, limit, kind=UnplannableModelError)
     return deepseek_v32(f)
-
-
-def _sparse_attention(f: ConfigFields) -> Shape:
-    if {*(f.items("layer_types", "text") or ())} - {"indexed_attention"}:
-        raise f.wrong("layer_types", "all layers of this family are indexed_attention")
-    return {
-        "experimental_attention_variant": "dsa",
-        "dsa_indexer_n_heads": f.whole("index_n_heads"),
-        "dsa_indexer_head_dim": f.whole("index_head_dim"),
-        "dsa_indexer_topk": f.whole("index_topk"),
-    }
 
 
 def glm4_moe_lite(f: ConfigFields) -> Shape:

@@ -43,7 +43,8 @@ def is_harmless(key: str) -> bool:
 
 def weightless_keys(kind: str) -> Sequence[str]:
     """Keys that change neither a weight nor the work of a ``model_type``, or of an encoder."""
-    return _weightless()["kinds"].get(kind, ())
+    keys: Sequence[str] = _weightless()["kinds"].get(kind, ())
+    return keys
 
 
 @functools.cache

@@ -79,24 +79,18 @@ def before_after_section(found: BeforeAfter, plan: PricedLayout) -> Mapping[str,
         {"caption": title, "rows": [*change_rows(rows, first)], "rules": [*rules(rows, what)]}
         for (title, what), rows, first in _tables(before, changes)
     ]
+    whole = changes.whole
+    is_better = whole.seconds == 0 or (whole.is_sure and whole.chance_faster >= 0.5)
+    # a flag whose memory is not modelled is no warning: the job runs with it
+    memory = memory_level(dataclasses.replace(before, not_modelled=()))
     return {
         "verdict": verdict(before, changes.whole),
-        "level": _level(before, changes.whole),
+        "level": memory or ("" if is_better else "warning"),
         "figures": [*side_by_side(before, plan, changes.whole)],
         "tables": tables if changes.in_order else (),
         "sum": sum_words(changes.whole),
         "needs": found.needs,
     }
-
-
-def _level(before: PricedLayout, whole: Difference) -> str:
-    """A warning where predictions do not tell that the plan is the faster one, or of memory.
-
-    A flag whose memory is not modelled is none: the job runs with it.
-    """
-    is_better = whole.seconds == 0 or (whole.is_sure and whole.chance_faster >= 0.5)
-    memory = memory_level(dataclasses.replace(before, not_modelled=()))
-    return memory or ("" if is_better else "warning")
 
 
 def refused_words(found: BeforeAfter) -> str:

@@ -72,11 +72,12 @@ def mamba_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     tokens, local = shard.tokens(spec), shard.tokens_between_blocks(spec)
     hidden_bytes, widths = shard.hidden_bytes(spec), _widths(spec, shard)
     inner_bytes = tokens * widths.inner * act
+    num_bytes = tokens * (widths.inner + widths.bc) * act
     operators = (
         streaming("input_norm", Part.SSM, 2 * hidden_bytes),
         gemm(shard, "in_proj", Part.SSM, tokens, hidden, widths.projected),
         *exchange_copies(shard, tokens * widths.scanned * act, inner_bytes),
-        _convolution(tokens * (widths.inner + widths.bc) * act),
+        streaming("conv1d", Part.SSM, 2 * num_bytes, backward=2.5),
         _scan(widths, tokens, act),
         streaming("gated_norm", Part.SSM, 2 * inner_bytes),
         gemm(shard, "out_proj", Part.SSM, tokens, widths.inner, hidden),
@@ -102,11 +103,6 @@ def mamba_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
         working_bytes=_working_bytes(widths, tokens, act),
     )
     return with_graph_inputs(graph, shard, "mamba")
-
-
-def _convolution(num_bytes: float) -> Operator:
-    """The causal convolution, read and written once; the backward pass first does it again."""
-    return streaming("conv1d", Part.SSM, 2 * num_bytes, backward=2.5)
 
 
 def _scan(widths: _Widths, tokens: float, act: int) -> Operator:

@@ -7,10 +7,9 @@ a norm is a streaming kernel that keeps its input, a cap one over what it caps.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 
 from nest_megatron.model.block_parameters import decoder_of, encoder_of
-from nest_megatron.model.graph import LayerCollective, LayerGraph, Operator, Part
+from nest_megatron.model.graph import LayerCollective, LayerGraph, Part
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.operators.attention import core_attention
 from nest_megatron.model.operators.common import (
@@ -128,7 +127,11 @@ def with_variant(
     if spec.variant.parallel_attention and block in _OF_EACH_TOKEN:
         graph = _beside_attention(graph, spec, shard)
     if spec.variant.norm_placement is NormPlacement.SANDWICH:
-        graph += _norm_behind(spec, shard)
+        size = shard.hidden_bytes(spec)
+        graph += LayerGraph(
+            operators=(streaming("norm_behind", Part.RESIDUAL, 2 * size),),
+            saved_bytes=((Part.RESIDUAL, size),),
+        )
     if spec.variant.qk_norm_full_width and block.mixes_tokens and spec.qk_layernorm:
         graph += _qk_sums(spec, shard)
     return graph
@@ -150,31 +153,13 @@ def _beside_attention(graph: LayerGraph, spec: TransformerSpec, shard: LayerShar
     return dataclasses.replace(
         graph,
         operators=(
-            *_without(graph.operators, dropped),
+            *(each for each in graph.operators if each.name not in dropped),
             streaming("mlp_residual", Part.RESIDUAL, hidden_bytes, backward=0.0),
         ),
-        collectives=_silent(graph.collectives, silent),
+        collectives=tuple(
+            each for each in graph.collectives if each.name.split(".")[0] not in silent
+        ),
         saved_bytes=(*graph.saved_bytes, *saved),
-    )
-
-
-def _without(operators: tuple[Operator, ...], names: Collection[str]) -> tuple[Operator, ...]:
-    return tuple(each for each in operators if each.name not in names)
-
-
-def _silent(
-    collectives: tuple[LayerCollective, ...], projections: Collection[str]
-) -> tuple[LayerCollective, ...]:
-    """The traffic but for that of some projections, which is attention's too."""
-    return tuple(each for each in collectives if each.name.split(".")[0] not in projections)
-
-
-def _norm_behind(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
-    """A norm of what a block puts out, before the residual."""
-    size = shard.hidden_bytes(spec)
-    return LayerGraph(
-        operators=(streaming("norm_behind", Part.RESIDUAL, 2 * size),),
-        saved_bytes=((Part.RESIDUAL, size),),
     )
 
 
