@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 import nest_megatron
-from nest_megatron.app.asked import Asked, Work
+from nest_megatron.app.task import Asked, Work
 from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.config.launch import read_words
 from nest_megatron.documents import csv_text

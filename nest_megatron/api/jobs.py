@@ -55,21 +55,21 @@ def plan_job(
     *,
     begun_s: Seconds | None = None,
     shortlist: bool = False,
-    stated: StatedJob | None = None,
+    source_job: StatedJob | None = None,
     on_progress: Progress | None = None,
 ) -> Plan:
     """Plan a job of settings: what ``plan`` does, here and on the command line.
 
     Args:
-        stated: what the recipe of a plan file whose job it is says; ``None`` for no plan file.
+        source_job: what the recipe of a plan file whose job it is says; ``None`` for no plan file.
         begun_s: when its ``search.max_seconds`` began (``time.monotonic``); ``None`` is now.
         on_progress: called while the search runs.
     """
     begun_s = time.monotonic() if begun_s is None else begun_s
-    if stated is None:
+    if source_job is None:
         request = request_of(settings, choose_execution=True, begun_s=begun_s, shortlist=shortlist)
     else:
-        request = stated.request(settings)
+        request = source_job.request(settings)
         request = dataclasses.replace(request, begun_s=begun_s, shortlist=shortlist)
     found = require_plan(find_plan(request, on_progress), request.notes)
     return Plan(record=with_launch(found, notes=request.notes), notes=request.notes)
@@ -165,7 +165,7 @@ class SweepJob:
         key: what it consists of, in one word.
         config_dir: the folder of the user's own files.
         command: that it plans; ``None`` where the settings name a model.
-        stated: by the recipe of the plan file whose job it is, as for ``plan_job``.
+        source_job: by the recipe of the plan file whose job it is, as for ``plan_job``.
     """
 
     settings: tuple[Setting, ...]
@@ -173,7 +173,7 @@ class SweepJob:
     key: str
     config_dir: str | None = None
     command: SweptCommand | None = None
-    stated: StatedJob | None = None
+    source_job: StatedJob | None = None
 
     def composed(self, *, without: Callable[[str], bool] | None = None) -> Settings:
         """Its settings, behind the defaults of the site.
@@ -189,8 +189,8 @@ class SweepJob:
         """Its plan; raises as ``plan_job``."""
         if self.command is not None:
             return self.command.plan(self.composed(), begun_s=begun_s, on_progress=on_progress)
-        composed, stated = self.composed(), self.stated
-        return plan_job(composed, begun_s=begun_s, stated=stated, on_progress=on_progress)
+        composed, source_job = self.composed(), self.source_job
+        return plan_job(composed, begun_s=begun_s, source_job=source_job, on_progress=on_progress)
 
 
 def sweep_job(
@@ -198,25 +198,30 @@ def sweep_job(
     keys: Collection[str],
     config_dir: Path | None = None,
     command: SweptCommand | None = None,
-    stated: StatedJob | None = None,
+    source_job: StatedJob | None = None,
 ) -> SweepJob:
     """A job with its key: the composed values, files of the user included.
 
     Args:
         keys: of the settings in which the jobs of its sweep differ.
-        config_dir, command, stated: as of ``SweepJob``.
+        config_dir, command, source_job: as of ``SweepJob``.
     """
     varied = tuple(setting for setting in settings if setting.key in keys)
     folder = None if config_dir is None else str(expanded(config_dir, "--config-dir").resolve())
     job = SweepJob(
-        settings=settings, varied=varied, key="", config_dir=folder, command=command, stated=stated
+        settings=settings,
+        varied=varied,
+        key="",
+        config_dir=folder,
+        command=command,
+        source_job=source_job,
     )
     try:
         composed = job.composed()
         said = {each.name: getattr(composed, each.name) for each in dataclasses.fields(PlanConfig)}
         values: list[object] = [to_plain(said)]
         values += [] if command is None else [command.content(composed)]
-        values += [] if stated is None else [to_plain(stated)]
+        values += [] if source_job is None else [to_plain(source_job)]
     except UserInputError as error:  # its result is the error, and is never kept
         values = [str(error), *map(str, settings)]
     text = json.dumps([__version__, *values], sort_keys=True, default=str)

@@ -189,12 +189,12 @@ def plan_variants(path: Path, changes: Sequence[Setting], options: SweepOptions)
     from nest_megatron.integrations.stated_job import settings_of, stated_job
 
     base = settings_of(present, path if path.is_absolute() else Path.cwd() / path)
-    stated = stated_job(present, base)
-    jobs = _jobs(base, changes, keys, stated=stated)
-    _require_one(jobs, stated)
+    source_job = stated_job(present, base)
+    jobs = _jobs(base, changes, keys, source_job=source_job)
+    _require_one(jobs, source_job)
 
     def kept(job: SweepJob) -> ParallelPlan:
-        return keep_layout(present, stated.request(job.composed()))
+        return keep_layout(present, source_job.request(job.composed()))
 
     return _compared(present, jobs, kept, options)
 
@@ -243,7 +243,7 @@ def _jobs(
     changes: Sequence[Setting],
     keys: Collection[str],
     command: SweptCommand | None = None,
-    stated: StatedJob | None = None,
+    source_job: StatedJob | None = None,
 ) -> list[SweepJob]:
     """The job unchanged, and one for each combination of the changes."""
     held = [setting for setting in changes if setting.key not in keys]
@@ -251,8 +251,11 @@ def _jobs(
     compose(with_defaults(each[-1]))  # what is wrong with the keys is wrong in all
     unchanged, *changed = each
     return [
-        sweep_job(unchanged, (), command=command, stated=stated),
-        *(sweep_job(settings, keys, command=command, stated=stated) for settings in changed),
+        sweep_job(unchanged, (), command=command, source_job=source_job),
+        *(
+            sweep_job(settings, keys, command=command, source_job=source_job)
+            for settings in changed
+        ),
     ]
 
 
@@ -263,14 +266,14 @@ def _merged(base: Sequence[Setting], given: Sequence[Setting]) -> tuple[Setting,
     return (*(setting for setting in base if setting.key not in keys), *given)
 
 
-def _require_one(jobs: Sequence[SweepJob], stated: StatedJob) -> None:
+def _require_one(jobs: Sequence[SweepJob], source_job: StatedJob) -> None:
     """Refuse what is wrong in the unchanged job, or in all of its changes."""
     unchanged, *changed = jobs
-    stated.request(unchanged.composed())
+    source_job.request(unchanged.composed())
     errors = []
     for job in changed:
         try:
-            stated.request(job.composed())
+            source_job.request(job.composed())
         except UserInputError as error:
             errors.append(error)
         else:

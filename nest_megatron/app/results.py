@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from nicegui import ui
 
-from nest_megatron.app.asked import Answer
+from nest_megatron.app.task import Answer
 
 Field = TypeVar("Field", ui.input, ui.textarea, ui.select)
 

@@ -157,7 +157,7 @@ def _run(options: _Options) -> int:
     if options.for_plan is not None:
         if not (tasks.shapes or times_network):
             raise _nothing_to_time(request, options.for_plan)
-        words = request.told(
+        words = request.words_before(
             tasks.tasks,
             num_shapes=len(tasks.shapes),
             num_left=tasks.num_left,

@@ -157,7 +157,7 @@ class ProfileRequest:
             if divides(self.spec, layout.dims.tensor_model_parallel_size)
         ]
 
-    def told(
+    def words_before(
         self,
         own: Sequence[Task],
         *,

@@ -46,7 +46,7 @@ class Output:
 
     file: str
     program: str
-    told: Sources
+    contents: Sources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class Sources:
     def _completed(self, host: Host, of_slurm: int | None, assumed: int | None) -> Host:
         """A host, and what is taken for it from the outputs of one host."""
         matrix = self.matrix
-        by = next((o.program for o in self.outputs if o.told.matrix is matrix), "")
+        by = next((o.program for o in self.outputs if o.contents.matrix is matrix), "")
         counted = (
             ("scontrol show node", of_slurm),
             (by, None if matrix is None else matrix.num_gpus),
@@ -260,9 +260,9 @@ def saved_output(path: Path) -> Sources:
     text = read_text(path, "--read")
     for form, program, parse in _RECOGNIZED:
         if re.match(form, text, re.MULTILINE):
-            told = parse(text)
-            output = Output(file=path.name, program=program, told=told)
-            return dataclasses.replace(told, outputs=(output,))
+            found = parse(text)
+            output = Output(file=path.name, program=program, contents=found)
+            return dataclasses.replace(found, outputs=(output,))
     limit = f"it is none of: {', '.join(program for _, program, _ in _RECOGNIZED)}"
     fix = "Save the output of one of these programs, whole."
     raise UserInputError("--read", str(path), limit, fix)
@@ -292,36 +292,34 @@ def unused_outputs(
         topology: the groups that are used.
     """
     for output in sources.outputs:
-        for part, reason in _unused(output.told, sources, hosts, topology):
+        for part, reason in _unused(output.contents, sources, hosts, topology):
             yield f"{output.file} ({output.program}): its {part} are not used: {reason}"
 
 
 def _unused(
-    told: Sources, sources: Sources, hosts: Sequence[Host], topology: Topology | None
+    found: Sources, sources: Sources, hosts: Sequence[Host], topology: Topology | None
 ) -> Iterator[tuple[str, str]]:
     names = {host.name for host in hosts}
     own = {host.name: host for host in sources.hosts}
     later = "a file after it tells them too"
-    told_hosts = {host.name for host in told.hosts}.union(
-        told.slurm.gpu_counts if told.slurm else ()
-    )
-    if told_hosts and not told_hosts & names:
+    named = {host.name for host in found.hosts}.union(found.slurm.gpu_counts if found.slurm else ())
+    if named and not named & names:
         yield "hosts", "none of them is among those of the job"
-    elif told.hosts and not any(host in sources.hosts for host in told.hosts):
+    elif found.hosts and not any(host in sources.hosts for host in found.hosts):
         yield "hosts", "another file tells more of them"
-    if told.topology is not None and told.topology is not sources.topology:
+    if found.topology is not None and found.topology is not sources.topology:
         yield "groups", later
-    elif told.topology is not None and topology is not None and told.topology is not topology:
+    elif found.topology is not None and topology is not None and found.topology is not topology:
         yield "groups", f"{topology.source} says them"
-    if told.gpu_names and all(host.gpus for host in hosts):
+    if found.gpu_names and all(host.gpus for host in hosts):
         yield "GPUs", "every host tells its own"
-    if told.adapters and told.adapters is not sources.adapters:
+    if found.adapters and found.adapters is not sources.adapters:
         yield "adapters", later
-    elif told.adapters and (why := _unused_adapters(hosts, own)):
+    elif found.adapters and (why := _unused_adapters(hosts, own)):
         yield "adapters", why
-    if told.matrix is not None and told.matrix is not sources.matrix:
+    if found.matrix is not None and found.matrix is not sources.matrix:
         yield "links", later
-    elif told.matrix is not None and (why := _unused_matrix(told.matrix, hosts, own)):
+    elif found.matrix is not None and (why := _unused_matrix(found.matrix, hosts, own)):
         yield "links", why
 
 

@@ -277,7 +277,7 @@ def fixed_choices(
     return frozenset((*settings.search.keep, *stated))
 
 
-def stated_packages(settings: Settings, installed: Iterable[str] = ()) -> frozenset[str]:
+def known_packages(settings: Settings, installed: Iterable[str] = ()) -> frozenset[str]:
     """Packages known to be where the job runs; ``UserInputError`` for one that no choice needs."""
     known = [package.value for package in Package]
     for name in settings.search.packages:
@@ -435,7 +435,7 @@ def read_precision(settings: Settings, own: Precision = Precision.BF16) -> Preci
     return own if named is None else choice("train.precision", named, Precision)
 
 
-def stated_recipe(settings: Settings) -> Mapping[str, Any]:
+def recipe_flags(settings: Settings) -> Mapping[str, Any]:
     """How scales of fp8 numbers are found, where the configuration says it, as Megatron's flag."""
     named = settings.train.fp8_recipe
     if named is None:

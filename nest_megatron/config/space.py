@@ -166,7 +166,7 @@ def buildable_degrees(
     return {**fixed, name: 1}
 
 
-def beside_frozen_weights(
+def space_of_frozen_weights(
     spec: TransformerSpec,
     target: Target,
     zero_stages: Iterable[ZeroStage],

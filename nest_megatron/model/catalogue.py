@@ -80,7 +80,7 @@ def spec_from_arguments(
         UnplannableModelError: for layers that alternate in another way than Megatron's number says.
         UserInputError: if the shape is impossible.
     """
-    found = {**MEGATRON_DEFAULTS, **_given(values, (*SAME_NAMES, *LINEAR_NAMES))}
+    found = {**MEGATRON_DEFAULTS, **_chosen_values(values, (*SAME_NAMES, *LINEAR_NAMES))}
     inner = 4 * fields["hidden_size"]
     if values.get("swiglu"):  # two thirds of it, in whole 64s
         inner = inner * 2 // 3 // 64 * 64
@@ -97,7 +97,7 @@ def spec_from_arguments(
     if values.get("group_query_attention"):
         found["num_query_groups"] = values.get("num_query_groups")
     if values.get("num_experts"):
-        found |= _given(values, ("num_experts", *EXPERT_NAMES))
+        found |= _chosen_values(values, ("num_experts", *EXPERT_NAMES))
         frequency = values.get("moe_layer_freq")
         frequency = 1 if frequency is None else frequency
         flags = () if hybrid else moe_layer_pattern(frequency, fields["num_layers"])
@@ -117,7 +117,7 @@ def _variant(values: Mapping[str, Any], spelled: Callable[[str], str]) -> dict[s
         found["experimental_attention_variant"] = _VARIANTS[str(variant)]
         found["linear_attention_freq"] = _frequency(values.get("linear_attention_freq"))
         if variant == "dsa":
-            found |= {**_SPARSE_DEFAULTS, **_given(values, tuple(_SPARSE_DEFAULTS))}
+            found |= {**_SPARSE_DEFAULTS, **_chosen_values(values, tuple(_SPARSE_DEFAULTS))}
     if values.get("no_rope_freq"):
         found["no_rope_freq"] = _frequency(values["no_rope_freq"])
     return found
@@ -136,7 +136,7 @@ def _frequency(value: Any) -> int | tuple[int, ...] | None:
     return tuple(value) if isinstance(value, list | tuple) else value
 
 
-def _given(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+def _chosen_values(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {name: values[name] for name in names if values.get(name) is not None}
 
 

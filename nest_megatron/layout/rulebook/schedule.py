@@ -55,7 +55,7 @@ def allows_interleaving(
     return vpp == 1 or (pp > 1 and fits)
 
 
-def _stated_ends(spec: TransformerSpec, pp: int) -> str:
+def _uneven_words(spec: TransformerSpec, pp: int) -> str:
     """What makes stages of a hybrid model uneven, which is not searched for."""
     if not spec.hybrid_layer_pattern:
         return ""
@@ -98,7 +98,7 @@ SCHEDULE_RULES = (
         "it must divide the {num_layers} layers: stages are even here{stated_ends}",
         "Use a divisor.",
         value="num_chunks",
-        words={"stated_ends": _stated_ends},
+        words={"stated_ends": _uneven_words},
         reason=_EVEN,
     ),
     Rule(

@@ -125,7 +125,7 @@ def with_variant(
     if block is LayerBlock.MTP:
         return graph
     if spec.variant.parallel_attention and block in _OF_EACH_TOKEN:
-        graph = _beside_attention(graph, spec, shard)
+        graph = _parallel_attention(graph, spec, shard)
     if spec.variant.norm_placement is NormPlacement.SANDWICH:
         size = shard.hidden_bytes(spec)
         graph += LayerGraph(
@@ -137,7 +137,7 @@ def with_variant(
     return graph
 
 
-def _beside_attention(graph: LayerGraph, spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
+def _parallel_attention(graph: LayerGraph, spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """An MLP that reads what attention reads: its output joins attention's before both are summed.
 
     It keeps no residual of its own, and adds to the one sum of the layer. With a shared norm its
