@@ -25,8 +25,7 @@ from nest_megatron.model.operators.ends import (
     projector_graph,
 )
 from nest_megatron.model.operators.feed_forward import experts_graph, mlp_graph
-from nest_megatron.model.operators.linear_attention import gated_delta_net_graph
-from nest_megatron.model.operators.mamba import mamba_graph
+from nest_megatron.model.operators.mamba import gated_delta_net_graph, mamba_graph
 from nest_megatron.model.operators.variant import (
     cross_attention_graph,
     linear_for_attention_graph,
