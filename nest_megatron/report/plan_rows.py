@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.documents import csv_text
@@ -83,7 +82,7 @@ class PlanRow:
             row[key] = text if value is None else int(value) if whole else value
         row |= {"status": self.status, "told": self.reason, "missing_bytes": self.missing_bytes}
         plan = self.plan
-        return row | {name: plan and read(plan) for name, read in _COLUMNS.items()}
+        return row | {name: plan and _read(plan, path) for name, path in _COLUMNS.items()}
 
     def throughput(self) -> float | None:
         """Tokens per second and GPU; ``None`` without a plan."""
@@ -125,51 +124,49 @@ def plan_cells(plan: ParallelPlan) -> dict[str, str]:
     }
 
 
-def _below(section: str, *names: str) -> dict[str, Callable[[ParallelPlan], Any]]:
-    return {name: attrgetter(f"{section}.{name}") for name in names}
+def _below(section: str, *names: str) -> dict[str, str]:
+    return {name: f"{section}.{name}" for name in names}
 
 
-def _term(name: str) -> Callable[[ParallelPlan], float]:
-    return lambda plan: plan.predicted.terms.get(name, 0.0)
+def _read(plan: ParallelPlan, path: str) -> Any:
+    """What lies at a path: of fields, of keys of a mapping, of calls without arguments."""
+    found: Any = plan
+    for name in path.split("."):
+        if found is None:
+            return None
+        found = found.get(name, 0.0) if isinstance(found, Mapping) else getattr(found, name)
+    return found() if callable(found) else found
 
 
-def _price(name: str) -> Callable[[ParallelPlan], float | None]:
-    return lambda plan: getattr(plan.price, name, None)
-
-
-def _argument(name: str) -> Callable[[ParallelPlan], Any]:
-    return lambda plan: plan.arguments[name]
-
-
-_STAGES = ("sequence_parallel", "pipeline_model_parallel_layout")
+_OF_PRICE = ("tokens_per_dollar", "run_s", "run_dollars", "run_mwh")
 _TERMS = (
     *("compute", "recompute", "tp_communication", "cp_communication", "ep_communication"),
     *("pp_communication", "dp_communication", "pipeline_bubble", "optimizer"),
     *("embedding_sync", "stragglers", "host"),
 )
-#: Columns of a plan, in their order.
-_COLUMNS: Mapping[str, Callable[[ParallelPlan], Any]] = {
-    "model_name": attrgetter("model.name"),
-    "cluster_name": attrgetter("cluster.name"),
+#: Columns of a plan, in their order, with the paths of their values.
+_COLUMNS: Mapping[str, str] = {
+    "model_name": "model.name",
+    "cluster_name": "cluster.name",
     **_below("layout", "num_gpus", "global_batch_size"),
     **_below("train", "seq_length"),
     **_below("predicted", "iteration_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu"),
     **_below("predicted", "mfu", "peak_memory_bytes", "capacity_bytes"),
-    **{name: _price(name) for name in ("tokens_per_dollar", "run_s", "run_dollars", "run_mwh")},
+    **_below("price", *_OF_PRICE),
     **_below("uncertainty", "low_s", "high_s", "out_of_memory"),
-    **{name: _argument(name) for name in (*DEGREES, *_STAGES)},
+    **_below("arguments", *DEGREES, "sequence_parallel", "pipeline_model_parallel_layout"),
     **_below("layout", "micro_batch_size"),
-    "rank_order": attrgetter("layout.dims.rank_order.value"),
-    "recompute": lambda plan: plan.layout.recompute.label(),
-    "zero_stage": lambda plan: int(plan.layout.zero),
-    **{f"{name}_s": _term(name) for name in _TERMS},
+    "rank_order": "layout.dims.rank_order.value",
+    "recompute": "layout.recompute.label",
+    "zero_stage": "layout.zero.value",
+    **{f"{name}_s": f"predicted.terms.{name}" for name in _TERMS},
     **_below("search", "certificate", "gap_percent"),
-    "search_seconds": attrgetter("search.seconds"),
+    "search_seconds": "search.seconds",
 }
 #: Columns that may hold nothing in every row, and their types.
 _OFTEN_EMPTY = {
     "missing_bytes": "int64",
-    **dict.fromkeys(("tokens_per_dollar", "run_s", "run_dollars", "run_mwh"), "float64"),
+    **dict.fromkeys(_OF_PRICE, "float64"),
     "virtual_pipeline_model_parallel_size": "int64",
     "pipeline_model_parallel_layout": "string",
 }
@@ -202,8 +199,8 @@ def rows_report(
     from nest_megatron.report.tables import figure_columns, word_columns
     from nest_megatron.report.terminal import notes_report
 
-    kinds = (word_columns if head in _WORDS else figure_columns for head in heads)
-    yield filled_table([*(kind(h)[0] for kind, h in zip(kinds, heads, strict=True))], rows)
+    columns = [(word_columns if h in _WORDS else figure_columns)(h)[0] for h in heads]
+    yield filled_table(columns, rows)
     yield notes_report(notes)
 
 
@@ -272,7 +269,7 @@ def sweep_report(job: str, rows: Sequence[PlanRow]) -> Iterator[RenderableType]:
         yield f"\nnote: {key} changes nothing: the step takes as long with each of its values."
 
 
-#: Widest line of a setting on a terminal; behind the name of a longer one its value begins anew.
+#: Widest line of a setting on a terminal; the value of a longer one has its own line.
 SETTING_WIDTH = 18
 
 
