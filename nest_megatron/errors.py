@@ -114,6 +114,10 @@ def typed_setting(key: str) -> str:
     return f"{_setting_prefix.get()}{key}"
 
 
+#: Known names that an error lists whole.
+_MOST_LISTED = 24
+
+
 def nearest(name: str, known: Iterable[str], *, count: int = 3) -> str:
     """The known names closest to a misspelt one, as the tail of an error message.
 
@@ -124,6 +128,8 @@ def nearest(name: str, known: Iterable[str], *, count: int = 3) -> str:
     close = difflib.get_close_matches(name, names, n=count, cutoff=0.4)
     if close:
         return f"Did you mean {' or '.join(close)}?"
+    if len(names) > _MOST_LISTED:
+        return f"The nearest are {', '.join(difflib.get_close_matches(name, names, 3, cutoff=0))}."
     return f"Known: {', '.join(names)}."
 
 
@@ -140,8 +146,11 @@ def require_known(
     """
     names = tuple(known)
     if name not in names:
-        limit = limit or f"it is one of {', '.join(names)}"
-        raise UserInputError(what, name, limit, fix=nearest(name, names, count=count))
+        fix = nearest(name, names, count=count)
+        if not limit:
+            limit = f"it must be one of {', '.join(names)}"
+            fix = fix if fix.startswith("Did") else "Give one of them."
+        raise UserInputError(what, name, limit, fix)
 
 
 def require_at_least(what: str, value: float, least: int, fix: str) -> None:

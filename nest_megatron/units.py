@@ -253,7 +253,7 @@ def read_quantity(text: str, field: str, what: str = "") -> int | float:
     match = _QUANTITY.fullmatch(text.strip()) if len(text) <= _LONGEST else None
     unit = None if match is None else match[2]
     if match is None or unit not in dimension.units:
-        limit = f"it is {dimension.words}, and {unit or 'this'} is no unit of that"
+        limit = f"it is {dimension.words}, and {unit or 'this'} is not a unit of it"
         fix = f"Write for example {dimension.example}, or the plain number."
         raise UserInputError(what or field, text, limit, fix)
     found = Fraction(match[1]) * dimension.units[match[2]]

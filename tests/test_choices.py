@@ -122,7 +122,7 @@ def test_a_dispatcher_is_chosen_only_where_its_package_is_known() -> None:
 
 @pytest.mark.parametrize("word", ["search.keep=[cp_com_type]", "search.packages=[deepep]"])
 def test_names_that_are_none_are_refused(word: str) -> None:
-    with pytest.raises(UserInputError, match=r"it is no choice|no choice needs"):
+    with pytest.raises(UserInputError, match=r"there is no such choice|no choice needs"):
         planned(word)
 
 

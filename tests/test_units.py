@@ -66,7 +66,7 @@ def test_a_time_is_the_float_nearest_to_what_is_written(
 def test_a_unit_of_something_else_is_refused(field: str, other: str) -> None:
     units = dimension_of(field).units
     for unit in dimension_of(other).units.keys() - units:
-        with pytest.raises(UserInputError, match=r"is no unit of that.*for example") as refused:
+        with pytest.raises(UserInputError, match=r"is not a unit of it.*for example") as refused:
             read_quantity(f"1{unit}", field, "it")
         assert (refused.value.what, refused.value.value) == ("it", f"1{unit}")
 

@@ -95,7 +95,7 @@ def plan(
     on_progress: Progress | None = None,
     **settings: object,
 ) -> Plan:
-    """Find the plan that is expected to be the fastest and to fit in memory.
+    """Find the fastest layout of a job that is expected to fit in memory.
 
     Args:
         model: a name of ``models()``, the path of a YAML file or of a Hugging Face

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None, *, begun_s: Seconds | None = None) -
     Returns:
         The exit code: 0 done, 1 nothing is predicted to fit, 2 bad input, 3 time ended the
         search before it had a plan, or one within 10 % of the best, 10 to 15 a plan that is not
-        as it was pinned or signed, 16 a policy forbids it, 70 a fault of this program, 130
+        as it was pinned or signed, 16 a policy forbids it, 70 a bug of this program, 130
         interrupted.
     """
     begun_s = time.monotonic() if begun_s is None else begun_s

@@ -12,21 +12,21 @@ from nest_megatron.cli.command_kinds import command
     "--host",
     default="127.0.0.1",
     show_default=True,
-    help="Address to listen on. With one that other machines reach, whoever has the printed "
-    "address can plan, and paths and commands are refused.",
+    help="Address to listen on. If other machines can reach it, everybody who has the printed "
+    "address can plan; file paths and commands are then refused.",
 )
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
     default=8642,
     show_default=True,
-    help="0 is a free one.",
+    help="Port to listen on; 0 takes a free one.",
 )
 @click.option("--no-browser", is_flag=True, help="Only print the address.")
 def app(host: str, port: int, no_browser: bool) -> None:
     """Plan in the browser: a form for a model or a command, and the report of its plan.
 
-    It needs nicegui (the extra app), listens on this machine alone, and ends with Ctrl-C.
+    Needs nicegui (the extra app), listens on this machine only, and ends with Ctrl-C.
     """
     from nest_megatron.app.server import serve
 

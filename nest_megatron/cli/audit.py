@@ -46,9 +46,15 @@ _AGO = re.compile(r"(\d+)([dh])")
         "nest-megatron history show 0123abcd",
     ),
 )
-@click.option("--model", metavar="NAME", help="Runs of this model alone.")
-@click.option("--since", metavar="TIME", help="Runs since a day (2026-11-23), or 7d or 12h ago.")
-@click.option("--outcome", type=click.Choice([each.value for each in Outcome]), help="Such alone.")
+@click.option("--model", metavar="NAME", help="Only runs of this model.")
+@click.option(
+    "--since", metavar="TIME", help="Only runs since a day (2026-11-23) or a time ago (7d, 12h)."
+)
+@click.option(
+    "--outcome",
+    type=click.Choice([each.value for each in Outcome]),
+    help="Only runs that ended so.",
+)
 @json_option
 @click.pass_context
 def history(
@@ -59,10 +65,9 @@ def history(
     outcome: str | None,
     as_json: bool,
 ) -> None:
-    """Runs of planned jobs: what was predicted, what was measured, how they ended.
+    """List runs of planned jobs: predicted and measured step time, and how each run ended.
 
-    They are kept in a file in the user's data folder, or in the one that NEST_MEGATRON_HISTORY
-    names.
+    They are kept in your data folder, or in the file that NEST_MEGATRON_HISTORY names.
     """
     if context.invoked_subcommand is not None:
         return
@@ -87,7 +92,7 @@ def history(
 @click.argument("run", metavar="RUN")
 @json_option
 def show_run(run: str, *, as_json: bool) -> None:
-    """Show a run by its id or the start of it: prediction, ranks, warnings, what ended it."""
+    """Show one run (its id or the start of it): prediction, ranks, warnings, how it ended."""
     from nest_megatron.report.console import show, show_json
     from nest_megatron.report.runs import run_details
 
@@ -131,9 +136,15 @@ def moment_of(text: str, now: datetime | None = None) -> datetime:
     "nest-megatron audit audit.jsonl --plan 0123abcd --json",
 )
 @click.argument("files", metavar="[FILE]...", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--user", metavar="NAME", help="Launches of this user alone.")
-@click.option("--since", metavar="TIME", help="Those since a day (2026-11-23), or 7d or 12h ago.")
-@click.option("--plan", metavar="HASH", help="Those of a plan: its checksum, or the start of it.")
+@click.option("--user", metavar="NAME", help="Only launches of this user.")
+@click.option(
+    "--since",
+    metavar="TIME",
+    help="Only launches since a day (2026-11-23) or a time ago (7d, 12h).",
+)
+@click.option(
+    "--plan", metavar="HASH", help="Only launches of this plan: its checksum or the start of it."
+)
 @click.option("--run", metavar="ID", help="One launch, with the flags that its plan rewrote.")
 @json_option
 def audit(
@@ -145,11 +156,11 @@ def audit(
     run: str | None,
     as_json: bool,
 ) -> None:
-    """Who launched what, with which plan, and what it took beside its prediction.
+    """List launches: user, job, plan, and measured beside predicted step time.
 
-    Launches that a rule did not allow stand behind those that began. FILEs are audits that a policy
-    names (docs/policy.md), rotated and compressed ones (.gz) too, in any order; without one, those
-    that the policies here name.
+    Launches that a policy refused come last. FILEs are the audit files of a policy
+    (docs/policy.md), also rotated and compressed ones (.gz), in any order. The default is the
+    files that the policies of this machine name.
     """
     moment = None if since is None else moment_of(since)
     named = files or _named_by_policies()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -12,7 +11,7 @@ import click
 from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.cli.command_kinds import command, json_option
 from nest_megatron.cli.complete import completing
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import UserInputError, nearest
 
 
 @command(
@@ -29,11 +28,11 @@ from nest_megatron.errors import UserInputError
 )
 @json_option
 def models(name: str | None, *, as_json: bool) -> None:
-    """List the models of the catalogue, or show one, or that of a file.
+    """List the models of the catalogue, or show one.
 
-    A word lists the names that contain it. One model is shown with every field, where they are
-    from, and which releases of the frameworks take it. A file is a Hugging Face config.json or its
-    folder, a description as the catalogue's (YAML or JSON), or a plan.
+    WORD lists the names that contain it. NAME shows every field, its source, and the releases of
+    each framework that can train the model. PATH is a Hugging Face config.json or its folder, a
+    model file (YAML or JSON), or a plan.
     """
     from nest_megatron.config.catalogue import named_model
     from nest_megatron.report.catalogue_tables import model_details, model_document, models_table
@@ -70,10 +69,9 @@ def models(name: str | None, *, as_json: bool) -> None:
 )
 @json_option
 def clusters(name: str | None, *, as_json: bool) -> None:
-    """List the clusters of the catalogue, or show one, or that of a file.
+    """List the clusters of the catalogue, or show one.
 
-    A word lists the names that contain it. A file is a description as the catalogue's (YAML or
-    JSON), which nest-megatron network import writes of measured collectives, or a plan.
+    WORD lists the names that contain it. PATH is a cluster file (YAML or JSON) or a plan.
     """
     from nest_megatron.config.catalogue import named_cluster
     from nest_megatron.report.catalogue_tables import (
@@ -108,6 +106,5 @@ def _listed(group: str, word: str | None) -> Sequence[str] | None:
     plain = re.sub(r"[^a-z0-9]", "_", word.lower())
     if found := [name for name in known if plain in name]:
         return found
-    near = ", ".join(difflib.get_close_matches(plain, known, n=3, cutoff=0))
-    fix = f"The nearest are {near}. `nest-megatron {group}s` lists all; a path works as well."
+    fix = f"{nearest(plain, known)} `nest-megatron {group}s` lists all; a path works as well."
     raise UserInputError(group, word, f"no {group} of the catalogue has it in its name", fix)

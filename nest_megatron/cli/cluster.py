@@ -28,15 +28,15 @@ from nest_megatron.report.console import say, show_json
     "--out site.yaml --hosts-out hosts.txt",
 )
 def cluster() -> None:
-    """Describe the machines of a job or a site: GPUs, adapters, switches; a file for plan."""
+    """Describe your cluster (GPUs, adapters, switches) in a file that plan reads."""
 
 
 @cluster.subcommand("report", "nest-megatron cluster report")
-@click.option("--name", help="What Slurm or Kubernetes calls this host; its own name if not given.")
+@click.option("--name", help="What Slurm or Kubernetes calls this host; by default its host name.")
 def cluster_report(*, name: str | None) -> None:
-    """Print what this host has, in one line of JSON: for discover --read.
+    """Print this host's hardware as one line of JSON, for discover --read.
 
-    Asked are NVML, nvidia-smi topo -m and Linux (/sys/class/infiniband). Nothing touches CUDA.
+    It reads NVML, nvidia-smi topo -m and /sys/class/infiniband. It does not touch CUDA.
     """
     say(json.dumps(to_plain(this_host(name))))
 
@@ -45,11 +45,11 @@ def cluster_report(*, name: str | None) -> None:
     "new", "nest-megatron cluster new site", "nest-megatron cluster new --out h100.yaml"
 )
 @click.argument("name", required=False)
-@click.option("--out", type=OUTPUT, help="Write it here; NAME.yaml if not given.")
+@click.option("--out", type=OUTPUT, help="The file to write; by default NAME.yaml.")
 def cluster_new(*, name: str | None, out: Path | None) -> None:
-    """Write a cluster's file to fill in: complete as it stands, with a comment for each field.
+    """Write a cluster file to edit: it is valid as written and explains each field.
 
-    A file that exists is not replaced.
+    An existing file is not replaced.
     """
     from nest_megatron.config.cluster_detection import cluster_template
 
@@ -87,14 +87,14 @@ def cluster_new(*, name: str | None, out: Path | None) -> None:
     "base",
     metavar="NAME",
     shell_complete=completing(partial(catalogue_names, "cluster")),
-    help="Stands in for what is not seen: of the catalogue, or a file.",
+    help="A cluster of the catalogue, or a file, for what cannot be detected.",
 )
 @click.option(
     "--mixed-gpus",
     type=click.Choice([each.value for each in MixedGpus]),
     default=MixedGpus.REFUSE.value,
     show_default=True,
-    help="Where hosts have unlike GPUs: refuse, or take the slower kind's figures for all.",
+    help="If hosts have different GPUs: refuse, or plan as if all had the slower kind.",
 )
 @click.option("--out", type=OUTPUT, help="Write the cluster here.")
 @click.option("--hosts-out", type=OUTPUT, help="Write the hosts and their groups here.")
@@ -110,10 +110,10 @@ def cluster_discover(
     hosts_out: Path | None,
     as_json: bool,
 ) -> None:
-    """Describe a cluster from what its machines say, and name what had to be assumed.
+    """Detect a cluster from what its machines report, and list what had to be assumed.
 
-    In a Slurm allocation that is the default source, elsewhere this host, unless files are given.
-    Plan on the result with nest-megatron plan cluster=./site.yaml --hosts hosts.txt.
+    The default source is the Slurm allocation where there is one, else this host. Use the result
+    with: nest-megatron plan cluster=./site.yaml --hosts hosts.txt
     """
     from nest_megatron.config.cluster_detection import discovered
 

@@ -199,50 +199,50 @@ from_option = click.option(
     "--from",
     "from_command",
     metavar="COMMAND",
-    help="Your own Megatron-LM command, in quotes; - reads it from standard input. Or one that "
-    "trains a recipe (nemo llm pretrain --factory NAME), where its framework is installed. A "
-    "script that launches it goes behind all else: -- bash train.sh ARGUMENTS; bash runs it, with "
-    "programs that start nothing.",
+    help="Your Megatron-LM command, in quotes; - reads it from standard input. A command that "
+    "trains a recipe (nemo llm pretrain --factory NAME) works where its framework is installed. "
+    "To read it from a launch script, end the line with: -- bash train.sh ARGUMENTS (bash runs it "
+    "with stand-ins for torchrun, srun and the like, so that nothing starts).",
 )
 free_option = click.option(
     "--free",
     metavar="NAMES",
     default="",
     shell_complete=completing(freed_names),
-    help="With --from: flags of yours that may change, separated by commas, or all; of a recipe "
-    "all that keep the format of checkpoints, if not given.",
+    help="With --from: your flags that may change, separated by commas, or all. The default for a "
+    "recipe is all that keep the format of checkpoints.",
 )
 strict_option = click.option(
     "--strict",
     is_flag=True,
-    help="With --from: refuse flags that Megatron-LM does not have, instead of passing them on.",
+    help="With --from: refuse flags that Megatron-LM does not have; by default they are passed on.",
 )
 version_option = click.option(
     "--megatron-version",
     metavar="RELEASE",
-    help="With --from: the release whose flags the command uses (0.19); that of target=, if not "
-    "given, else the newest stable one.",
+    help="With --from: the Megatron-LM release of the command (0.19); by default that of target=, "
+    "else the newest stable one.",
 )
 set_option = click.option(
     "--set",
     "flags",
     metavar="FLAG",
     multiple=True,
-    help="With --from: a flag in the place of the command's own, --set --vocab-size=131072 or "
-    "--set '--vocab-size 131072', as often as needed.",
+    help="With --from: replace a flag of the command, --set --vocab-size=131072 or --set "
+    "'--vocab-size 131072'. Repeatable.",
 )
 harmless_option = click.option(
     "--assume-harmless",
     "assume_harmless",
     metavar="FIELD",
     multiple=True,
-    help="With --from and a recipe: a field that is not known and is planned for all the same, as "
-    "often as needed; the plan notes it.",
+    help="With --from and a recipe: plan although this field is unknown; the plan notes it. "
+    "Repeatable.",
 )
 full_option = click.option(
     "--full",
     is_flag=True,
-    help="Print every figure: where the time and the memory go, runners-up, the certificate.",
+    help="Print every figure: terms of time and memory, runners-up, the proof.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 

@@ -39,69 +39,66 @@ COMMANDS: Mapping[str, Loaded] = {
     ),
     "audit": Loaded(
         "audit",
-        "Who launched what, with which plan, and what it took beside its prediction.",
+        "List launches: user, job, plan, and measured beside predicted step time.",
     ),
     "calibrate": Loaded(
         "validate",
-        "Fit the cost model's constants to measured runs, and those of links to collectives.",
+        "Fit the cost model's constants to measured runs, and its links to measured collectives.",
     ),
     "cluster": Loaded(
         "cluster",
-        "Describe the machines of a job or a site: GPUs, adapters, switches; a file for plan.",
+        "Describe your cluster (GPUs, adapters, switches) in a file that plan reads.",
     ),
-    "clusters": Loaded(
-        "catalogue", "List the clusters of the catalogue, or show one, or that of a file."
-    ),
+    "clusters": Loaded("catalogue", "List the clusters of the catalogue, or show one."),
     "compare": Loaded(
         "research",
-        "Plan one job with other planners, priced by the same cost model, and say what each loses.",
+        "Plan one job with other planners too, and price all plans by one cost model.",
         "research",
     ),
     "completion": Loaded(
         "commands", "Print the script that completes commands, settings and catalogue names."
     ),
     "estimate": Loaded(
-        "plan", "Price one layout: iteration time by term, memory by stage. Nothing is searched."
+        "plan",
+        "Price one layout: its step time, and the memory of each stage. It searches nothing.",
     ),
-    "explain": Loaded("explain", "Read a plan file and say why it is what it is."),
+    "explain": Loaded(
+        "explain", "Explain a plan file: where time and memory go, and why other layouts lose."
+    ),
     "extract": Loaded(
-        "extract", "Show the work of one layer on one rank, as megatron-core's own modules do it."
+        "extract",
+        "Show the work of one layer on one rank, traced from megatron-core's own modules.",
     ),
     "history": Loaded(
-        "audit", "Runs of planned jobs: what was predicted, what was measured, how they ended."
+        "audit",
+        "List runs of planned jobs: predicted and measured step time, and how each run ended.",
     ),
     "keygen": Loaded("explain", "Make a key that signs pinned plans, in minisign's format."),
-    "models": Loaded(
-        "catalogue", "List the models of the catalogue, or show one, or that of a file."
-    ),
+    "models": Loaded("catalogue", "List the models of the catalogue, or show one."),
     "nest": Loaded(
         "research",
-        "NEST itself: its published solver's instances, and its recurrence on any job.",
+        "Run NEST as published: its solver's instances, and its recurrence on any job.",
         "research",
     ),
-    "network": Loaded(
-        "network", "Measured networks: figures for a cluster from timed collectives."
-    ),
+    "network": Loaded("network", "Fit a cluster's network to timed collectives."),
     "paper": Loaded(
         "research",
-        "An experiment of the NEST paper on our cost model: ours, the artifact's, the paper's.",
+        "Repeat an experiment of the NEST paper: our result, the artifact's, the paper's.",
         "research",
     ),
     "pin": Loaded(
-        "explain", "Freeze a reviewed plan: it launches the job that it was made for, and no other."
+        "explain", "Pin a reviewed plan: it launches the job that it was made for, and no other."
     ),
-    "plan": Loaded(
-        "plan", "Find the plan that is expected to be the fastest and to fit in memory."
-    ),
+    "plan": Loaded("plan", "Find the fastest layout of a job that is expected to fit in memory."),
     "profile": Loaded(
         "profile",
-        "Time a model's layers on the devices that are here, and the network between them.",
+        "Time a model's layers on this machine's devices, and the network between them.",
     ),
     "profiles": Loaded("profiles", "Measured layer times: list, show, export, import, verify."),
     "tune": Loaded(
         "tune",
-        "Run the few plans that could be the fastest for some steps, and choose after what they "
-        "took.",
+        "Run the plans that could be the fastest for a few steps each, and choose by measured "
+        "time.",
     ),
     "validate": Loaded(
         "validate",
@@ -110,11 +107,11 @@ COMMANDS: Mapping[str, Loaded] = {
     ),
     "verify": Loaded(
         "explain",
-        "Say whether a pinned plan is as it was pinned, and with --key who signed it.",
+        "Check that a pinned plan is unchanged, and with --key who signed it.",
     ),
     "whatif": Loaded(
         "plan",
-        "Plan a plan file's job again on changed clusters: every combination of a,b values.",
+        "Plan a job again on a changed cluster: every combination of a,b values.",
     ),
 }
 
@@ -163,11 +160,11 @@ class LazyGroup(Group):
 )
 @click.version_option(__version__, prog_name=PROGRAM)
 def cli() -> None:
-    """Plans for Megatron training jobs: the fastest layout on a cluster that is expected to fit.
+    """Find the fastest layout of a Megatron training job that fits on its cluster.
 
-    Exit codes: 0 done, 1 nothing is predicted to fit, 2 bad input, 3 time ended the
-    search before it had a plan, or one within 10 % of the best, 10 to 15 a plan that is not
-    as it was pinned or signed, 16 a policy forbids it, 70 a fault of ours, 130 interrupted.
+    Exit codes: 0 done, 1 nothing is predicted to fit, 2 bad input, 3 the time limit ended the
+    search without a plan within 10 % of the best, 10 to 15 a pinned plan was changed or its
+    signature is not trusted, 16 a policy forbids it, 70 a bug of nest-megatron, 130 interrupted.
     """
 
 

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @command("nest-megatron keygen --out robot.key --no-password")
 @click.option("--out", type=OUTPUT, required=True, help="Write the secret key here.")
-@click.option("--no-password", is_flag=True, help="Leave it unencrypted, for a robot's use.")
+@click.option("--no-password", is_flag=True, help="Do not encrypt the key, for automated use.")
 @json_option
 def keygen(out: Path, *, no_password: bool, as_json: bool) -> None:
     """Make a key that signs pinned plans, in minisign's format.
 
-    The public key goes beside it (NAME.pub): give it to those who verify.
+    The public key is written to NAME.pub: give it to those who verify plans.
     """
     from nest_megatron import minisign
     from nest_megatron.errors import UserInputError
@@ -62,17 +62,17 @@ def keygen(out: Path, *, no_password: bool, as_json: bool) -> None:
     "keys",
     multiple=True,
     metavar="KEY",
-    help="A trusted key: its file, a folder of files *.pub, or the key itself. Any one suffices.",
+    help="A trusted key: its file, a folder of *.pub files, or the key itself. Repeatable; one "
+    "match is enough.",
 )
-@click.option("--signature", type=PATH, help="The signature, if not in PINNED.YAML.minisig.")
+@click.option("--signature", type=PATH, help="The signature file; by default PINNED.YAML.minisig.")
 @json_option
 def verify(path: Path, *, keys: tuple[str, ...], signature: Path | None, as_json: bool) -> None:
-    """Say whether a pinned plan is as it was pinned, and with --key who signed it.
+    """Check that a pinned plan is unchanged, and with --key who signed it.
 
-    Nothing is looked up. Exit codes: 0 it holds, 2 bad input, 10 not pinned, 11 changed since it
-    was pinned, 12 no signature, 13 a signature that
-    cannot be read, 14 signed with a key that is not
-    trusted, 15 a signature of another file.
+    It needs no network. Exit codes: 0 unchanged, 2 bad input, 10 not pinned, 11 changed after it
+    was pinned, 12 no signature, 13 unreadable signature, 14 signed with a key that is not trusted,
+    15 signature of another file.
     """
     from nest_megatron.errors import UserInputError
     from nest_megatron.plain import to_plain
@@ -112,7 +112,7 @@ def ask_password(prompt: str = "Password of the key", *, confirm: bool = False) 
     "nest-megatron explain plan.yaml --why-not tp=8,pp=4",
 )
 @click.argument("path", type=PATH, metavar="PLAN.YAML")
-@click.option("--html", type=OUTPUT, help="Write a page to look at and to send around.")
+@click.option("--html", type=OUTPUT, help="Write the report as an HTML page.")
 @click.option(
     "--timeline",
     type=OUTPUT,
@@ -121,13 +121,13 @@ def ask_password(prompt: str = "Password of the key", *, confirm: bool = False) 
 @click.option(
     "--versus",
     metavar="LAYOUT",
-    help="Set the plan beside a layout with other sizes (tp=8,pp=4 or Megatron's own flags): time "
+    help="Compare the plan with a layout of other sizes (tp=8,pp=4 or Megatron's own flags): time "
     "term by term, memory part by part.",
 )
 @click.option(
     "--why-not",
     metavar="LAYOUT",
-    help="Say why the plan does not have these sizes: the rule, the bytes, or what they lose.",
+    help="Say why the plan does not have these sizes: a rule, memory, or how much slower they are.",
 )
 @json_option
 def explain(
@@ -139,7 +139,7 @@ def explain(
     why_not: str | None,
     as_json: bool,
 ) -> None:
-    """Read a plan file and say why it is what it is."""
+    """Explain a plan file: where time and memory go, and why other layouts lose."""
     from nest_megatron.api import load_plan
     from nest_megatron.report.console import show, show_json
 
@@ -187,22 +187,24 @@ def _table(path: Path, given: Mapping[str, object]) -> PlanTable | None:
     "nest-megatron pin plan.yaml --sign reviewer.key",
 )
 @click.argument("path", type=PATH, metavar="PLAN.YAML")
-@click.option("--out", type=OUTPUT, help="Write the pinned plan here instead of in its place.")
-@click.option("--by", metavar="NAME", help="Who has reviewed it; the user's name if not given.")
-@click.option("--note", metavar="TEXT", default="", help="Kept in the file.")
+@click.option(
+    "--out", type=OUTPUT, help="Write the pinned plan here; by default it replaces PLAN.YAML."
+)
+@click.option("--by", metavar="NAME", help="The reviewer; by default your user name.")
+@click.option("--note", metavar="TEXT", default="", help="A remark to keep in the file.")
 @click.option(
     "--release",
     "--megatron-version",
     "release",
     metavar="RELEASE",
-    help="The Megatron-LM release that it may launch (0.19); by default the plan's own.",
+    help="The Megatron-LM release that the plan may launch on (0.19); by default its own.",
 )
 @click.option(
     "--sign",
     "key",
     type=PATH,
     metavar="KEY",
-    help="Sign the pinned file with this secret key; one that is pinned already is only signed.",
+    help="Sign with this secret key. A plan that is already pinned is only signed.",
 )
 @json_option
 def pin(
@@ -215,9 +217,9 @@ def pin(
     key: Path | None,
     as_json: bool,
 ) -> None:
-    """Freeze a reviewed plan: it launches the job that it was made for, and no other.
+    """Pin a reviewed plan: it launches the job that it was made for, and no other.
 
-    Launch with +nest=pinned nest.plan=FILE. The file is refused once a byte of it has changed.
+    Launch with +nest=pinned nest.plan=FILE. If a byte of the file changes, the launch is refused.
     """
     from nest_megatron.errors import UserInputError
     from nest_megatron.files import read_bytes

@@ -59,32 +59,32 @@ from nest_megatron.report.console import show, show_json
     default="all",
     metavar="KIND",
     show_default=True,
-    help="Which layer of the model (dense, moe, mamba, ...); all is one of each kind.",
+    help="The layer of the model (dense, moe, mamba, ...); all prints one of each kind.",
 )
 @click.option(
     "--implementation",
     type=click.Choice(["local", "transformer_engine"]),
     default="local",
     show_default=True,
-    help="Megatron's --transformer-impl: whose layers are built.",
+    help="The layers to build, as Megatron's --transformer-impl.",
 )
 @click.option(
     "--unfused",
     is_flag=True,
-    help="Attention in two GEMMs, which keeps its scores; fused attention keeps none.",
+    help="Unfused attention: two GEMMs, whose scores are saved for the backward pass.",
 )
 @click.option(
     "--from",
     "from_command",
     metavar="COMMAND",
-    help="Your own Megatron-LM command, in quotes, instead of model; - reads standard input. A "
-    "script that launches it goes behind all else: -- bash train.sh.",
+    help="Your Megatron-LM command, in quotes, in place of model=; - reads it from standard "
+    "input. To read it from a launch script, end the line with: -- bash train.sh",
 )
 @version_option
 @click.option(
     "--closed-form",
     is_flag=True,
-    help="Print the formulas that the planner uses (Transformer Engine's layers); needs no torch.",
+    help="Use the planner's own formulas (of Transformer Engine's layers); needs no torch.",
 )
 @click.option(
     "--module",
@@ -96,26 +96,26 @@ from nest_megatron.report.console import show, show_json
     "inputs",
     multiple=True,
     metavar="[KEYWORD=]1,2048",
-    help="With --module: the shape of an input; as often as there are inputs.",
+    help="With --module: the shape of an input. Repeatable, once for each input.",
 )
 @click.option(
     "--dtype",
     "dtypes",
     multiple=True,
     metavar="TYPE",
-    help="With --module: number type, one for all inputs or one each (float32 if not given).",
+    help="With --module: the number type of all inputs, or of each. [default: float32]",
 )
 @click.option(
-    "--draw", type=OUTPUT, help="Write a picture: .svg or .png, one for each layer that is printed."
+    "--draw", type=OUTPUT, help="Write a picture (.svg or .png) of each layer that is printed."
 )
 @click.option("--config-dir", type=FOLDER, help="A folder with your own model/ files.")
 @json_option
 def extract(**options: Any) -> None:
-    """Show the work of one layer on one rank, as megatron-core's own modules do it.
+    """Show the work of one layer on one rank, traced from megatron-core's own modules.
 
-    Operators with their FLOPs and traffic, collectives with their groups, and bytes of saved
-    activations, forward and backward; no GPU is needed. With --module, any PyTorch model is
-    traced with torch.fx into its chain of blocks, without memory for its weights.
+    Prints operators with FLOPs and memory traffic, collectives with their groups, and bytes of
+    saved activations, forward and backward. It needs no GPU. --module traces any PyTorch model
+    with torch.fx into its chain of blocks, without allocating its weights.
     """
     given = _Options(**options)
     if given.draw is not None:  # before the work, not after it

@@ -25,7 +25,7 @@ from nest_megatron.report.console import say, show, show_json
     "nest-megatron network show network.yaml",
 )
 def network() -> None:
-    """Measured networks: figures for a cluster from timed collectives."""
+    """Fit a cluster's network to timed collectives."""
 
 
 @network.subcommand(
@@ -39,16 +39,16 @@ def network() -> None:
 @click.option(
     "--kind",
     type=click.Choice(["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]),
-    help="What a log measures that does not say so; its file's name if not given.",
+    help="The collective of a log that does not name it; by default taken from the file name.",
 )
 @click.option(
     "--cluster",
     metavar="NAME",
     shell_complete=completing(partial(catalogue_names, "cluster")),
-    help="The cluster that was measured: from the catalogue, or a file.",
+    help="The measured cluster: a name of the catalogue, or a file.",
 )
-@click.option("--out", type=OUTPUT, help="Write that cluster here, its network as measured.")
-@click.option("--profile", type=OUTPUT, help="Keep the samples and their fit in this file.")
+@click.option("--out", type=OUTPUT, help="Write the cluster with its measured network here.")
+@click.option("--profile", type=OUTPUT, help="Write the samples and their fit to this file.")
 @json_option
 def network_import(
     paths: tuple[Path, ...],
@@ -59,10 +59,10 @@ def network_import(
     profile: Path | None,
     as_json: bool,
 ) -> None:
-    """Fit a network to the output of nccl-tests, or to a profile that was measured.
+    """Fit a network to the output of nccl-tests, or to a measured network profile.
 
-    Reads all_reduce_perf, all_gather_perf, reduce_scatter_perf, alltoall_perf and sendrecv_perf,
-    one run a file or many. Plan on the result with nest-megatron plan cluster=./measured.yaml.
+    Reads all_reduce_perf, all_gather_perf, reduce_scatter_perf, alltoall_perf and sendrecv_perf; a
+    file may hold several runs. Use the result with: nest-megatron plan cluster=./measured.yaml
     """
     from nest_megatron.report.catalogue_tables import levels_table, profile_lines
     from nest_megatron.report.terminal import notes_report
@@ -99,7 +99,7 @@ def network_import(
 @click.argument("path", type=PATH, metavar="NETWORK.YAML")
 @json_option
 def network_show(path: Path, *, as_json: bool) -> None:
-    """Show a network profile: what was measured, and the figures fitted to it."""
+    """Show a network profile: the measurements, and the figures fitted to them."""
     from nest_megatron.report.catalogue_tables import levels_table, profile_lines, samples_table
     from nest_megatron.report.terminal import notes_report
 

@@ -55,47 +55,47 @@ from nest_megatron.cluster.placement import Launcher
 @click.option(
     "--shortlist",
     is_flag=True,
-    help="Say which plans could be the fastest, and what to measure to know more.",
+    help="List the plans that could be the fastest, and what to measure to tell them apart.",
 )
 @click.option(
     "--for-nodes",
     metavar="RANGE",
-    help="Plan for each of these numbers of nodes, 120..128 or 96..128:8, in one table.",
+    help="Plan for each of these numbers of nodes (120..128 or 96..128:8), in one table.",
 )
 @click.option(
     "--hosts",
     type=PATH,
-    help="The job's hosts, a line of HOST GROUP... each: plan for where they lie, and say what "
-    "hosts side by side would give.",
+    help="A file of the job's hosts, a line of HOST GROUP... each (rack, row): plan for their "
+    "place in the network, and compare with neighbouring hosts.",
 )
 @click.option(
     "--write-hostfile",
     "hostfile",
     type=OUTPUT,
-    help="With --hosts: write them in the order of ranks, for the launcher.",
+    help="With --hosts: write the hosts in the order of ranks, for the launcher.",
 )
 @click.option(
     "--launcher",
     type=click.Choice([each.value for each in Launcher]),
     default=Launcher.SRUN.value,
     show_default=True,
-    help="That reads --write-hostfile.",
+    help="The launcher that reads --write-hostfile.",
 )
 @click.option(
     "--for-gpus",
     metavar="RANGE",
-    help="Plan for each of these numbers of GPUs, 64..4096 by doubling or 64..512:64, and say "
-    "which are worth it: their time, their cost and how well the job scales.",
+    help="Plan for each of these numbers of GPUs (64..4096 by doubling, or 64..512:64): time, "
+    "cost, and how well the job scales.",
 )
-@click.option("--html", type=OUTPUT, help="Write a page to look at and to send around.")
+@click.option("--html", type=OUTPUT, help="Write the report as an HTML page.")
 @full_option
 @json_option
 def plan(**options: Any) -> int:
-    """Find the plan that is expected to be the fastest and to fit in memory.
+    """Find the fastest layout of a job that is expected to fit in memory.
 
-    Settings are key=value; what is not given is searched. hydra_configs/plan.yaml explains each.
-    Exits with 1 where nothing fits; with 3 where search.max_seconds ends the search without a plan,
-    or with one that may be more than 10 % slower than the best, which is written all the same.
+    Settings are KEY=VALUE; those that you leave out are searched. docs/settings.md explains each.
+    Exits with 1 if nothing fits, and with 3 if search.max_seconds ends the search without a plan
+    or with one that may be more than 10 % slower than the best (it is written all the same).
     """
     from nest_megatron.cli import planning
 
@@ -128,12 +128,12 @@ def plan(**options: Any) -> int:
 @full_option
 @json_option
 def estimate(**options: Any) -> int:
-    """Price one layout: iteration time by term, memory by stage. Nothing is searched.
+    """Price one layout: its step time, and the memory of each stage. It searches nothing.
 
-    What is not given is Megatron's default: degrees of 1, the GPUs that are left replicate, the
-    distributed optimizer, an even split of the layers (the fastest split where they do not divide).
-    With --from, what runs today is priced, exactly as it is typed.
-    Exits with 1 where the layout is predicted not to fit in memory, with 0 where it may fit.
+    Settings that you leave out have Megatron's defaults: parallel sizes of 1, data parallelism
+    over the remaining GPUs, the distributed optimizer, and an even split of the layers (the
+    fastest split if they do not divide). --from prices your command exactly as it is. Exits with 1
+    if the layout is predicted not to fit in memory.
     """
     from nest_megatron.cli.planning import EstimateOptions, run_estimate
 
@@ -157,16 +157,22 @@ def estimate(**options: Any) -> int:
 @free_option
 @version_option
 @strict_option
-@click.option("--html", type=OUTPUT, help="Write a page with heat maps of throughput and cost.")
-@click.option("--out", type=FOLDER, help="Keep the plans and their table here, and go on from it.")
+@click.option(
+    "--html", type=OUTPUT, help="Write an HTML page with heat maps of throughput and cost."
+)
+@click.option(
+    "--out",
+    type=FOLDER,
+    help="Keep the plans and their table in this folder; a second run continues from it.",
+)
 @json_option
 def whatif(**options: Any) -> int:
-    """Plan a job again on changed clusters: every combination of a,b values.
+    """Plan a job again on a changed cluster: every combination of a,b values.
 
-    The job is that of a plan file, or of a command (--from). Changes are settings of the cluster,
-    the batch, the layout or the model; gpus and memory are short for cluster.num_gpus and
-    cluster.accelerator.memory_bytes. Other settings hold for every row, the unchanged one too; with
-    --from so do all that have one value. Each row also prices the present layout there.
+    The job is that of a plan file or of a command (--from). Changes are settings of the cluster,
+    the batch, the layout or the model; gpus and memory stand for cluster.num_gpus and
+    cluster.accelerator.memory_bytes. Other settings, and with --from all that have one value,
+    apply to every row. Each row also prices the present layout.
     """
     from nest_megatron.cli.many_plans import WhatIfOptions, run_whatif
 

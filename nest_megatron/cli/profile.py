@@ -74,35 +74,36 @@ Shape = tuple[object, ...]
     "for_plan",
     type=PATH,
     metavar="PLAN.YAML",
-    help="Time what decides between the plan and runners-up that could be the fastest, alone.",
+    help="Time only what decides between the plan and the runners-up that could be faster.",
 )
 @click.option(
     "--max-seconds",
     type=Duration("max_seconds"),
     default=BUDGET_S,
     show_default=True,
-    help="No shape begins after so long, in seconds or with a unit (10min); those that the best "
-    "plans need come first, the rest is interpolated.",
+    help="Time limit, in seconds or with a unit (10min). Shapes that the best plans need come "
+    "first; what is not reached is interpolated.",
 )
 @click.option(
     "--implementation",
     type=click.Choice(["local", "transformer_engine"]),
-    help="Megatron's --transformer-impl; Transformer Engine's where it is installed.",
+    help="Megatron's --transformer-impl; by default transformer_engine where it is installed.",
 )
-@click.option("--cpu", "on_cpu", is_flag=True, help="Time on the CPU, although there is a GPU.")
-@click.option("--again", is_flag=True, help="Time what is stored already, too.")
+@click.option("--cpu", "on_cpu", is_flag=True, help="Time on the CPU, even if there is a GPU.")
+@click.option("--again", is_flag=True, help="Time shapes again that are already stored.")
 @click.option(
     "--collectives/--no-collectives",
     default=True,
-    help="With several ranks: time the network between them, with a quarter of the budget.",
+    help="With several ranks: time the network between them, in a quarter of the time limit.",
 )
 @click.option("--network-out", type=OUTPUT, help="Write the network's figures here.")
 @json_option
 def profile(**options: Any) -> int:
-    """Time a model's layers on the devices that are here, and the network between them.
+    """Time a model's layers on this machine's devices, and the network between them.
 
-    In one process, or under torchrun: each rank times its share of the shapes on its own GPU.
-    Timings are stored (`nest-megatron profiles`) and used by plans for the same device and layers.
+    Runs in one process or under torchrun, where each rank times its share of the shapes on its
+    GPU. Timings are stored (nest-megatron profiles); plans for the same device and layers use
+    them.
     """
     return _run(_Options(**options))
 

@@ -26,7 +26,7 @@ from nest_megatron.report.console import error_fields, say, show, show_json
 def profiles() -> None:
     """Measured layer times: list, show, export, import, verify.
 
-    They are kept in the user's cache folder, or in the one that NEST_MEGATRON_PROFILES names. Plans
+    They are kept in your cache folder, or in the folder that NEST_MEGATRON_PROFILES names. Plans
     use those of the job's device and layers (profile.mode, profile.name).
     """
 
@@ -37,7 +37,7 @@ _name_argument = click.argument("name", shell_complete=completing(profile_names)
 @profiles.subcommand("list", "nest-megatron profiles list --json")
 @json_option
 def list_profiles(*, as_json: bool) -> None:
-    """List the profiles of this machine's store, and those shipped."""
+    """List the profiles of this machine, and those that nest-megatron ships."""
     from nest_megatron.report.catalogue_tables import profiles_table
 
     sound: list[tuple[store.Entry, LayerProfile]] = []
@@ -90,12 +90,12 @@ def export_profile(name: str, *, out: Path, as_json: bool) -> None:
 
 @profiles.subcommand("import", "nest-megatron profiles import profile.yaml --name from_ada")
 @click.argument("path", type=PATH, metavar="FILE")
-@click.option("--name", help="Another name for it.")
+@click.option("--name", help="Store it under this name.")
 @json_option
 def import_profile(path: Path, *, name: str | None, as_json: bool) -> None:
-    """Take in a profile that was measured elsewhere.
+    """Import a profile that was measured elsewhere.
 
-    Times measured here come before it, interpolated ones too.
+    Times measured on this machine take precedence over it.
     """
     profile, folder = store.import_profile(path, name=name), str(store.profiles_folder())
     if as_json:
@@ -111,7 +111,7 @@ def import_profile(path: Path, *, name: str | None, as_json: bool) -> None:
 @click.argument("name", required=False, shell_complete=completing(profile_names))
 @json_option
 def verify_profiles(name: str | None, *, as_json: bool) -> int:
-    """Check the files of all profiles, or of one; exits with 2 where one is broken."""
+    """Check the files of all profiles, or of one. Exits with 2 if one is broken."""
     checked = store.faults(name)
     broken = [(entry.name, error) for entry, error in checked if error is not None]
     if as_json:

@@ -43,14 +43,16 @@ def complete_planners(
 )
 @config_dir_option
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_planners)
-@click.option("--chart", type=OUTPUT, help="Draw it: an .svg or .png picture, or an .html page.")
+@click.option(
+    "--chart", type=OUTPUT, help="Draw the result as an .svg or .png picture, or an .html page."
+)
 @json_option
 def compare(**options: Any) -> int:
-    """Plan one job with other planners, priced by the same cost model, and say what each loses.
+    """Plan one job with other planners too, and price all plans by one cost model.
 
-    planners=[...] names some of nest, manual, mcmc, phaze, alpa_e, mist, aceso, autoconfigurator;
-    all take part unless it is given, nest always: its plan is the one of plan with the same
-    settings. Other settings are those of plan. Exits with 1 where nest finds no plan.
+    planners=[...] chooses among nest, manual, mcmc, phaze, alpa_e, mist, aceso and
+    autoconfigurator; the default is all. nest always takes part: its plan is the one that `plan`
+    finds. All settings of `plan` work here. Exits with 1 if nest finds no plan.
     """
     from nest_megatron.research.comparison_run import run_compare
 
@@ -66,15 +68,17 @@ def compare(**options: Any) -> int:
     type=click.Choice(["table2", "figure5", "figure6", "figure7", "table4", "table7"]),
 )
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--model", "models", multiple=True, metavar="NAME", help="Keep jobs of this model.")
-@click.option("--num-gpus", multiple=True, type=int, metavar="N", help="Keep jobs of this size.")
-@click.option("--chart", type=OUTPUT, help="Draw a figure: .svg or .png.")
+@click.option("--model", "models", multiple=True, metavar="NAME", help="Only jobs of this model.")
+@click.option(
+    "--num-gpus", multiple=True, type=int, metavar="N", help="Only jobs of this number of GPUs."
+)
+@click.option("--chart", type=OUTPUT, help="Draw the figure as .svg or .png.")
 @json_option
 def paper(experiment: str, **options: Any) -> int:
-    """An experiment of the NEST paper on our cost model: ours, the artifact's, the paper's.
+    """Repeat an experiment of the NEST paper: our result, the artifact's, the paper's.
 
-    Settings hold for every planner (search.max_seconds=5 train.seq_length=2048). A whole figure
-    takes minutes: it plans 25 jobs by five planners.
+    Settings apply to every planner (search.max_seconds=5 train.seq_length=2048). A whole figure
+    takes minutes: five planners plan 25 jobs.
     """
     from nest_megatron.research.paper.run import run_paper
 
@@ -87,10 +91,10 @@ def paper(experiment: str, **options: Any) -> int:
     "nest-megatron nest plan model=llama3_8b cluster=h100_spine_leaf",
 )
 def nest() -> None:
-    """NEST itself: its published solver's instances, and its recurrence on any job.
+    """Run NEST as published: its solver's instances, and its recurrence on any job.
 
-    ``solve`` and ``evaluate`` use the published formula: times per batch are in the instance's
-    unit, which its authors take as milliseconds. ``plan`` uses this project's cost model.
+    solve and evaluate use the published formula; times are in the instance's unit, which its
+    authors take as milliseconds. plan uses the cost model of nest-megatron.
     """
 
 
@@ -99,7 +103,8 @@ _without_option = click.option(
     "--without",
     metavar="SWITCH",
     multiple=True,
-    help="Turn a peculiarity of the artifact's formula off; a wrong name lists them all.",
+    help="Turn off a peculiarity of the artifact's formula; a wrong name lists them all. "
+    "Repeatable.",
 )
 
 
@@ -116,7 +121,7 @@ _without_option = click.option(
 def nest_solve(instance: Path, **options: Any) -> int:
     """Find the fastest plan in the artifact's space: tensor degree, replicas, stage boundaries.
 
-    Exits with 1 where no plan fits.
+    Exits with 1 if no plan fits.
     """
     from nest_megatron.research.nest_artifact.run import run_solve
 
@@ -138,7 +143,7 @@ def nest_plan(**options: Any) -> int:
     """Find the fastest plan of the paper's recurrence for a job of the catalogue.
 
     \b
-    Beside the settings of `nest-megatron plan`, research.KEY=VALUE:
+    It takes the settings of `nest-megatron plan`, and research.KEY=VALUE:
       schedule            1f1b or gpipe
       recompute           auto, on or off
       zero                true or false: divide states over further devices
@@ -148,7 +153,7 @@ def nest_plan(**options: Any) -> int:
       topology            levels, torus or mesh: how the network is read
       flash_attention     true or false
 
-    Such a plan is not launched: Megatron has no such layouts. Exits with 1 where none fits.
+    Such a plan cannot be launched: Megatron has no such layouts. Exits with 1 if none fits.
     """  # noqa: D301 - click keeps the lines behind a backspace as they are
     from nest_megatron.research.nest_dp.run import run_nest_plan
 
@@ -165,14 +170,14 @@ def nest_plan(**options: Any) -> int:
 )
 @_instance_argument
 @click.argument("placement", required=False, type=PATH, metavar="[PLACEMENT.JSON]")
-@click.option("--baseline", metavar="NAME", help="A baseline of the instance instead of a file.")
+@click.option("--baseline", metavar="NAME", help="A baseline of the instance, in place of a file.")
 @_without_option
 @json_option
 def nest_evaluate(instance: Path, placement: Path | None, **options: Any) -> int:
     """Price a plan by the artifact's formula.
 
-    PLACEMENT.JSON is the artifact's output, a recorded result that holds one, or a baseline's p, d,
-    t and num_transformer_layers. Exits with 1 where the plan cannot run.
+    PLACEMENT.JSON is the artifact's output, a recorded result that holds one, or a baseline's p,
+    d, t and num_transformer_layers. Exits with 1 if the plan cannot run.
     """
     from nest_megatron.research.nest_artifact.run import run_evaluate
 

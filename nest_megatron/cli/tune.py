@@ -32,8 +32,9 @@ from nest_megatron.tuning import LAUNCHERS
     "--from",
     "from_command",
     metavar="COMMAND",
-    help="Your own Megatron-LM command, in quotes. A script that launches it goes behind all else: "
-    "-- bash train.sh ARGUMENTS; bash runs it once, with programs that start nothing.",
+    help="Your Megatron-LM command, in quotes. To read it from a launch script, end the line "
+    "with: -- bash train.sh ARGUMENTS (bash runs it with stand-ins for torchrun, srun and the "
+    "like, so that nothing starts).",
 )
 @set_option
 @click.option(
@@ -42,16 +43,18 @@ from nest_megatron.tuning import LAUNCHERS
     default="all",
     show_default=True,
     shell_complete=completing(freed_names),
-    help="Flags of yours that may change, separated by commas; none keeps all.",
+    help="Your flags that may change, separated by commas; none keeps all.",
 )
 @version_option
-@click.option("--budget", type=click.IntRange(1), default=5, show_default=True, help="Most runs.")
+@click.option(
+    "--budget", type=click.IntRange(1), default=5, show_default=True, help="Largest number of runs."
+)
 @click.option(
     "--iterations",
     type=click.IntRange(4),
     default=20,
     show_default=True,
-    help="Steps that are timed of each run.",
+    help="Steps to time in each run.",
 )
 @click.option(
     "--run-timeout",
@@ -60,15 +63,15 @@ from nest_megatron.tuning import LAUNCHERS
     default=30.0,
     show_default=True,
     metavar="MINUTES",
-    help="A run that takes longer, in minutes or with a unit (90s), is ended, and counts as "
-    "failed.",
+    help="Time limit of a run, in minutes or with a unit (90s); a longer one is stopped and "
+    "counts as failed.",
 )
 @click.option(
     "--launcher",
     type=click.Choice(LAUNCHERS),
     default="auto",
     show_default=True,
-    help="What starts the runs: this host, steps of this Slurm allocation, jobs by submitit, or an "
+    help="What starts the runs: this host, steps of this Slurm allocation, submitit, or an "
     "executor of NeMo-Run.",
 )
 @click.option(
@@ -78,15 +81,19 @@ from nest_megatron.tuning import LAUNCHERS
     metavar="KEY=VALUE",
     help="For submitit (slurm_partition=h100) or NeMo-Run (executor=NAME or FILE.yaml).",
 )
-@click.option("--out", type=FOLDER, help="The folder of the runs; a new one here if not given.")
-@click.option("--resume", type=FOLDER, help="Go on with the runs of a folder.")
-@click.option("--dry-run", is_flag=True, help="Say what would run and how long; start nothing.")
+@click.option(
+    "--out", type=FOLDER, help="The folder of the runs; by default a new one in this folder."
+)
+@click.option("--resume", type=FOLDER, help="Continue the runs of this folder.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print what would run and for how long; start nothing."
+)
 @json_option
 def tune(**options: Any) -> int:
-    """Run the few plans that could be the fastest for some steps, and choose after what they took.
+    """Run the plans that could be the fastest for a few steps each, and choose by measured time.
 
-    Each run is your own job: without checkpoints, evaluation and trackers, and with the layout of a
-    plan. What it measures changes what is expected of all plans, and so what runs next.
+    Each run is your job with the layout of a plan, without checkpoints, evaluation and trackers.
+    Its measured step time corrects the predictions of all plans, and so decides which runs next.
     """
     from nest_megatron.cli.tuning import TuneOptions, run_tune
 

@@ -39,20 +39,23 @@ _paths = click.argument("paths", nargs=-1, required=True, type=PATH, metavar="FI
 )
 @click.option("--rows", type=OUTPUT, help="Write every row with its prediction here (CSV).")
 @click.option(
-    "--docs", type=FOLDER, help="Write accuracy.md, with pictures, into this folder (matplotlib)."
+    "--docs",
+    type=FOLDER,
+    help="Write accuracy.md and its pictures into this folder (needs matplotlib).",
 )
 @click.option(
     "--left-out",
     is_flag=True,
-    help="Predict each source with constants that were fitted without it.",
+    help="Predict each source with constants fitted to the other sources.",
 )
 @json_option
 def validate(paths: tuple[Path, ...], **options: Any) -> int:
     """Compare predictions with measured runs: errors, ranking of layouts, memory.
 
-    Reads throughput, peak memory, Megatron's golden values and collectives, told apart by their
-    columns (docs/accuracy.md). Each source and regime is scored as planned, with the settings that
-    a plan would assume, and as stated. Rows that cannot be predicted are counted by reason.
+    Reads throughput, peak memory, Megatron's golden values and collectives, and recognizes each by
+    its columns (docs/accuracy.md). Scores each source and regime twice: with the settings that a
+    plan would assume, and with those that the row states. Rows that cannot be predicted are
+    counted by reason.
     """
     from nest_megatron.validation.commands import run_validate
 
@@ -71,7 +74,7 @@ def validate(paths: tuple[Path, ...], **options: Any) -> int:
 @click.option(
     "--out",
     type=PATH,
-    help="Write the constants into this catalogue (hydra_configs), or with --site the file here.",
+    help="Write the constants into this catalogue (hydra_configs); with --site, the file to write.",
 )
 @click.option(
     "--cross-validation/--no-cross-validation",
@@ -83,11 +86,11 @@ def validate(paths: tuple[Path, ...], **options: Any) -> int:
 def calibrate(
     paths: tuple[Path, ...], *, site: bool, out: Path | None, validate: bool, as_json: bool
 ) -> int:
-    """Fit the cost model's constants to measured runs, and those of links to collectives.
+    """Fit the cost model's constants to measured runs, and its links to measured collectives.
 
-    Prints the constants, the errors, and those of sources and models that a fit has not seen. With
-    --site, runs of planned jobs teach the predictions of this site, with the constants as prior:
-    plans on a cluster of the same kind use the file from then on (docs/uncertainty.md).
+    Prints the constants, the errors of the fit, and the errors on sources and models that were
+    left out of it. With --site it learns from this site's own runs and keeps the constants as
+    prior; later plans on the same kind of cluster use the result (docs/uncertainty.md).
     """
     if site == bool(paths):
         limit = "--site reads the history, and no tables" if site else "no table is given"

@@ -174,8 +174,8 @@ def require_plausible(
         unit = allowed.usual_unit
         guess = f"Did you mean {allowed.shown(meant)}{unit}? " if is_likely else ""
         least, most = allowed.shown(allowed.least), allowed.shown(allowed.most)
-        limit = f"it is not plausible: from {least} to {most} {unit or allowed.unit}"
-        fix = f"{guess}If it is meant so, add {typed_setting('checks.plausibility')}=off."
+        limit = f"it is implausible: expected are {least} to {most} {unit or allowed.unit}"
+        fix = f"{guess}If it is right, add {typed_setting('checks.plausibility')}=off."
         shown = typed.get(what) or value
         raise UserInputError(what, shown, limit=limit.rstrip(), fix=fix)
 

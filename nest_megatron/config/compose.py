@@ -352,10 +352,10 @@ def _plain_error(error: Exception, overrides: Sequence[str]) -> UserInputError:
             limit, fix = f"no {group} is named whose field it could be", f"Name one: {group}=NAME."
             return UserInputError(key, value, limit, fix)
     if "list index out of range" in str(error.__cause__ or error):
-        limit, fix = "the list is shorter than that", "Count from 0, or name it as the list does."
+        limit, fix = "the list has no such entry", "Count from 0, or use its name."
         return UserInputError(what, wrong, limit, fix)
     limit = type_limit(error.__cause__ or error)
-    fix = "Correct the value; hydra_configs/plan.yaml and the catalogue show what is expected."
+    fix = "Correct the value; docs/settings.md explains each setting."
     return UserInputError(what, wrong, limit, fix)
 
 

@@ -269,7 +269,7 @@ def fixed_choices(
     """
     names = {*choices_of_execution(), "all"}
     for name in settings.search.keep:
-        require_known("search.keep", name, names, "it is no choice of docs/knobs.md")
+        require_known("search.keep", name, names, "there is no such choice (docs/knobs.md)")
     if "all" in settings.search.keep:
         return frozenset(choices_of_execution())
     own = set(typed) - set(freed)
@@ -430,7 +430,7 @@ def read_precision(settings: Settings, own: Precision = Precision.BF16) -> Preci
     """The number format: the one asked for, or the job's own."""
     named = settings.train.precision
     if named in _FP8_RECIPES:
-        limit, fix = "it is a recipe of fp8", f"train.precision=fp8 train.fp8_recipe={named}."
+        limit, fix = "it is a recipe of fp8", f"Write train.precision=fp8 train.fp8_recipe={named}."
         raise UserInputError("train.precision", named, limit, fix)
     return own if named is None else choice("train.precision", named, Precision)
 

@@ -268,7 +268,9 @@ def request_for(
     )
     times = choose_times(wanted, mode, settings.profile.name)
     site, site_notes = site_calibration(cluster, versions) if settings.profile.site else (None, ())
-    require_at_least("search.num_alternatives", search.num_alternatives, 0, "Give the runners-up.")
+    require_at_least(
+        "search.num_alternatives", search.num_alternatives, 0, "Give the number of runners-up."
+    )
     own = {**job.fixed, "micro_batch_size": job.micro_batch_size}
     spaces = _other_spaces(space, offer, choices, choose_execution)
     return Request(
@@ -358,8 +360,10 @@ def _require_own_words(settings: Settings, job: Job, prefix: str) -> None:
     for name, value in own.items():
         asked = getattr(settings.train, name)
         if asked not in (None, value):
-            limit = f"the job itself says {value}, and would run so"
-            raise UserInputError(f"{prefix}train.{name}", asked, limit, fix="Change the job.")
+            limit = f"the job says {value}, and a plan does not change that"
+            raise UserInputError(
+                f"{prefix}train.{name}", asked, limit, fix="Change the job itself."
+            )
 
 
 def recorded_defaults() -> dict[str, str]:

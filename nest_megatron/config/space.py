@@ -64,7 +64,7 @@ def _named(name: str, value: str | None, kind: type[Choice]) -> Choice | None:
 
 def read_zero(parallel: ParallelConfig) -> ZeroStage | None:
     """The ZeRO stage, if fixed."""
-    stage, limit = parallel.zero_stage, "it is 0, 1, 2 or 3"
+    stage, limit = parallel.zero_stage, "it must be 0, 1, 2 or 3"
     if stage not in (None, *ZeroStage):
         raise UserInputError("parallel.zero_stage", stage, limit, fix="Give one of them.")
     return None if stage is None else ZeroStage(stage)
@@ -130,7 +130,7 @@ def require_buildable(spec: TransformerSpec, target: Target) -> None:
         parts["vision"] = f"of {spec.vision.num_layers} layers"
     for name, value in parts.items():
         limit = f"{target.framework} cannot build such a model"
-        fix = "nest-megatron models shows the model, nest-megatron estimate prices a layout of it."
+        fix = f"Choose another target=: nest-megatron models {spec.name} lists those that can."
         raise UnplannableModelError(f"model {spec.name}: {name}", value, limit, fix)
 
 

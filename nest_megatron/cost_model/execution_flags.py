@@ -138,7 +138,7 @@ def _member(flags: Mapping[str, Any], name: str, kind: type[Member], default: st
         raise UserInputError(
             f"--{name.replace('_', '-')}",
             word,
-            limit=f"it is one of {', '.join(kind)}",
+            limit=f"it must be one of {', '.join(kind)}",
             fix=nearest(word, kind),
         )
     return kind(word)
@@ -336,7 +336,7 @@ def _moved_share(flags: Mapping[str, Any]) -> float:
         raise UserInputError(
             "--optimizer-offload-fraction",
             moved,
-            limit="it lies between 0 and 1",
+            limit="it must lie between 0 and 1",
             fix="Give the share of optimizer states that goes to the host.",
         )
     return moved

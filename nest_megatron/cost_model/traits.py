@@ -42,7 +42,7 @@ def require_ranges(record: Any, name_of: Callable[[str], str] = str) -> None:
             continue
         low, high = limits
         if not (isinstance(value, int | float) and low <= value <= high and value < math.inf):
-            limit = f"lies between {low:g} and {high:g}"
+            limit = f"must lie between {low:g} and {high:g}"
             if high == math.inf:
                 limit = f"must be at least {low:g} and finite"
             raise UserInputError(

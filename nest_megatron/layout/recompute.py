@@ -60,8 +60,9 @@ class Recompute:
             raise UserInputError(
                 "parallel.recompute_method / recompute_num_layers",
                 (self.method, self.num_layers),
-                "they go with recompute_granularity full, and only with it",
-                "Set both with full (uniform, 1 keeps one input a layer), neither otherwise.",
+                "recompute_granularity full needs both, and no other takes them",
+                "With full add recompute_method=uniform and recompute_num_layers=1 (it saves each "
+                "layer's input); else leave both out.",
             )
         if self.num_layers is not None and self.num_layers < 1:
             raise UserInputError(

@@ -83,7 +83,7 @@ def lengths_from_moments(
         ("std", deviation, 0.0, math.inf),
     ):
         if not (low <= value <= high and value < math.inf):
-            limit = f"it lies between {low:g} and {high:g} tokens"
+            limit = f"it must lie between {low:g} and {high:g} tokens"
             what, fix = f"train.sequence_length_{name}", "Give it in tokens."
             raise UserInputError(what, value, limit, fix)
     spread = math.log(1 + (deviation / mean) ** 2)

@@ -205,8 +205,8 @@ class Request:
         if not 0 <= self.tie_percent < math.inf:
             _refuse("search.tie_percent", self.tie_percent, "at least 0 and finite")
         if not 0 < self.max_oom_chance <= MOST_OOM_CHANCE:
-            limit = f"above 0 and at most {MOST_OOM_CHANCE:g}: what more likely runs out than not "
-            _refuse("memory.max_oom_chance", self.max_oom_chance, f"{limit}does not fit")
+            limit = f"above 0 and at most {MOST_OOM_CHANCE:g}"
+            _refuse("memory.max_oom_chance", self.max_oom_chance, limit)
         recompute = self.space.recompute or NO_RECOMPUTE
         cuts = cuts_anywhere(self.spec, recompute, self.space.version)
         if self.space.partition is None and not cuts:

@@ -146,7 +146,7 @@ def _print(error: Exception) -> None:
         print_to_stderr(f"{stops}.")
         print_error(error, as_json=False)
     else:
-        why = "a fault of nest-megatron, or a Megatron-LM that it does not know"
+        why = "a bug of nest-megatron, or a Megatron-LM that it does not know"
         print_to_stderr(f"{stops}: {why}.")
         report(error, sys.argv)
 
@@ -171,7 +171,7 @@ def report(error: Exception, arguments: Sequence[str]) -> int:
     if path is not None:
         how = f"; send {path} to its authors (it holds the command)."
     print_to_stderr(f"error: {PROGRAM} {__version__} {fault}")
-    print_to_stderr(f"       This is a fault of {PROGRAM}{how}")
+    print_to_stderr(f"       This is a bug of {PROGRAM}{how}")
     return OUR_FAULT
 
 

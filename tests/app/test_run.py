@@ -54,7 +54,7 @@ def test_what_does_not_fit_is_said_with_what_lacks() -> None:
 def test_a_fault_is_told_without_a_traceback() -> None:
     broken = Task(work=Work.PLAN, model=8, **SMALL)  # type: ignore[arg-type]
     found = asyncio.run(answer(Run(broken)))
-    assert "This is a fault of nest-megatron" in found.text
+    assert "This is a bug of nest-megatron" in found.text
     assert "Traceback" not in found.text
 
 

@@ -152,7 +152,7 @@ def test_settings_are_those_of_the_command_line() -> None:
         ({"settings": "parallel.tensor=8"}, SETTINGS, "no such setting"),
         ({"num_gpus": "some"}, GPUS, "some"),
         ({"num_gpus": "8..4", "work": Work.SIZES}, GPUS, "8..4"),
-        ({"global_batch_size": "9000000000"}, BATCH, "9000000000: it is not plausible"),
+        ({"global_batch_size": "9000000000"}, BATCH, "9000000000: it is implausible"),
         ({"model": "llama9"}, MODEL, "no such model in the catalogue"),
         ({"model": "./missing.json"}, MODEL_FILE, "cannot be read"),
         ({"model": '{"model_type": '}, MODEL_FILE, "JSON"),
@@ -195,7 +195,7 @@ def test_everything_that_is_wrong_is_told_at_once() -> None:
         *(MODEL, "Or a cluster file", GPUS, BATCH)
     ]
     assert "parallel.tensor=8: there is no such setting" in lines[4]
-    assert "cluster.levels.node.latency=2s: it is not plausible" in lines[5]
+    assert "cluster.levels.node.latency=2s: it is implausible" in lines[5]
 
 
 @pytest.mark.parametrize(

@@ -305,7 +305,7 @@ def test_your_command_without_time_ends_alike() -> None:
 
 def test_exit_codes_are_documented() -> None:
     for text in (run("--help").out, (DOCS / "commands.md").read_text(encoding="utf-8")):
-        assert "3 time ended the search" in " ".join(text.split())
+        assert "3 the time limit ended the search" in " ".join(text.split())
 
 
 def test_the_end_of_a_job_without_a_plan_is_its_exit_code(

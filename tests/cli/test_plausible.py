@@ -58,7 +58,7 @@ def test_the_error_repeats_the_value_as_it_was_typed(setting: str, shown: str) -
     settings = [each for each in SMALL if not each.startswith("cluster.num_gpus")]
     done = run("plan", *settings, setting)
     assert (done.code, done.out) == (BAD_INPUT, "")
-    assert done.err.startswith(f"error: {shown}it is not plausible")
+    assert done.err.startswith(f"error: {shown}it is implausible")
 
 
 def test_memory_means_the_same_in_plan_and_whatif(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_memory_means_the_same_in_plan_and_whatif(tmp_path: Path) -> None:
     assert run("plan", *small, f"out={path}").code == 0
     errors = {run("plan", *small, "memory=80").err, run("whatif", path, "memory=80").err}
     assert len(errors) == 1
-    assert "cluster.accelerator.memory_bytes = 80: it is not plausible" in errors.pop()
+    assert "cluster.accelerator.memory_bytes = 80: it is implausible" in errors.pop()
     smaller = run("plan", *small, "memory=60GiB", "--json").json()
     row = run("whatif", path, "memory=60GiB", "--json").json()["rows"][-1]
     assert smaller["cluster"]["accelerator"]["memory_bytes"] == 60 * 2**30

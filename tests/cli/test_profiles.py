@@ -119,7 +119,7 @@ def test_another_machines_profile_is_used_by_name_and_noted(command: str) -> Non
     [
         (["profile.mode=require"], "no profile has times of dense, embedding, head"),
         (["profile.mode=measure"], "torchrun -m nest_megatron.profile model=llama3_8b"),
-        (["profile.mode=maybe"], "it is one of auto, measure, require, analytic"),
+        (["profile.mode=maybe"], "it must be one of auto, measure, require, analytic"),
         (["profile.name=sone"], "Did you mean some?"),
         (["profile.mode=analytic", "profile.name=some"], "Leave one of the two out"),
         (["train.seq_length=4096", "profile.name=some"], "seq_length 8192 instead of 4096"),

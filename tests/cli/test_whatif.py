@@ -210,7 +210,7 @@ def test_a_job_of_a_command_is_refused(tmp_path: Path) -> None:
         (("out=x", "memory=80GB"), "--out FOLDER"),
         (("gpu=8",), "no such setting"),
         (("cluster.levels.node.speed=1GB/s",), "no such field"),
-        (("memory=80",), "not plausible"),
+        (("memory=80",), "implausible"),
         (("gpus=0,abc",), "cluster.num_gpus = 0"),
         (("parallel.tensor_model_parallel_size=3",), "must divide the 32 GPUs"),
         (("memory=80GB", "cost.gpu_hour=-1"), "above 0 and finite"),

@@ -112,7 +112,7 @@ def test_contradictions_are_refused() -> None:
         dataclasses.replace(PLAIN, moe_flex_dispatcher_backend=FlexBackend.DEEPEP)
     with pytest.raises(UserInputError, match="delay_wgrad_compute"):
         Execution(delay_wgrad_compute=True)
-    with pytest.raises(UserInputError, match=r"cp-comm-type.*it is one of"):
+    with pytest.raises(UserInputError, match=r"cp-comm-type.*it must be one of"):
         execution_of({"cp_comm_type": "ring"})
 
 

@@ -137,14 +137,16 @@ def test_wrong_words_are_named(layout: str, said: str) -> None:
 def test_what_megatron_refuses_is_refused_with_its_rule(explained: Explanation) -> None:
     with pytest.raises(UserInputError, match="must divide the plan's 16 GPUs"):
         explained.versus("tp=3")
-    with pytest.raises(UserInputError, match=r"needs a pipeline.*args:575"):
+    with pytest.raises(
+        UserInputError, match=r"needs pipeline_model_parallel_size above 1.*arguments.py:575"
+    ):
         explained.versus("pp=1,vpp=2")
 
 
 def test_an_illegal_layout_has_a_rule_and_a_legal_neighbour() -> None:
     found = load_plan(EXPERTS).explain().why_not("tp=8,pp=4,ep=16")
     assert found.verdict == "illegal"
-    assert "args:1025" in found.rule
+    assert "arguments.py:1025" in found.rule
     nearest = found.nearest
     assert nearest is not None
     assert found.changed == ("expert_model_parallel_size",)

@@ -91,7 +91,7 @@ def test_a_changed_flag_is_an_error_of_ours() -> None:
     rewrite = rewritten(found, command, kept)
     values = {**rewrite.values, "tensor_model_parallel_size": 4}
     broken = dataclasses.replace(rewrite, values=values)
-    changed = r"--tensor-model-parallel-size 2 -> 4.*fault of nest"
+    changed = r"--tensor-model-parallel-size 2 -> 4.*bug of nest"
     with pytest.raises(NestError, match=changed) as fault:
         require_kept(broken, command, found, kept)
     assert fault.value.exit_code == 70

@@ -313,9 +313,7 @@ def survey(checkout: Path) -> Survey:
         not_planned={each.job.name: each.refused for each in outcomes if each.refused},
         refused={name: said["refused"] for name, said in after if "refused" in said},
         refused_as_they_stand={name: said["refused"] for name, said in before if "refused" in said},
-        faults={
-            each.job.name: each.refused for each in outcomes if "fault of nest" in each.refused
-        },
+        faults={each.job.name: each.refused for each in outcomes if "bug of nest" in each.refused},
         apart=apart(checkout),
     )
 

@@ -254,7 +254,7 @@ def require_kept(
     if found:
         raise FaultError(
             f"the plan would change what you set and did not free: {'; '.join(found)}. That is a "
-            "fault of nest-megatron; launch without it and report it."
+            "bug of nest-megatron; launch without it and report it."
         )
 
 

@@ -46,14 +46,14 @@ def check(
 def first_broken(request: LaunchRequest, *, but: Collection[str] = ()) -> str:
     """The first rule that a request breaks, in words with its source; empty for none."""
     broken = check(request, but=but)
-    return next((f"{v.what} = {v.value}: {v.limit} ({r.source})" for r, v in broken), "")
+    return next((f"{v.what} = {v.value}: {v.limit} ({r.file})" for r, v in broken), "")
 
 
 def require_launchable(request: LaunchRequest, *, but: Collection[str] = ()) -> None:
     """Raise on the first broken rule, those of the names in ``but`` apart."""
     for rule, found in check(request, but=but):
         raise UserInputError(
-            found.what, found.value, f"{found.limit} (Megatron-LM {rule.source})", found.fix
+            found.what, found.value, f"{found.limit} (Megatron-LM {rule.file})", found.fix
         )
 
 

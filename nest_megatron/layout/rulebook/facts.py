@@ -45,6 +45,14 @@ DEGREES = {short.lower(): name for name, short in SHORT_DEGREES.items()}
 OF_DIMS = (*DEGREES, "rank_order", "world_size")
 _OF_GRIDS = ("micro_batch_size", "sequence_parallel", "zero", "recompute", "execution")
 
+#: Files of Megatron-LM as sources of rules shorten them.
+_FILES = {
+    "args": "arguments.py",
+    "tc": "transformer_config.py",
+    "ps": "parallel_state.py",
+    "mpc": "model_parallel_config.py",
+}
+
 
 @functools.cache
 def release_number(version: str) -> Release:
@@ -367,6 +375,11 @@ class Rule:
         read = [each for name in (*names, *filter(others.get, others)) for each in sources(name)]
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "reads", tuple(dict.fromkeys(read)))
+
+    @property
+    def file(self) -> str:
+        """``source`` with the names of files whole, for a message."""
+        return re.sub(r"\b(args|tc|ps|mpc)\b", lambda found: _FILES[found[1]], self.source)
 
     def keeps(self, facts: Facts) -> bool:
         """Whether facts keep it."""

@@ -189,8 +189,8 @@ SCHEDULE_RULES = (
         "args:575, schedules.py:995-1015",
         lambda pp, vpp: vpp == 1 or pp > 1,
         _VPP,
-        "it needs a pipeline",
-        "Use 1, or pipeline_model_parallel_size above 1.",
+        "it needs pipeline_model_parallel_size above 1",
+        "Use 1, or a pipeline.",
     ),
     Rule(
         "interleaving",

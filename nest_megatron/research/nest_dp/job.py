@@ -147,7 +147,7 @@ def split_research(texts: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
             limit, fix = "there is no such setting", nearest(path, [_PREFIX + k for k in _WORDS])
             raise UserInputError(path, value, limit, fix)
         if value.lower() not in words:
-            limit, fix = f"it is one of {', '.join(words)}", nearest(value, words)
+            limit, fix = f"it must be one of {', '.join(words)}", nearest(value, words)
             raise UserInputError(path, value, limit, fix)
         found[key] = words[value.lower()]
     return job, found
