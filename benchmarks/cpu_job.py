@@ -11,8 +11,8 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, Recompute
+from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec

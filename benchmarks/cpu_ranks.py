@@ -290,7 +290,7 @@ class _Place:
 def _blocks(place: _Place, trial: Trial, tasks: Sequence[Task]) -> tuple[Machine, list[Timing]]:
     """Some blocks, each timed by both ranks at the same time."""
     from nest_megatron.megatron_core.stage import Where
-    from nest_megatron.model.implementation import Implementation
+    from nest_megatron.model.execution import Implementation
     from nest_megatron.profile.layer_timer import Measuring, time_block
     from nest_megatron.profile.session import this_machine
     from tests.training.job import CHANGES

@@ -28,7 +28,7 @@ from nest_megatron.cost_model.settings import CostSettings  # noqa: E402
 from nest_megatron.cost_model.stage_problems import stage_problem  # noqa: E402
 from nest_megatron.layout.dims import ParallelDims  # noqa: E402
 from nest_megatron.layout.layout import PartialLayout  # noqa: E402
-from nest_megatron.layout.partition import StagePartition  # noqa: E402
+from nest_megatron.layout.stage_layout import StagePartition  # noqa: E402
 from tests import catalogue  # noqa: E402
 
 SIZES = (512, 2048, 8192)

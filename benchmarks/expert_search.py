@@ -13,8 +13,7 @@ from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.partition import StagePartition
-from nest_megatron.layout.stage_layout import uniform_partition
+from nest_megatron.layout.stage_layout import StagePartition, uniform_partition
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace, divisors

@@ -28,8 +28,7 @@ from nest_megatron.cost_model.target_defaults import MEGATRON_LM, TARGETS
 from nest_megatron.integrations.megatron_lm.parser import load_arguments
 from nest_megatron.layout import rulebook
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.layout.rulebook.facts import DEGREES
-from nest_megatron.layout.rulebook.rule import Rule
+from nest_megatron.layout.rulebook.facts import DEGREES, Rule
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))

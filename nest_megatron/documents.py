@@ -115,8 +115,7 @@ def read_csv(path: Path, what: str) -> tuple[tuple[str, ...], list[dict[str, str
     try:
         rows = [{key: value or "" for key, value in row.items() if key} for row in reader]
     except csv.Error as error:
-        limit = f"line {reader.line_num} is not CSV: {error}"
-        raise _refused(what, str(path), limit) from error
+        raise _refused(what, str(path), f"line {reader.line_num} is not CSV: {error}") from error
     columns = tuple(reader.fieldnames or ())
     if (twice := _repeated(name for name in columns if name)) is not None:
         raise _refused(what, str(path), f"the column {twice!r} stands twice in it")

@@ -204,8 +204,7 @@ def _number(line: bytes) -> str:
 
 def _unreadable(kind: str, name: str) -> UserInputError:
     limit = f"it is no {kind} in minisign's format"
-    fix = "Name a file that minisign or nest-megatron wrote."
-    return UserInputError(kind, name, limit, fix)
+    return UserInputError(kind, name, limit, "Name a file that minisign or nest-megatron wrote.")
 
 
 def _package() -> Any:

@@ -8,8 +8,12 @@ from typing import Any
 
 import yaml
 
-from nest_megatron.cluster.catalogue import accelerator_from_mapping, cluster_from_mapping
-from nest_megatron.cluster.records import Accelerator, Cluster
+from nest_megatron.cluster.records import (
+    Accelerator,
+    Cluster,
+    accelerator_from_mapping,
+    cluster_from_mapping,
+)
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.spec import TransformerSpec
 

@@ -11,10 +11,10 @@ import pytest
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.compose import compose
+from nest_megatron.config.job import fixed_choices, installed_packages
 from nest_megatron.config.launch import read_words
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
-from nest_megatron.config.target import fixed_choices, installed_packages
 from nest_megatron.cost_model.execution_flags import execution_of, execution_traits, time_notes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import NUMERIC_FIELDS
@@ -24,7 +24,7 @@ from nest_megatron.integrations.megatron_lm.parser import read_argv
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.write import parallel_argv
 from nest_megatron.layout.dims import ParallelDims
-from nest_megatron.layout.execution_arguments import EXECUTION_ARGUMENTS
+from nest_megatron.layout.execution_rules import EXECUTION_ARGUMENTS
 from nest_megatron.layout.knobs import (
     KNOBS,
     KnobConditions,

@@ -19,7 +19,7 @@ from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.planner import Request, check_launchable, plan
 from nest_megatron.planner.conflict import binding, single_relaxations
 from nest_megatron.planner.shortage import refuse_if_nothing_is_legal

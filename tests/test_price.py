@@ -9,7 +9,7 @@ import pytest
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout import plan_file
-from nest_megatron.layout.price import Rates
+from nest_megatron.layout.estimate import Rates
 from nest_megatron.planner.assemble import priced
 from tests.cli.runs import run
 

@@ -15,8 +15,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout import rulebook
 from nest_megatron.layout.recompute import RecomputeModule
-from nest_megatron.layout.rulebook.facts import facts_of
-from nest_megatron.layout.rulebook.rule import Rule
+from nest_megatron.layout.rulebook.facts import Rule, facts_of
 from nest_megatron.layout.rulebook.search import STEPS, is_searched, search_steps
 from nest_megatron.solver.executions import known_facts, launched
 from nest_megatron.solver.grids import GridSpace

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 import nest_megatron
-from nest_megatron.app.asked import Asked, Work
+from nest_megatron.app.task import Task, Work
 from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.config.launch import read_words
 from nest_megatron.documents import csv_text
@@ -135,7 +135,7 @@ def test_no_value_of_a_program_a_browser_or_a_site_is_interpolated_by_a_resolver
         monkeypatch.setenv("NEST_MEGATRON_DEFAULTS", str(defaults))
         return of_program(8)
 
-    form = Asked(work=Work.ESTIMATE, model="llama3_8b", cluster="dgx_h100")
+    form = Task(work=Work.ESTIMATE, model="llama3_8b", cluster="dgx_h100")
     calls: list[Callable[[], object]] = [
         lambda: nest_megatron.estimate(model=fields, cluster="dgx_h100"),
         lambda: of_program(LEAK),

@@ -188,7 +188,7 @@ def test_a_pinned_plan_is_signed_again_as_it_is(signed: Path, tmp_path: Path) ->
 def test_a_password_comes_from_standard_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nest_megatron.cli.signing import ask_password
+    from nest_megatron.cli.explain import ask_password
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("correct horse\nmore\n"))
     assert ask_password() == "correct horse"

@@ -15,7 +15,6 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.recompute import (
     NO_RECOMPUTE,
     Recompute,
@@ -23,9 +22,14 @@ from nest_megatron.layout.recompute import (
     RecomputeMethod,
     selective_recompute,
 )
-from nest_megatron.layout.stage_layout import expand_layout, parse_layout, uniform_partition
+from nest_megatron.layout.stage_layout import (
+    StagePartition,
+    expand_layout,
+    parse_layout,
+    uniform_partition,
+)
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.model.arguments import SAME_NAMES, spec_from_arguments
+from nest_megatron.model.catalogue import SAME_NAMES, spec_from_arguments
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.units import Bytes

@@ -191,7 +191,7 @@ def facts() -> dict[str, Any]:
     import torch.distributed as dist
 
     from nest_megatron.megatron_core.stage import Where
-    from nest_megatron.model.implementation import Implementation
+    from nest_megatron.model.execution import Implementation
     from nest_megatron.plain import to_plain
     from nest_megatron.profile.session import this_machine, with_clocks
 

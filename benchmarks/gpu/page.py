@@ -28,7 +28,7 @@ from nest_megatron.errors import NestError
 from nest_megatron.files import write_text
 from nest_megatron.history import store as history
 from nest_megatron.history.records import RunRecord
-from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.execution import Implementation
 from nest_megatron.model.operators import block_graph
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.profile import store

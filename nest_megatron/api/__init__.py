@@ -14,10 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nest_megatron.api.jobs import estimate_job, plan_job
-from nest_megatron.api.results import Explanation, Plan, PlanTable, Scaling
+from nest_megatron.api.jobs import command_words, estimate_job, outcome, plan_job
+from nest_megatron.api.results import Catalogue, Explanation, Plan, PlanTable, Scaling
 from nest_megatron.api.sweep import sweep_row
-from nest_megatron.api.sweep_jobs import command_words, outcome
 from nest_megatron.api.variants import WhatIf, whatif, whatif_command
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.catalogue import named_cluster, named_model
@@ -33,7 +32,6 @@ from nest_megatron.integrations.megatron_lm.attach import with_launch
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Progress
 from nest_megatron.planner.pins import read_plan
-from nest_megatron.report.catalogue import Catalogue
 from nest_megatron.units import Seconds
 
 if TYPE_CHECKING:

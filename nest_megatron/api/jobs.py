@@ -1,22 +1,54 @@
-"""A job of settings, planned or priced: what the calls of the API and the command line share."""
+"""Jobs planned or priced: one of settings, and those of a sweep in the folder of their results.
+
+``.jobs/list.json`` names the jobs of the sweep in their order; ``.jobs/KEY.json`` is the result of
+one. The key covers what the job consists of and the version that plans it, so that a sweep that was
+ended, or that grew, finds again what is done.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+import importlib.resources
+import json
+import os
+import sys
+import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from nest_megatron.api.results import Plan
-from nest_megatron.config.compose import Settings
+from nest_megatron.catalogue_files import catalogue_root
+from nest_megatron.config.compose import Settings, compose
+from nest_megatron.config.defaults import with_defaults
+from nest_megatron.config.hydra_loader import config_loader
 from nest_megatron.config.layout import estimate_layout
+from nest_megatron.config.overrides import Setting, first_line, type_limit
 from nest_megatron.config.request import request_of
+from nest_megatron.config.schema import PlanConfig
+from nest_megatron.documents import read_json
+from nest_megatron.errors import BAD_INPUT, ENDED_EARLY, NOTHING_FITS, OK, UserInputError
+from nest_megatron.files import expanded, write_text
 from nest_megatron.integrations.megatron_lm.attach import with_launch
+from nest_megatron.integrations.plan_job import RecipeJob
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.planner import Progress
 from nest_megatron.planner import plan as find_plan
-from nest_megatron.report.failure import require_plan
+from nest_megatron.printing import print_to_stderr
+from nest_megatron.report.console import error_fields, progress
+from nest_megatron.report.failure import WITHOUT_PLAN, require_plan
 from nest_megatron.units import Seconds
+from nest_megatron.version import __version__
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from nest_megatron.integrations.plan_job import RecipeJob
 
 
@@ -25,21 +57,21 @@ def plan_job(
     *,
     begun_s: Seconds | None = None,
     shortlist: bool = False,
-    stated: RecipeJob | None = None,
+    source_job: RecipeJob | None = None,
     on_progress: Progress | None = None,
 ) -> Plan:
     """Plan a job of settings: what ``plan`` does, here and on the command line.
 
     Args:
-        stated: what the recipe of a plan file whose job it is says; ``None`` for no plan file.
+        source_job: what the recipe of a plan file whose job it is says; ``None`` for no plan file.
         begun_s: when its ``search.max_seconds`` began (``time.monotonic``); ``None`` is now.
         on_progress: called while the search runs.
     """
     begun_s = time.monotonic() if begun_s is None else begun_s
-    if stated is None:
+    if source_job is None:
         request = request_of(settings, choose_execution=True, begun_s=begun_s, shortlist=shortlist)
     else:
-        request = stated.request(settings)
+        request = source_job.request(settings)
         request = dataclasses.replace(request, begun_s=begun_s, shortlist=shortlist)
     found = require_plan(find_plan(request, on_progress), request.notes)
     return Plan(record=with_launch(found, notes=request.notes), notes=request.notes)
@@ -49,3 +81,317 @@ def estimate_job(settings: Settings) -> Plan:
     """Price a layout of settings: what ``estimate`` does, here and on the command line."""
     found, notes = estimate_layout(settings)
     return Plan(record=with_launch(found, notes=notes), notes=notes)
+
+
+_JOBS, _LIST = ".jobs", "list.json"
+#: What a sweep leaves in its folder beside the plans.
+TABLES = ("sweep.csv", "sweep.parquet", "sweep.svg")
+#: How a job ended: the one key of its result, and the exit code that `nest-megatron plan` has.
+_CODES = {"plan": OK, "no_plan": NOTHING_FITS, "ended_early": ENDED_EARLY, "error": BAD_INPUT}
+
+Result = dict[str, Any]
+
+
+def command_words(command: str | os.PathLike[str] | Sequence[str]) -> str | Sequence[str]:
+    """A command as it is read; a path names a script."""
+    return ["bash", os.fspath(command)] if isinstance(command, os.PathLike) else command
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweptCommand:
+    """A user's command, of Megatron-LM or of a recipe, planned by each job of a sweep.
+
+    Args:
+        text: the command.
+        free: flags of it that may change, or ``all``.
+        version: the Megatron release whose flags it uses.
+        strict: refuse flags that Megatron-LM does not have.
+        notes: of the script that it was read from, one sentence each.
+    """
+
+    text: str | tuple[str, ...]
+    free: tuple[str, ...]
+    version: str | None
+    strict: bool
+    notes: tuple[str, ...] = ()
+
+    def plan(
+        self, composed: Settings, *, begun_s: Seconds, on_progress: Progress | None = None
+    ) -> Plan:
+        """Its plan under the settings of a job."""
+        from nest_megatron.integrations.typed_command import plan_command
+
+        found = plan_command(
+            self.text,
+            composed,
+            free=self.free,
+            version=self.version,
+            strict=self.strict,
+            begun_s=begun_s,
+            on_progress=on_progress,
+        )
+        return Plan(record=found.plan, notes=(*self.notes, *found.notes))
+
+    def recorded(self, composed: Settings) -> SweptCommand:
+        """What its script launches, where it is one, so that the script runs once."""
+        from nest_megatron.integrations.typed_command import one_command
+
+        text, notes = one_command(self.text, composed)
+        return dataclasses.replace(self, text=text, notes=notes)
+
+    def typed(self, composed: Settings) -> ParallelPlan:
+        """What it is as it is typed, under the settings of a job."""
+        from nest_megatron.integrations.typed_command import estimate_command
+
+        found = estimate_command(self.text, composed, version=self.version, strict=self.strict)
+        return found.plan
+
+    def content(self, composed: Settings) -> object:
+        """What it consists of."""
+        from nest_megatron.integrations.typed_command import read_typed
+
+        job, _ = read_typed(self.text, composed, version=self.version, strict=self.strict)
+        said: tuple[object, ...] = (job.spec, job.values, job.memory_flags)
+        if (command := job.command) is not None:
+            said = (command.environment, command.launcher, command.script, command.argv)
+        return to_plain((said, self.free, self.version, self.strict))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepJob:
+    """One job of a sweep.
+
+    Args:
+        settings: all its settings, as typed.
+        varied: those of them in which the sweep's jobs differ.
+        key: what it consists of, in one word.
+        config_dir: the folder of the user's own files.
+        command: that it plans; ``None`` where the settings name a model.
+        source_job: by the recipe of the plan file whose job it is, as for ``plan_job``.
+    """
+
+    settings: tuple[Setting, ...]
+    varied: tuple[Setting, ...]
+    key: str
+    config_dir: str | None = None
+    command: SweptCommand | None = None
+    source_job: RecipeJob | None = None
+
+    def composed(self, *, without: Callable[[str], bool] | None = None) -> Settings:
+        """Its settings, behind the defaults of the site.
+
+        Args:
+            without: says of a key that its setting is left out.
+        """
+        kept = [each for each in self.settings if without is None or not without(each.key)]
+        folder = None if self.config_dir is None else Path(self.config_dir)
+        return compose(with_defaults(kept), folder)
+
+    def plan(self, begun_s: Seconds, on_progress: Progress | None = None) -> Plan:
+        """Its plan; raises as ``plan_job``."""
+        if self.command is not None:
+            return self.command.plan(self.composed(), begun_s=begun_s, on_progress=on_progress)
+        composed, source_job = self.composed(), self.source_job
+        return plan_job(composed, begun_s=begun_s, source_job=source_job, on_progress=on_progress)
+
+
+def sweep_job(
+    settings: tuple[Setting, ...],
+    keys: Collection[str],
+    config_dir: Path | None = None,
+    command: SweptCommand | None = None,
+    source_job: RecipeJob | None = None,
+) -> SweepJob:
+    """A job with its key: the composed values, files of the user included.
+
+    Args:
+        keys: of the settings in which the jobs of its sweep differ.
+        config_dir, command, source_job: as of ``SweepJob``.
+    """
+    varied = tuple(setting for setting in settings if setting.key in keys)
+    folder = None if config_dir is None else str(expanded(config_dir, "--config-dir").resolve())
+    job = SweepJob(
+        settings=settings,
+        varied=varied,
+        key="",
+        config_dir=folder,
+        command=command,
+        source_job=source_job,
+    )
+    try:
+        composed = job.composed()
+        said = {each.name: getattr(composed, each.name) for each in dataclasses.fields(PlanConfig)}
+        values: list[object] = [to_plain(said)]
+        values += [] if command is None else [command.content(composed)]
+        values += [] if source_job is None else [to_plain(source_job)]
+    except UserInputError as error:  # its result is the error, and is never kept
+        values = [str(error), *map(str, settings)]
+    text = json.dumps([__version__, *values], sort_keys=True, default=str)
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return dataclasses.replace(job, key=key)
+
+
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[None]:
+    """Make a sweep's folder and keep it to one sweep at a time."""
+    from filelock import FileLock, Timeout
+
+    taken = [name for name in TABLES if (folder / name).exists()]
+    if taken and not (folder / _JOBS).is_dir():
+        limit = f"it holds {', '.join(taken)}, and no sweep was run in it"
+        raise _refused(folder, limit, "Name another folder.")
+    try:
+        folder.mkdir(exist_ok=True)
+        (folder / _JOBS).mkdir(exist_ok=True)
+    except OSError as error:
+        limit = (
+            f"results of several jobs are kept in a folder, and it cannot be made: {error.strerror}"
+        )
+        raise _refused(folder, limit, "Name a folder inside one that is there.") from error
+    try:
+        with FileLock(folder / _JOBS / "lock").acquire(timeout=0):
+            yield
+    except Timeout as error:
+        limit, fix = "another sweep is writing into it", "Wait for it, or name another folder."
+        raise _refused(folder, limit, fix) from error
+
+
+def _refused(folder: Path, limit: str, fix: str) -> UserInputError:
+    return UserInputError("out", str(folder), limit, fix)
+
+
+def write_list(folder: Path, jobs: Sequence[SweepJob], *, tell: bool) -> None:
+    """Write what the sweep consists of, for the processes that run its jobs.
+
+    Args:
+        tell: whether they say how far they are.
+    """
+    text = json.dumps({"tell": tell, "jobs": to_plain(jobs)}, indent=1)
+    write_text(folder / _JOBS / _LIST, text)
+
+
+def write_result(folder: Path, job: SweepJob, result: Result) -> None:
+    """Keep how a job ended: ``plan``, ``no_plan``, ``ended_early`` or ``error`` with its fields."""
+    write_text(folder / _JOBS / f"{job.key}.json", json.dumps(result, default=str))
+
+
+def read_result(folder: Path, job: SweepJob) -> Result | None:
+    """How a job ended, if it did; a file that cannot be read counts as none."""
+    try:
+        result: Result = read_json(folder / _JOBS / f"{job.key}.json", "sweep")
+        code_of(result)  # one that is known
+    except (ValueError, LookupError, TypeError):
+        return None
+    return result
+
+
+def code_of(result: Result) -> int:
+    """The exit code of a job."""
+    (ending,) = result
+    return _CODES[ending]
+
+
+def is_done(folder: Path, job: SweepJob) -> bool:
+    """Whether a job need not run again.
+
+    One with bad input runs again, for its files may change; and so does one that time ended without
+    a plan, for the machine may be less busy.
+    """
+    result = read_result(folder, job)
+    return result is not None and code_of(result) not in (BAD_INPUT, ENDED_EARLY)
+
+
+#: Key of the choice of a launcher.
+LAUNCHER = "hydra/launcher"
+#: The package that brings a launcher, by the beginning of its name.
+_PACKAGES = {
+    "joblib": "hydra-joblib-launcher",
+    "ray": "hydra-ray-launcher",
+    "submitit": "hydra-submitit-launcher",
+}
+#: Settings that Hydra knows no names of: arguments of ``ray.init`` and ``ray.remote``.
+_OPEN = "hydra.launcher.ray."
+
+
+def check_launcher(settings: Sequence[Setting], *, has_folder: bool) -> None:
+    """Refuse a launcher whose jobs run elsewhere where no folder is named."""
+    name = _launcher(settings)
+    if name.startswith(("submitit", "ray")) and not has_folder:
+        limit = "its jobs may run on other machines, and leave their results in a folder"
+        fix = "Add out=FOLDER on a file system that all of them share."
+        raise UserInputError(LAUNCHER, name, limit, fix)
+
+
+#: Called with the number of each job that begins in this process.
+ON_JOB = ContextVar[Callable[[int], None] | None]("on_job", default=None)
+
+
+#: Hydra's launchers keep the configuration of the job that runs in a place of the process.
+_LAUNCHING = threading.Lock()
+
+
+def launch(folder: Path, numbers: Sequence[int], settings: Sequence[Setting]) -> None:
+    """Run jobs of a folder's list, with the launcher and its own settings."""
+    from hydra._internal.hydra import Hydra
+    from hydra.core.utils import JobRuntime
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    where = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
+    overrides = [f"folder='{where}'", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+    overrides += [f"++{s}" if s.key.startswith(_OPEN) else str(s) for s in settings]
+    overrides.append(f"job={','.join(map(str, numbers))}")
+    try:
+        with _LAUNCHING, importlib.resources.as_file(catalogue_root()) as catalogue:
+            name = JobRuntime.instance().get("name")  # of the application that runs us
+            own = Hydra(name, config_loader([catalogue.resolve()], {}))
+            own.multirun("sweep", run_one, overrides, with_log_configuration=False)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _plain_error(error, settings) from error
+
+
+def run_one(config: DictConfig) -> int:
+    """The task that a launcher runs, perhaps elsewhere; what comes of it is in the folder."""
+    folder = Path(config.folder)
+    listed = read_json(folder / _JOBS / _LIST, "sweep")
+    job, tell = from_plain(SweepJob, listed["jobs"][config.job]), listed["tell"]
+    if not is_done(folder, job):
+        if (on_job := ON_JOB.get()) is not None:
+            on_job(config.job)
+        with progress() if tell else contextlib.nullcontext() as report:
+            result = outcome(lambda begun_s: job.plan(begun_s, report))
+        write_result(folder, job, result)
+        if tell and sys.stderr.isatty():
+            print_to_stderr(f"Job {config.job + 1} is done.")
+    return OK
+
+
+def outcome(plan: Callable[[Seconds], Plan]) -> Result:
+    """How a job ends.
+
+    Args:
+        plan: plans it; it is told when its ``search.max_seconds`` began.
+    """
+    try:
+        found = plan(time.monotonic())
+    except UserInputError as error:
+        return {"error": error_fields(error)}
+    except WITHOUT_PLAN as error:
+        return error.document()
+    return {"plan": found.to_dict()}
+
+
+def _launcher(settings: Sequence[Setting]) -> str:
+    return next((str(s.value) for s in settings if s.key == LAUNCHER), "basic")
+
+
+def _plain_error(error: Exception, settings: Sequence[Setting]) -> UserInputError:
+    name, text = _launcher(settings), str(error)
+    about = next((s for s in settings if s.key.rpartition(".")[2] in text and "." in s.key), None)
+    if about is not None:
+        limit = type_limit(error.__cause__ or error)
+        fix = f"The settings of the launcher {name} are in its own documentation."
+        return UserInputError(about.key, about.value, limit, fix)
+    package = next((p for start, p in _PACKAGES.items() if name.startswith(start)), None)
+    fix = f"pip install {package}" if package else f"Known are basic, {', '.join(_PACKAGES)}."
+    return UserInputError(LAUNCHER, name, limit=first_line(error), fix=fix)

@@ -1,14 +1,15 @@
-"""What the Python API returns: plans, tables of plans, explanations."""
+"""What the Python API returns: plans, tables of plans, explanations, the catalogue."""
 
 from __future__ import annotations
 
 import html
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, write_text
@@ -17,9 +18,8 @@ from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, launch_reque
 from nest_megatron.integrations.megatron_lm.write import parallel_argv
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.batch_schedule import TrainChoice
-from nest_megatron.layout.before_after import BeforeAfter
 from nest_megatron.layout.diff import Change
-from nest_megatron.layout.estimate import Alternative, Estimate, Placement
+from nest_megatron.layout.estimate import Alternative, BeforeAfter, Estimate, Placement
 from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.plan import ParallelPlan, SearchRecord
 from nest_megatron.model.spec import TransformerSpec
@@ -27,7 +27,7 @@ from nest_megatron.plain import to_plain
 from nest_megatron.planner import plan_table as planner_table
 from nest_megatron.planner.pins import Pin
 from nest_megatron.report.console import Shown
-from nest_megatron.report.scaling import scaling_document, scaling_report
+from nest_megatron.report.plan_rows import scaling_document, scaling_report
 from nest_megatron.units import Seconds, format_seconds
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from nest_megatron.integrations.megatron_lm.other_layout import Versus, WhyNot
     from nest_megatron.profile.lookup import LayerTimes
-    from nest_megatron.report.sweep import SweepRow
+    from nest_megatron.report.plan_rows import PlanRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -259,7 +259,7 @@ class PlanTable(Shown):
 
     def report(self) -> Iterator[RenderableType]:
         """The table that ``nest-megatron plan --for-nodes`` prints."""
-        from nest_megatron.report.plan_table import plan_table_report
+        from nest_megatron.report.plan_rows import plan_table_report
         from nest_megatron.report.terminal import notes_report
 
         yield from plan_table_report(self.record)
@@ -278,7 +278,7 @@ class Scaling(Shown):
         rows: what planning came to, a row for each number of GPUs.
     """
 
-    rows: tuple[SweepRow, ...]
+    rows: tuple[PlanRow, ...]
 
     def plans(self) -> dict[int, Plan]:
         """The plans by number of GPUs, of those that have one."""
@@ -373,8 +373,8 @@ class Explanation(Shown):
 
     def write_timeline(self, path: str | os.PathLike[str]) -> None:
         """Write the schedule: a ``.json`` trace for Perfetto, or a ``.png`` or ``.svg`` picture."""
+        from nest_megatron.report.schedule_view import chrome_trace
         from nest_megatron.report.timeline import draw_timeline
-        from nest_megatron.report.trace import chrome_trace
 
         if Path(path).suffix == ".json":
             write_text(Path(path), chrome_trace(self.plan.record, self.times))
@@ -395,3 +395,42 @@ class Explanation(Shown):
         page, title = html.escape(self.to_html()), html.escape(repr(self.plan))
         style = "width:100%;height:900px;border:0"
         return f'<iframe title="{title}" srcdoc="{page}" sandbox="" style="{style}"></iframe>'
+
+
+Record = TypeVar("Record", TransformerSpec, Cluster)
+
+
+class Catalogue(Shown, Mapping[str, Record]):
+    """Models or clusters by name, each read when it is asked for; a notebook shows a table."""
+
+    def __init__(
+        self,
+        group: str,
+        read: Callable[[str], Record],
+        table: Callable[[Catalogue[Record]], RenderableType],
+    ) -> None:
+        self._group, self._names = group, catalogue_names(group)
+        self._read: Callable[[str], Record] = read
+        self._table: Callable[[Catalogue[Record]], RenderableType] = table
+
+    def __getitem__(self, name: str) -> Record:
+        try:
+            return self._read(name)
+        except UserInputError as error:
+            raise KeyError(str(error)) from error
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"<Catalogue of {len(self)} {self._group}s>"
+
+    def report(self) -> tuple[RenderableType]:
+        """The table."""
+        return (self._table(self),)

@@ -8,9 +8,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from nest_megatron.api.sweep_jobs import (
+from nest_megatron.api.jobs import (
     ON_JOB,
     Result,
     SweepJob,
@@ -28,7 +29,8 @@ from nest_megatron.files import check_output, expanded, write_bytes, write_text
 from nest_megatron.layout import plan_file
 from nest_megatron.packages import install_command, is_installed
 from nest_megatron.printing import print_to_stderr
-from nest_megatron.report.sweep import SweepRow, sweep_chart, to_csv, to_parquet
+from nest_megatron.report.charts import sweep_chart
+from nest_megatron.report.plan_rows import PlanRow, to_csv, to_parquet
 from nest_megatron.units import format_seconds
 
 
@@ -63,7 +65,7 @@ class Swept:
     """
 
     done: Sequence[tuple[SweepJob, Result]]
-    rows: Sequence[SweepRow]
+    rows: Sequence[PlanRow]
     files: Sequence[str]
     num_missing: int
 
@@ -137,28 +139,24 @@ def _how_far(folder: Path, jobs: Sequence[SweepJob], options: SweepOptions) -> s
     return f"{done} of {len(jobs)} jobs are done; {kept}"
 
 
-def sweep_row(number: int, varied: Sequence[Setting], result: Result) -> SweepRow:
+def sweep_row(number: int, varied: Sequence[Setting], result: Result) -> PlanRow:
     """The row of a job, by how it ended."""
-    settings = {s.key: s.value or "" for s in varied}
+    row = partial(PlanRow, number=number, settings={s.key: s.value or "" for s in varied})
     ((ending, fields),) = result.items()
-    missing = None
     if ending == "plan":
-        plan = plan_file.from_fields(fields, f"job {number}")
-        return SweepRow(number=number, settings=settings, status="ok", plan=plan)
+        return row(status="ok", plan=plan_file.from_fields(fields, f"job {number}"))
     if ending == "no_plan":
-        status, missing = "does not fit", fields["missing_bytes"]
-        told = "" if fields.get("complete", True) else "at most"
-    elif ending == "ended_early":
+        most = "" if fields.get("complete", True) else "at most"
+        return row(status="does not fit", reason=most, missing_bytes=fields["missing_bytes"])
+    if ending == "ended_early":
         bound = format_seconds(fields["lower_bound_s"])
-        status, told = "ended early", f"no plan yet, none below {bound}: raise search.max_seconds"
-    else:
-        status, told = "bad input", f"{fields['what']} = {fields['value']}: {fields['limit']}"
-    return SweepRow(
-        number=number, settings=settings, status=status, told=told, missing_bytes=missing
-    )
+        reason = f"no plan yet, none below {bound}: raise search.max_seconds"
+        return row(status="ended early", reason=reason)
+    reason = f"{fields['what']} = {fields['value']}: {fields['limit']}"
+    return row(status="bad input", reason=reason)
 
 
-def _write(folder: Path, rows: Sequence[SweepRow], names: Sequence[str]) -> list[str]:
+def _write(folder: Path, rows: Sequence[PlanRow], names: Sequence[str]) -> list[str]:
     """Write the table, its chart and each plan; what is missing for one of them is said.
 
     Args:

@@ -9,9 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from nest_megatron.api.jobs import SweepJob, SweptCommand, command_words, sweep_job
 from nest_megatron.api.results import Plan
 from nest_megatron.api.sweep import SweepOptions, Swept, run_jobs
-from nest_megatron.api.sweep_jobs import SweepJob, SweptCommand, command_words, sweep_job
 from nest_megatron.config.compose import compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.keywords import setting_texts, typed_path
@@ -189,14 +189,14 @@ def plan_variants(path: Path, changes: Sequence[Setting], options: SweepOptions)
     from nest_megatron.integrations.plan_job import recipe_job, settings_of
 
     base = settings_of(present, path if path.is_absolute() else Path.cwd() / path)
-    stated = recipe_job(present, base)
-    jobs = _jobs(base, changes, keys, stated=stated)
-    _require_one(jobs, stated)
+    source_job = recipe_job(present, base)
+    jobs = _jobs(base, changes, keys, source_job=source_job)
+    _require_one(jobs, source_job)
 
     def kept(job: SweepJob) -> ParallelPlan:
-        return keep_layout(present, stated.request(job.composed()))
+        return keep_layout(present, source_job.request(job.composed()))
 
-    return _asked(present, jobs, kept, options)
+    return _compared(present, jobs, kept, options)
 
 
 def command_variants(
@@ -223,12 +223,11 @@ def command_variants(
     def typed(job: SweepJob) -> ParallelPlan:
         return command.typed(job.composed(without=_is_of_layout))
 
-    return _asked(None, jobs, typed, options)
+    return _compared(None, jobs, typed, options)
 
 
 def _no_change(changes: Sequence[Setting], limit: str, fix: str) -> UserInputError:
-    value = " ".join(map(str, changes))
-    return UserInputError("whatif", value, limit, fix)
+    return UserInputError("whatif", " ".join(map(str, changes)), limit, fix)
 
 
 def _is_of_job(key: str) -> bool:
@@ -244,7 +243,7 @@ def _jobs(
     changes: Sequence[Setting],
     keys: Collection[str],
     command: SweptCommand | None = None,
-    stated: RecipeJob | None = None,
+    source_job: RecipeJob | None = None,
 ) -> list[SweepJob]:
     """The job unchanged, and one for each combination of the changes."""
     held = [setting for setting in changes if setting.key not in keys]
@@ -252,8 +251,11 @@ def _jobs(
     compose(with_defaults(each[-1]))  # what is wrong with the keys is wrong in all
     unchanged, *changed = each
     return [
-        sweep_job(unchanged, (), command=command, stated=stated),
-        *(sweep_job(settings, keys, command=command, stated=stated) for settings in changed),
+        sweep_job(unchanged, (), command=command, source_job=source_job),
+        *(
+            sweep_job(settings, keys, command=command, source_job=source_job)
+            for settings in changed
+        ),
     ]
 
 
@@ -264,14 +266,14 @@ def _merged(base: Sequence[Setting], given: Sequence[Setting]) -> tuple[Setting,
     return (*(setting for setting in base if setting.key not in keys), *given)
 
 
-def _require_one(jobs: Sequence[SweepJob], stated: RecipeJob) -> None:
+def _require_one(jobs: Sequence[SweepJob], source_job: RecipeJob) -> None:
     """Refuse what is wrong in the unchanged job, or in all of its changes."""
     unchanged, *changed = jobs
-    stated.request(unchanged.composed())
+    source_job.request(unchanged.composed())
     errors = []
     for job in changed:
         try:
-            stated.request(job.composed())
+            source_job.request(job.composed())
         except UserInputError as error:
             errors.append(error)
         else:
@@ -279,7 +281,7 @@ def _require_one(jobs: Sequence[SweepJob], stated: RecipeJob) -> None:
     raise errors[0]
 
 
-def _asked(
+def _compared(
     present: ParallelPlan | None,
     jobs: Sequence[SweepJob],
     kept: Callable[[SweepJob], ParallelPlan],
@@ -290,8 +292,8 @@ def _asked(
     found = run_jobs(jobs, options)
     variants = []
     for (job, _), row in zip(found.done, found.rows, strict=True):
-        plan, told = priced[job.settings]
-        variants.append(Variant(row=row, kept=plan, told=told))
+        plan, refusal = priced[job.settings]
+        variants.append(Variant(row=row, kept=plan, refusal=refusal))
     return WhatIf(present=present, variants=tuple(variants), swept=found)
 
 

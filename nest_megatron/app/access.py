@@ -46,7 +46,7 @@ class WithToken:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        asked, plain_send = HTTPConnection(scope), send
+        connection, plain_send = HTTPConnection(scope), send
 
         async def send_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -54,22 +54,22 @@ class WithToken:
             await plain_send(message)
 
         send = send_headers
-        name = f"nest_megatron_{asked.url.port}"  # a cookie is sent to every port of its host
+        name = f"nest_megatron_{connection.url.port}"  # a cookie is sent to every port of its host
         is_page = scope["type"] == "http"
-        if not self._is_own(asked):
+        if not self._is_own(connection):
             await _refuse(_ELSEWHERE, scope, receive, send)
-        elif is_page and self._is_token(asked.query_params.get("token")):
+        elif is_page and self._is_token(connection.query_params.get("token")):
             admitted = RedirectResponse("/", status_code=303)  # out of the address bar
             admitted.set_cookie(name, self._token.decode(), httponly=True, samesite="lax")
             await admitted(scope, receive, send)
-        elif self._is_token(asked.cookies.get(name)):
+        elif self._is_token(connection.cookies.get(name)):
             await self.app(scope, receive, send)
         else:
             await _refuse(_REFUSED, scope, receive, send)
 
-    def _is_own(self, asked: HTTPConnection) -> bool:
+    def _is_own(self, connection: HTTPConnection) -> bool:
         """Whether a page of this machine's own asks, by one of its names or addresses."""
-        host, origin = asked.headers.get("host", ""), asked.headers.get("origin")
+        host, origin = connection.headers.get("host", ""), connection.headers.get("origin")
         if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
             return False
         try:

@@ -9,9 +9,9 @@ from nicegui import app, ui
 from nicegui.events import KeyEventArguments
 
 import nest_megatron
-from nest_megatron.app.asked import Answer, Asked, Work
-from nest_megatron.app.fields import NameField, labelled
-from nest_megatron.app.form import (
+from nest_megatron.app.results import NameField, Section, focus, heading_label, labelled
+from nest_megatron.app.run import Run
+from nest_megatron.app.task import (
     BATCH,
     CHANGES,
     CLUSTER,
@@ -23,9 +23,10 @@ from nest_megatron.app.form import (
     MODEL_FILE,
     RELEASE,
     SETTINGS,
+    Answer,
+    Task,
+    Work,
 )
-from nest_megatron.app.results import Section, focus, heading_label
-from nest_megatron.app.run import Run
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, RELEASES
 
 _MODEL, _COMMAND = "A model", "My Megatron-LM command"
@@ -82,7 +83,7 @@ class Kept:
     """
 
     form: dict[str, str] = field(default_factory=dict)
-    shown: list[tuple[Asked, Answer]] = field(default_factory=list)
+    shown: list[tuple[Task, Answer]] = field(default_factory=list)
 
 
 class Page:
@@ -95,7 +96,7 @@ class Page:
     def __init__(self, *, is_local: bool) -> None:
         self._is_local = is_local
         self._run: Run | None = None
-        self._planned = self._sized = Asked(work=Work.PLAN)
+        self._planned = self._sized = Task(work=Work.PLAN)
         self._is_closed = False
         self._kept: Kept | None = None
         ui.context.client.on_connect(self._restore)
@@ -215,9 +216,9 @@ class Page:
         saved = {"Save this comparison": ("whatif.html", lambda answer: answer.page)}
         self._changed = Section("On changed clusters", saved, is_table=True)
 
-    def _asked(self, work: Work) -> Asked:
+    def _task(self, work: Work) -> Task:
         by_command = self._source.value == _COMMAND
-        return Asked(
+        return Task(
             work=work,
             is_local=self._is_local,
             model="" if by_command else _first(self._own_model.value, self._model.value),
@@ -234,7 +235,7 @@ class Page:
         await self._start(Work.SIZES if ".." in _first(self._gpus.value) else Work.PLAN)
 
     async def _start(self, work: Work) -> None:
-        await self._answer(self._asked(work))
+        await self._answer(self._task(work))
 
     async def _compare(self) -> None:
         """Plan the job that is shown again, changed; the form may be another by now."""
@@ -248,17 +249,17 @@ class Page:
             return  # no number has a plan
         await self._answer(dataclasses.replace(self._sized, work=Work.SHOW, plan_file=plan_file))
 
-    async def _answer(self, asked: Asked) -> None:
+    async def _answer(self, task: Task) -> None:
         if self._run is not None:  # a button that is pressed twice
             return
-        self._run = Run(asked)
+        self._run = Run(task)
         self._set_working(True)
         try:
             async for message in self._run.messages():
                 if self._is_closed:
                     continue  # until the process has ended
                 if isinstance(message, Answer):
-                    self._show(asked, message)
+                    self._show(task, message)
                 else:
                     self._progress.text = message.text
                     self._elapsed.text = f"{message.elapsed_s:.0f} s"
@@ -289,12 +290,12 @@ class Page:
         for label, each in ((_SOURCE, self._source), *self._form.items()):
             if label in kept.form:
                 each.value = kept.form[label]
-        for asked, answer in kept.shown:
-            self._section(asked, answer).show(answer)
+        for task, answer in kept.shown:
+            self._section(task, answer).show(answer)
         self._guide.visible = not kept.shown
         self._kept = kept
 
-    def _show(self, asked: Asked, answer: Answer) -> None:
+    def _show(self, task: Task, answer: Answer) -> None:
         self._error.text = answer.text if answer.is_error else ""
         for label, each in self._form.items():
             each.error = answer.mistakes.get(label)
@@ -303,33 +304,33 @@ class Page:
         if answer.is_error:
             focus(self._error)
         else:
-            section = self._section(asked, answer)
+            section = self._section(task, answer)
             section.show(answer)
             section.focus()
             self._guide.visible = False
             if self._kept is not None:
-                beside = _BESIDE.get(asked.work, ())
+                beside = _BESIDE.get(task.work, ())
                 before = [each for each in self._kept.shown if each[0].work in beside]
-                self._kept.shown = [*before, (asked, answer)]
+                self._kept.shown = [*before, (task, answer)]
 
-    def _section(self, asked: Asked, answer: Answer) -> Section:
+    def _section(self, task: Task, answer: Answer) -> Section:
         """Where an answer is shown; what it takes the place of is hidden."""
-        if asked.work is Work.WHATIF:
+        if task.work is Work.WHATIF:
             return self._changed
         for section in (self._changed, self._found, self._planners):
             section.hide()
-        if asked.work is Work.SHOW:
-            self._planned = asked
+        if task.work is Work.SHOW:
+            self._planned = task
             return self._found
         self._sizes.hide()
-        if asked.work is Work.SIZES:
-            self._sized = asked
+        if task.work is Work.SIZES:
+            self._sized = task
             sizes = [*answer.plans]
             self._size.set_options(sizes, value=sizes[0] if sizes else None)
             return self._sizes
-        if asked.work is Work.PLANNERS:
+        if task.work is Work.PLANNERS:
             return self._planners
-        self._planned = asked
+        self._planned = task
         return self._found
 
     def _on_key(self, pressed: KeyEventArguments) -> None:

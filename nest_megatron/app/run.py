@@ -16,8 +16,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from nest_megatron.app.asked import Answer, Asked
-from nest_megatron.app.form import MistakesError
+from nest_megatron.app.task import Answer, MistakesError, Task
 from nest_megatron.errors import NestError
 from nest_megatron.report.console import print_error, search_words, show
 from nest_megatron.report.failure import WITHOUT_PLAN, report
@@ -37,10 +36,10 @@ class Working:
 class Run:
     """The answer to a form, which is being made."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, task: Task) -> None:
         spawning = multiprocessing.get_context("spawn")
         self._messages, theirs = spawning.Pipe(duplex=False)
-        self._process = spawning.Process(target=_work, args=(asked, theirs), daemon=True)
+        self._process = spawning.Process(target=_work, args=(task, theirs), daemon=True)
         self._begun_s, self._is_cancelled = time.monotonic(), False
         with _interrupts_held():
             self._process.start()
@@ -71,17 +70,15 @@ class Run:
         try:
             message: str | Answer = self._messages.recv()
         except (EOFError, OSError):
-            return self._ended()
+            self._process.join()
+            if self._is_cancelled:
+                return Answer(text="Cancelled.", is_error=True)
+            how = _ending(self._process.exitcode)
+            after = f"after {self._elapsed_s():.0f} s"
+            return Answer(
+                text=f"error: planning ended without an answer {after}: {how}", is_error=True
+            )
         return message
-
-    def _ended(self) -> Answer:
-        """Why there is no answer."""
-        self._process.join()
-        if self._is_cancelled:
-            return Answer(text="Cancelled.", is_error=True)
-        how = _ending(self._process.exitcode)
-        after = f"after {self._elapsed_s():.0f} s"
-        return Answer(text=f"error: planning ended without an answer {after}: {how}", is_error=True)
 
 
 def _ending(code: int | None) -> str:
@@ -123,26 +120,21 @@ class _Sender:
             self._messages.send(search_words(solved, best, bound))
 
 
-def _work(asked: Asked, messages: Connection) -> None:
+def _work(task: Task, messages: Connection) -> None:
     """Send how far the answer to a form is, and the answer; a server that has gone wants none."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
-            answer = asked.answer(_Sender(messages), messages.send)
+            answer = task.answer(_Sender(messages), messages.send)
         except Exception as error:  # noqa: BLE001 - no user should see a traceback
-            _print(error)
+            if isinstance(error, WITHOUT_PLAN):
+                show(*error.report())
+            elif isinstance(error, NestError):
+                print_error(error, as_json=False)
+            else:
+                report(error, ["app"])
             mistakes = error.texts if isinstance(error, MistakesError) else {}
             text = printed.getvalue().rstrip()
             answer = Answer(text=text, is_error=True, mistakes=mistakes)
     with contextlib.suppress(OSError):
         messages.send(answer)
-
-
-def _print(error: Exception) -> None:
-    """Print an error as the command line does."""
-    if isinstance(error, WITHOUT_PLAN):
-        show(*error.report())
-    elif isinstance(error, NestError):
-        print_error(error, as_json=False)
-    else:
-        report(error, ["app"])

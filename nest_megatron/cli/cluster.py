@@ -51,7 +51,7 @@ def cluster_new(*, name: str | None, out: Path | None) -> None:
 
     An existing file is not replaced.
     """
-    from nest_megatron.config.cluster_file import cluster_template
+    from nest_megatron.config.cluster_detection import cluster_template
 
     if name is None and out is None:
         raise click.UsageError("Missing argument 'NAME', or --out FILE.")
@@ -115,7 +115,7 @@ def cluster_discover(
     The default source is the Slurm allocation where there is one, else this host. Use the result
     with: nest-megatron plan cluster=./site.yaml --hosts hosts.txt
     """
-    from nest_megatron.config.cluster_file import discovered
+    from nest_megatron.config.cluster_detection import discovered
 
     given = sources.Sources()
     if source is None and not outputs and hosts is None:

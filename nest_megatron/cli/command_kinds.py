@@ -32,8 +32,7 @@ class OutputFile(click.Path):
 
 
 def _unnamed(what: str) -> UserInputError:
-    fix = "Say where to write, or leave it out."
-    return UserInputError(what, "", limit="it is empty", fix=fix)
+    return UserInputError(what, "", limit="it is empty", fix="Say where to write, or leave it out.")
 
 
 class Duration(click.types.FloatParamType):

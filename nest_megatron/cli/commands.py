@@ -70,10 +70,10 @@ COMMANDS: Mapping[str, Loaded] = {
         "Show the work of one layer on one rank, traced from megatron-core's own modules.",
     ),
     "history": Loaded(
-        "history",
+        "audit",
         "List runs of planned jobs: predicted and measured step time, and how each run ended.",
     ),
-    "keygen": Loaded("signing", "Make a key that signs pinned plans, in minisign's format."),
+    "keygen": Loaded("explain", "Make a key that signs pinned plans, in minisign's format."),
     "models": Loaded("catalogue", "List the models of the catalogue, or show one."),
     "nest": Loaded(
         "research",
@@ -106,11 +106,11 @@ COMMANDS: Mapping[str, Loaded] = {
         "validation",
     ),
     "verify": Loaded(
-        "signing",
+        "explain",
         "Check that a pinned plan is unchanged, and with --key who signed it.",
     ),
     "whatif": Loaded(
-        "whatif",
+        "plan",
         "Plan a job again on a changed cluster: every combination of a,b values.",
     ),
 }

@@ -23,10 +23,9 @@ from nest_megatron.cli.command_kinds import (
     version_option,
 )
 from nest_megatron.config.compose import Settings, compose
-from nest_megatron.config.job import Job
+from nest_megatron.config.job import CostInputs, Job
 from nest_megatron.config.layout import LAYER_DEGREES, read_shard
 from nest_megatron.config.overrides import parse, refuse_sweeps
-from nest_megatron.config.target import CostInputs
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, require_folder
 from nest_megatron.integrations.typed_command import read_model
@@ -34,7 +33,7 @@ from nest_megatron.megatron_core import cache
 from nest_megatron.megatron_core.chain import build, extract_chain, read_inputs, require_torch
 from nest_megatron.megatron_core.layers import ExtractedLayer
 from nest_megatron.megatron_core.stage import require_megatron
-from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.execution import Implementation
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.parameters import unit_parameters

@@ -64,7 +64,7 @@ def network_import(
     Reads all_reduce_perf, all_gather_perf, reduce_scatter_perf, alltoall_perf and sendrecv_perf; a
     file may hold several runs. Use the result with: nest-megatron plan cluster=./measured.yaml
     """
-    from nest_megatron.report.measured_tables import levels_table, profile_lines
+    from nest_megatron.report.catalogue_tables import levels_table, profile_lines
     from nest_megatron.report.terminal import notes_report
 
     if out is not None and cluster is None:
@@ -100,7 +100,7 @@ def network_import(
 @json_option
 def network_show(path: Path, *, as_json: bool) -> None:
     """Show a network profile: the measurements, and the figures fitted to them."""
-    from nest_megatron.report.measured_tables import levels_table, profile_lines, samples_table
+    from nest_megatron.report.catalogue_tables import levels_table, profile_lines, samples_table
     from nest_megatron.report.terminal import notes_report
 
     found = profiles.read(path)

@@ -1,4 +1,4 @@
-"""``nest-megatron plan`` and ``estimate``; their work is in ``cli/planning.py``."""
+"""``nest-megatron plan``, ``estimate`` and ``whatif``, whose work other modules do."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from nest_megatron.cli.command_kinds import (
+    FOLDER,
     NEXT,
     OUTPUT,
     PATH,
@@ -23,6 +24,7 @@ from nest_megatron.cli.command_kinds import (
     version_option,
     with_set_flags,
 )
+from nest_megatron.cli.complete import complete_override
 from nest_megatron.cluster.placement import Launcher
 
 
@@ -97,20 +99,16 @@ def plan(**options: Any) -> int:
     """
     from nest_megatron.cli import planning
 
-    given = planning.PlanOptions(**with_set_flags(options), begun_s=click.get_current_context().obj)
-    if given.for_nodes is not None:
-        from nest_megatron.cli.plan_table import run_plan_table
+    typed = planning.PlanOptions(**with_set_flags(options), begun_s=click.get_current_context().obj)
+    if not typed.multirun and (typed.for_nodes, typed.for_gpus) == (None, None):
+        return planning.run_plan(typed)
+    from nest_megatron.cli import many_plans
 
-        return run_plan_table(given)
-    if given.for_gpus is not None:
-        from nest_megatron.cli.scaling import run_scaling
-
-        return run_scaling(given)
-    if given.multirun:
-        from nest_megatron.cli.sweep import run_sweep
-
-        return run_sweep(given)
-    return planning.run_plan(given)
+    if typed.for_nodes is not None:
+        return many_plans.run_plan_table(typed, typed.for_nodes)
+    if typed.for_gpus is not None:
+        return many_plans.run_scaling(typed, typed.for_gpus)
+    return many_plans.run_sweep(typed)
 
 
 @command(
@@ -140,3 +138,43 @@ def estimate(**options: Any) -> int:
     from nest_megatron.cli.planning import EstimateOptions, run_estimate
 
     return run_estimate(EstimateOptions(**with_set_flags(options)))
+
+
+@command(
+    f"nest-megatron whatif plan.yaml cluster.levels.node.bandwidth=300GB/s,900GB/s{NEXT}"
+    "memory=141GiB",
+    f"nest-megatron whatif plan.yaml cluster.levels.node.bandwidth=300GB/s,900GB/s{NEXT}"
+    "gpus=16,32 cost.gpu_hour=2.5 --html whatif.html",
+    "nest-megatron whatif plan.yaml cluster.accelerator=h200_sxm_141gb --json",
+    "nest-megatron whatif --from 'torchrun --nproc-per-node 8 pretrain_gpt.py <your flags>' "
+    f"cluster=dgx_h100{NEXT}memory=80GB,141GB --free all",
+)
+@click.argument(
+    "words", nargs=-1, metavar="[PLAN.YAML] [KEY=VALUE]...", shell_complete=complete_override
+)
+@from_option
+@set_option
+@free_option
+@version_option
+@strict_option
+@click.option(
+    "--html", type=OUTPUT, help="Write an HTML page with heat maps of throughput and cost."
+)
+@click.option(
+    "--out",
+    type=FOLDER,
+    help="Keep the plans and their table in this folder; a second run continues from it.",
+)
+@json_option
+def whatif(**options: Any) -> int:
+    """Plan a job again on a changed cluster: every combination of a,b values.
+
+    The job is that of a plan file or of a command (--from). Changes are settings of the cluster,
+    the batch, the layout or the model; gpus and memory stand for cluster.num_gpus and
+    cluster.accelerator.memory_bytes. Other settings, and with --from all that have one value,
+    apply to every row. Each row also prices the present layout.
+    """
+    from nest_megatron.cli.many_plans import WhatIfOptions, run_whatif
+
+    known = with_set_flags({"overrides": options.pop("words"), **options})
+    return run_whatif(WhatIfOptions(config_dir=None, **known))

@@ -2,38 +2,142 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nest_megatron.api import Plan, planned_command
-from nest_megatron.api.jobs import estimate_job, plan_job
-from nest_megatron.api.sweep_jobs import SweptCommand
+from nest_megatron.api.jobs import SweptCommand, estimate_job, plan_job
 from nest_megatron.cli.command_kinds import forced
-from nest_megatron.cli.placing import placed, with_notes
-from nest_megatron.cluster.placement import Launcher
+from nest_megatron.cluster.placement import (
+    Launcher,
+    describe_groups,
+    launch_file,
+    launch_file_words,
+    network_order,
+    on_hosts,
+    whole_groups,
+)
+from nest_megatron.cluster.records import Cluster
+from nest_megatron.cluster.sources import read_hosts
+from nest_megatron.config.catalogue import read_cluster
 from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import Setting, parse, refuse_sweeps, split_launcher
 from nest_megatron.cost_model.memory import within_error
 from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
-from nest_megatron.files import check_output, is_standard_output
+from nest_megatron.files import check_output, is_standard_output, write_text
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.layout import plan_file
-from nest_megatron.layout.launch import script_words
+from nest_megatron.layout.plan import ParallelPlan, script_words
+from nest_megatron.plain import to_plain
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import command_lines, progress, say, show, show_json
 from nest_megatron.report.failure import WITHOUT_PLAN
 from nest_megatron.report.memory_words import plan_verdict
 from nest_megatron.report.terminal import changes_table
-from nest_megatron.units import Seconds
+from nest_megatron.units import Seconds, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from nest_megatron.integrations.typed_command import CommandPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Hosts in the order of ranks, and the configuration of a job on them.
+
+    Args:
+        packed: the same job on hosts that fill the cluster's groups; ``None`` where these do.
+        note: how the hosts lie.
+    """
+
+    hosts: tuple[str, ...]
+    per_host: int
+    composed: Settings
+    packed: Settings | None
+    note: str
+
+    def compared(self, found: ParallelPlan, plan: Callable[[Settings], ParallelPlan]) -> str:
+        """What a packed allocation would give beside this one.
+
+        Args:
+            found: the plan for the hosts.
+            plan: makes the plan of another configuration.
+        """
+        if self.packed is None:
+            return "Hosts side by side would give the same: these fill their groups."
+        own = found.predicted.iteration_time_s
+        try:
+            best = plan(self.packed).predicted.iteration_time_s
+        except WITHOUT_PLAN:
+            return "For hosts side by side no plan was found; what they would give is not known."
+        side_by_side = f"{format_seconds(best)} on hosts side by side in full groups"
+        longer = f"{100.0 * (own / best - 1.0):+.1f} % for where these lie".replace("-0.0", "+0.0")
+        return f"Predicted step {format_seconds(own)}; {side_by_side} ({longer})."
+
+    def write(self, path: Path, launcher: Launcher) -> str:
+        """Write the launcher's file, and say how it is read."""
+        write_text(path, launch_file(launcher, self.hosts, self.per_host))
+        return launch_file_words(launcher, str(path), self.hosts, self.per_host)
+
+
+def placed(composed: Settings, path: Path) -> Placement:
+    """A job on the hosts of a file, at the size that they are.
+
+    Raises:
+        UserInputError: if the file cannot be read, or does not go with the cluster.
+    """
+    topology, cluster = read_hosts(path), read_cluster(composed)
+    hosts = tuple(topology.groups)
+    groups = tuple(topology.groups.values())
+    given = on_hosts(cluster, groups)
+    if "cluster.num_gpus" in composed.given and cluster.num_gpus != given.num_gpus:
+        limit = f"{path} names {len(hosts)} hosts with {given.num_gpus} GPUs"
+        fix = "Leave it out: the hosts are the size of the job."
+        raise UserInputError("cluster.num_gpus", cluster.num_gpus, limit, fix)
+    names = [level.name for level in cluster.levels[1:-1]]
+    note = f"{describe_groups(groups, names)}."
+    pieces = ", ".join(
+        f"{size} of level {name}" for name, size in zip(names, whole_groups(groups), strict=True)
+    )
+    if pieces and given.levels[-1] == cluster.levels[-1]:
+        note += f" Priced as groups of {pieces}: no two ranks are nearer than that."
+    packed = cluster.resized(given.num_gpus)
+    return Placement(
+        hosts=tuple(hosts[i] for i in network_order(groups)),
+        per_host=given.launch_gpus_per_host,
+        composed=_with_cluster(composed, given),
+        packed=None if _crossed(given) == _crossed(packed) else _with_cluster(composed, packed),
+        note=note,
+    )
+
+
+def with_notes(found: Plan, *notes: str) -> Plan:
+    """A plan that says more of itself, in its file, too."""
+    record = found.record
+    launch = {
+        name: dataclasses.replace(each, notes=(*each.notes, *notes))
+        for name, each in record.launch.items()
+    }
+    record = dataclasses.replace(record, launch=launch)
+    return dataclasses.replace(found, record=record, notes=(*found.notes, *notes))
+
+
+def _crossed(cluster: Cluster) -> list[tuple[str, int]]:
+    """The levels that a job of the cluster's size has, with their groups."""
+    sizes = cluster.group_sizes()
+    count = next(i for i, size in enumerate(sizes, 1) if size >= cluster.num_gpus)
+    return [(level.name, size) for level, size in zip(cluster.levels[:count], sizes, strict=False)]
+
+
+def _with_cluster(composed: Settings, cluster: Cluster) -> Settings:
+    given = {**composed.given, "cluster.num_gpus": None}
+    return dataclasses.replace(composed, cluster=to_plain(cluster), given=given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +224,7 @@ class PlanOptions(FreeingOptions):
         fix = "Leave one of the two out."
         if self.hostfile is not None and self.hosts is None:
             limit = "it holds the hosts of --hosts in the order of ranks"
-            fix = "Add --hosts FILE."
-            raise UserInputError("--write-hostfile", str(self.hostfile), limit, fix)
+            raise UserInputError("--write-hostfile", str(self.hostfile), limit, "Add --hosts FILE.")
         others = {
             "--multirun": self.multirun,
             "--for-nodes": self.for_nodes is not None,
@@ -129,8 +232,7 @@ class PlanOptions(FreeingOptions):
         }
         other = next((name for name, given in others.items() if given), None)
         if self.hosts is not None and other is not None:
-            limit = "one job runs on the hosts of a file"
-            raise UserInputError("--hosts", other, limit, fix)
+            raise UserInputError("--hosts", other, "one job runs on the hosts of a file", fix)
         if self.html is not None and self.for_nodes is not None:
             limit = "a table of plans for numbers of nodes has no page"
             raise UserInputError("--html", "--for-nodes", limit, fix)
@@ -138,8 +240,7 @@ class PlanOptions(FreeingOptions):
             limit = "it tells the plans of one job apart"
             raise UserInputError("--shortlist", "--multirun", limit, fix)
         if self.multirun and self.from_command is not None:
-            limit = "a command is planned by itself"
-            raise UserInputError("--multirun", "--from", limit, fix)
+            raise UserInputError("--multirun", "--from", "a command is planned by itself", fix)
         return settings, launcher
 
 

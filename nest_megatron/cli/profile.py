@@ -22,15 +22,19 @@ from nest_megatron.cli.command_kinds import (
     json_option,
     settings_argument,
 )
-from nest_megatron.cli.profile_device import measuring_here
-from nest_megatron.cli.profile_request import ProfileRequest, request_of_plan, request_of_settings
+from nest_megatron.cli.profile_request import (
+    ProfileRequest,
+    measuring_here,
+    request_of_plan,
+    request_of_settings,
+)
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.layout import LAYER_DEGREES
 from nest_megatron.errors import BAD_INPUT, OK, UserInputError, require_seconds
 from nest_megatron.files import now
 from nest_megatron.megatron_core.stage import Where, require_megatron
 from nest_megatron.megatron_core.substitutes import quiet
-from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.execution import Implementation
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
 from nest_megatron.printing import print_to_stderr
@@ -165,7 +169,7 @@ def _run(options: _Options) -> int:
     if options.for_plan is not None:
         if not (tasks.shapes or times_network):
             raise _nothing_to_time(request, options.for_plan)
-        words = request.told(
+        words = request.words_before(
             tasks.tasks,
             num_shapes=len(tasks.shapes),
             num_left=tasks.num_left,
@@ -369,7 +373,7 @@ def _tell(own: RankTasks, found: Timed, network_out: Path | None, *, as_json: bo
             }
         )
         return
-    from nest_megatron.report.measured_tables import levels_table, profile_lines, timings_table
+    from nest_megatron.report.catalogue_tables import levels_table, profile_lines, timings_table
     from nest_megatron.report.terminal import notes_report
 
     if timings:

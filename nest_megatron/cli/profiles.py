@@ -38,7 +38,7 @@ _name_argument = click.argument("name", shell_complete=completing(profile_names)
 @json_option
 def list_profiles(*, as_json: bool) -> None:
     """List the profiles of this machine, and those that nest-megatron ships."""
-    from nest_megatron.report.measured_tables import profiles_table
+    from nest_megatron.report.catalogue_tables import profiles_table
 
     sound: list[tuple[store.Entry, LayerProfile]] = []
     broken: list[str] = []
@@ -65,7 +65,7 @@ def list_profiles(*, as_json: bool) -> None:
 @json_option
 def show_profile(name: str, *, as_json: bool) -> None:
     """Show a profile: its machine, its model, every timing."""
-    from nest_megatron.report.measured_tables import profile_details
+    from nest_megatron.report.catalogue_tables import profile_details
 
     entry = store.find_entry(name)
     profile = entry.read()

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shlex
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +104,7 @@ def _tuned(session: Session | TuneRequest, options: TuneOptions) -> int:
     request = session if isinstance(session, TuneRequest) else session.request
     trials = frozenset[str]() if isinstance(session, TuneRequest) else trials_of(session)
     job = _read(request, options.begun_s, trials)
-    say_all = _told(as_json=options.as_json)
+    say_all = print_to_stderr if options.as_json else say  # beside a document
     first = Known(ranked=job.ranked, iterations=request.iterations, num_steps=job.num_steps)
     if isinstance(session, TuneRequest):
         return _dry_run(first, request, as_json=options.as_json)
@@ -122,7 +122,7 @@ def _tuned(session: Session | TuneRequest, options: TuneOptions) -> int:
     runs, _ = expected_runs(known, left)
     say_all(plan_words(known, runs, left, request.run_timeout_s))
     say_all(f"Runs are kept in {session.folder}; --resume {session.folder} goes on after a stop.")
-    return _told_end(tuner.run(), session, job, as_json=options.as_json)
+    return _print_end(tuner.run(), session, job, as_json=options.as_json)
 
 
 def _read(request: TuneRequest, begun_s: Seconds | None, trials: Collection[str]) -> TunedJob:
@@ -146,7 +146,7 @@ def _dry_run(known: Known, request: TuneRequest, *, as_json: bool) -> int:
     return OK
 
 
-def _told_end(tuned: Tuned, session: Session, job: TunedJob, *, as_json: bool) -> int:
+def _print_end(tuned: Tuned, session: Session, job: TunedJob, *, as_json: bool) -> int:
     taken = chosen(tuned.known) if tuned.known.steps_s else None
     path = None
     if taken is not None:
@@ -157,13 +157,6 @@ def _told_end(tuned: Tuned, session: Session, job: TunedJob, *, as_json: bool) -
     else:
         show(*tuned_report(tuned, session.trials, path))
     return NOTHING_FITS if taken is None else OK
-
-
-def _told(*, as_json: bool) -> Callable[[str], None]:
-    """Where sentences go: beside the document, where one is printed."""
-    if not as_json:
-        return say
-    return print_to_stderr
 
 
 def _session(options: TuneOptions) -> AbstractContextManager[Session | TuneRequest]:

@@ -73,8 +73,7 @@ def local_gpus() -> LocalGpus | None:
         limit = "a job is planned for whole GPUs, and MIG divides them"
         raise _bad_gpus(sorted(set(names)), limit, "Turn MIG off (nvidia-smi -mig 0)")
     if len(set(names)) > 1:
-        limit = "a job is planned for equal GPUs"
-        raise _bad_gpus(sorted(set(names)), limit, "Run on equal ones")
+        raise _bad_gpus(sorted(set(names)), "a job is planned for equal GPUs", "Run on equal ones")
     return LocalGpus(device_name=names[0], memory_bytes=min(memory), count=len(names))
 
 

@@ -1,24 +1,270 @@
-"""The hosts of a job: what each says of itself, and whether they are alike."""
+"""The hosts of a job: what programs print of each, and whether they are alike."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import socket
+import subprocess
+import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from nest_megatron.cluster.discovery import LocalGpus, local_gpus
-from nest_megatron.cluster.host_outputs import (
-    Adapter,
-    GpuMatrix,
-    adapters_of_host,
-    parse_gpu_matrix,
-)
-from nest_megatron.cluster.programs import output_of
 from nest_megatron.cluster.topology import groups_of_task
 from nest_megatron.errors import UserInputError
+from nest_megatron.units import Seconds
+
+#: Where Linux shows RDMA adapters, InfiniBand's and those of RoCE.
+SYSFS = Path("/sys/class/infiniband")
+#: Connections of ``nvidia-smi topo -m`` that do not leave a PCIe switch for the CPU.
+_NEAR = ("PIX", "PXB")
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """An active port of a network adapter.
+
+    Args:
+        rate_bits_per_s: of the link, in one direction.
+        link_layer: ``InfiniBand`` or ``Ethernet``; empty where it is not said.
+    """
+
+    name: str
+    rate_bits_per_s: float
+    link_layer: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMatrix:
+    """How the GPUs of a host are joined.
+
+    Args:
+        nvlinks: fewest NVLinks that join two of them; 0 where a pair has none, ``None`` where that
+            was not seen.
+        near_adapters: adapters on a PCIe switch with a GPU, which carry the traffic of GPUs.
+    """
+
+    num_gpus: int
+    nvlinks: int | None
+    near_adapters: tuple[str, ...]
+
+
+def parse_gpu_matrix(text: str) -> GpuMatrix:
+    """``nvidia-smi topo -m``.
+
+    Raises:
+        UserInputError: for a text without the matrix.
+    """
+    lines = [_ESCAPES.sub("", line) for line in text.splitlines()]
+    header = next((line.split() for line in lines if re.match(r"\s+GPU0\b", line)), [])
+    columns = [name for name in header if re.fullmatch(r"(GPU|NIC|mlx\d_)\d+", name)]
+    legend = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(lines), re.MULTILINE))
+    rows = {
+        words[0]: dict(zip(columns, words[1:], strict=False))
+        for words in map(str.split, lines)
+        if words and re.fullmatch(r"GPU\d+", words[0])
+    }
+    gpus = [name for name in columns if name.startswith("GPU")]
+    if not gpus or not rows:
+        raise _unreadable("nvidia-smi topo -m", "it has no matrix of GPUs")
+    cells = [row[gpu] for gpu in gpus for own, row in rows.items() if own != gpu and gpu in row]
+    nics = [name for name in columns if not name.startswith("GPU")]
+    near = [nic for nic in nics if any(row.get(nic) in _NEAR for row in rows.values())]
+    return GpuMatrix(
+        num_gpus=len(gpus),
+        nvlinks=min((_links(cell) for cell in cells), default=0),
+        near_adapters=tuple(legend.get(nic, nic) for nic in near),
+    )
+
+
+def _links(cell: str) -> int:
+    found = re.fullmatch(r"NV(\d+)", cell)
+    return int(found[1]) if found else 0
+
+
+def parse_gpu_list(text: str) -> tuple[str, ...]:
+    """``nvidia-smi -L``: the name of each GPU.
+
+    Raises:
+        UserInputError: if MIG divides one, or none is listed.
+    """
+    slices = re.findall(r"^\s+(MIG \S+)\s+Device\b", text, re.MULTILINE)
+    if slices:
+        raise divided_gpus("nvidia-smi -L", f"{len(slices)} slices: {', '.join(sorted({*slices}))}")
+    found = re.findall(r"^GPU \d+: (.+?) \(UUID: ", text, re.MULTILINE)
+    if not found:
+        raise _unreadable("nvidia-smi -L", "it lists no GPU (GPU 0: NAME (UUID: ...))")
+    return tuple(found)
+
+
+def divided_gpus(what: str, slices: str) -> UserInputError:
+    """The error for GPUs that MIG divides."""
+    limit = "these are slices of GPUs (MIG), and a job is planned for whole GPUs"
+    fix = "Turn MIG off (nvidia-smi -mig 0), or name hosts with whole GPUs (--hosts)."
+    return UserInputError(what, slices, limit, fix)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NcclTopology:
+    """A host as NCCL sees it; ``adapters`` are those below a PCIe switch with a GPU, if any are.
+
+    Args:
+        are_near: whether they are.
+    """
+
+    num_gpus: int
+    nvlinks: int
+    adapters: tuple[Adapter, ...]
+    are_near: bool
+
+    @property
+    def matrix(self) -> GpuMatrix | None:
+        """Its GPUs and the adapters near them; nothing of a process that sees one GPU."""
+        if self.num_gpus < 2:
+            return None
+        near = tuple(each.name for each in self.adapters) if self.are_near else ()
+        return GpuMatrix(num_gpus=self.num_gpus, nvlinks=None, near_adapters=near)
+
+
+def parse_nccl_topology(text: str) -> NcclTopology:
+    """The file that NCCL writes to ``NCCL_TOPO_DUMP_FILE``; it gives rates in Mb/s.
+
+    Raises:
+        UserInputError: for another text, or one that defines entities.
+    """
+    what = "NCCL topology"
+    if "<!" in text.replace("<!--", ""):
+        raise _unreadable(what, "it defines entities or a document type, which NCCL does not")
+    try:
+        system = ET.fromstring(text)
+    except ET.ParseError as error:
+        raise _unreadable(what, f"it is no XML: {error}") from error
+    if system.tag != "system":
+        raise _unreadable(what, f"it begins with <{system.tag}>, not <system>")
+    gpus = list(system.iter("gpu"))
+    near = [pci for pci in system.iterfind("cpu/pci") if pci.find(".//gpu") is not None]
+    adapters = [each for pci in near for each in _nets(pci)]
+    found = adapters or list(_nets(system))
+    return NcclTopology(
+        num_gpus=len(gpus),
+        nvlinks=min((_sum_of_counts(gpu) for gpu in gpus), default=0),
+        adapters=tuple({each.name: each for each in found}.values()),
+        are_near=bool(adapters),
+    )
+
+
+def _sum_of_counts(gpu: ET.Element) -> int:
+    return sum(int(link.get("count", "1")) for link in gpu.iterfind("nvlink"))
+
+
+def _nets(element: ET.Element) -> Iterator[Adapter]:
+    for net in element.iter("net"):
+        rate = net.get("speed", "")
+        if not re.fullmatch(r"\d+", rate):
+            raise _unreadable("NCCL topology", f"the speed of a net is {rate!r}")
+        yield Adapter(name=net.get("name", ""), rate_bits_per_s=int(rate) * 1e6)
+
+
+def parse_ibstat(text: str) -> tuple[Adapter, ...]:
+    """``ibstat``: its active ports; a rate is in Gb/s.
+
+    Raises:
+        UserInputError: for a text without an adapter.
+    """
+    found: list[Adapter] = []
+    adapters = re.split(r"^CA '", text, flags=re.MULTILINE)[1:]
+    if not adapters:
+        raise _unreadable("ibstat", "it names no adapter (CA '...')")
+    for adapter in adapters:
+        name = adapter.partition("'")[0]
+        for port in re.split(r"^\s*Port \d+:", adapter, flags=re.MULTILINE)[1:]:
+            fields = dict(re.findall(r"^\s*([\w ]+?):\s*(.+?)\s*$", port, re.MULTILINE))
+            found += _port(
+                name, fields.get("State", ""), fields.get("Rate", ""), fields.get("Link layer", "")
+            )
+    return tuple(found)
+
+
+def adapters_of_host(root: Path = SYSFS) -> tuple[Adapter, ...]:
+    """The active RDMA ports that Linux shows; nothing where there are none."""
+    found: list[Adapter] = []
+    for port in sorted(root.glob("*/ports/*")):
+        state, rate, layer = (_line(port / name) for name in ("state", "rate", "link_layer"))
+        found += _port(port.parent.parent.name, state, rate, layer)
+    return tuple(found)
+
+
+def _line(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _port(name: str, state: str, rate: str, layer: str) -> Iterator[Adapter]:
+    """The port, if it is active and its rate can be relied on.
+
+    Others than InfiniBand and Ethernet (EFA) state the rate of a width, not their own.
+    """
+    number = re.match(r"\d+(\.\d+)?", rate)
+    is_active = state.upper().endswith("ACTIVE")
+    if is_active and number and layer in ("InfiniBand", "Ethernet"):
+        yield Adapter(name=name, rate_bits_per_s=float(number[0]) * 1e9, link_layer=layer)
+
+
+def _unreadable(what: str, limit: str) -> UserInputError:
+    return UserInputError(what, None, limit, fix="Save the program's output again.")
+
+
+#: Longest that one program may take: a fabric of thousands of ports is asked in seconds.
+TIMEOUT_S = 60.0
+#: How long a killed program may take to end; one that waits for a broken device never does.
+_END_S = 2.0
+
+
+def output_of(words: Sequence[str], *, timeout_s: Seconds = TIMEOUT_S) -> str:
+    """What a program prints.
+
+    Raises:
+        UserInputError: if it is not there, ends with an error, or takes too long.
+    """
+    try:
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+        )
+    except OSError as error:
+        raise _failed(words, f"it cannot be started: {error.strerror}") from error
+    try:
+        printed, errors = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        raise _failed(words, f"it has not ended after {timeout_s:g} s") from error
+    finally:
+        if process.poll() is None:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+    if process.returncode:
+        told = (errors.strip() or printed.strip()).splitlines()
+        last = f": {told[-1].strip()}" if told else ""
+        raise _failed(words, f"it ended with code {process.returncode}{last}")
+    return printed
+
+
+def _failed(words: Sequence[str], limit: str) -> UserInputError:
+    fix = "Run it by hand, or give its saved output with --read FILE."
+    return UserInputError(words[0], " ".join(words), limit, fix)
+
 
 _Found = TypeVar("_Found")
 #: ``nvidia-smi`` answers in a second; longer while a driver without persistence mode starts.

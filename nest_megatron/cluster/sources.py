@@ -5,20 +5,23 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-from nest_megatron.cluster.host_outputs import (
+from nest_megatron.cluster.hosts import (
     Adapter,
     GpuMatrix,
+    Host,
+    gpu_adapters,
+    output_of,
     parse_gpu_list,
     parse_gpu_matrix,
     parse_ibstat,
     parse_nccl_topology,
+    this_host,
 )
-from nest_megatron.cluster.hosts import Host, gpu_adapters, this_host
-from nest_megatron.cluster.programs import output_of
 from nest_megatron.cluster.topology import (
     SlurmNodes,
     Topology,
@@ -44,7 +47,7 @@ class Output:
 
     file: str
     program: str
-    told: Sources
+    contents: Sources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +115,7 @@ class Sources:
     def _completed(self, host: Host, of_slurm: int | None, assumed: int | None) -> Host:
         """A host, and what is taken for it from the outputs of one host."""
         matrix = self.matrix
-        by = next((o.program for o in self.outputs if o.told.matrix is matrix), "")
+        by = next((o.program for o in self.outputs if o.contents.matrix is matrix), "")
         counted = (
             ("scontrol show node", of_slurm),
             (by, None if matrix is None else matrix.num_gpus),
@@ -148,13 +151,9 @@ def slurm_job(environment: Mapping[str, str]) -> Sources:
     report = [sys.executable, "-m", "nest_megatron", "cluster", "report"]
     step = ["srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
     found = reports(output_of([*step, *report], timeout_s=_REPORTS_S))
-    for program, parse in (
-        (["scontrol", "show", "topology"], _topology),
-        (["scontrol", "show", "node", nodes], _slurm_nodes),
-        (["ibnetdiscover"], _fabric),
-    ):
+    for program, *more in (("scontrol show topology",), ("scontrol show node", nodes), (_FABRIC,)):
         try:
-            found = found.joined(parse(output_of(program)))
+            found = found.joined(_PROGRAMS[program][1](output_of([*program.split(), *more])))
         except UserInputError as error:
             said = f"{error.what}: {error.limit}"
             found = dataclasses.replace(found, unseen=(*found.unseen, said))
@@ -193,14 +192,6 @@ def reports(text: str) -> Sources:
     return Sources(hosts=tuple(hosts))
 
 
-def _topology(text: str) -> Sources:
-    return Sources(topology=parse_slurm_topology(text))
-
-
-def _fabric(text: str) -> Sources:
-    return Sources(topology=parse_ibnetdiscover(text))
-
-
 def _slurm_nodes(text: str) -> Sources:
     found = parse_slurm_nodes(text)
     return Sources(slurm=found, divided=found.divided)
@@ -218,35 +209,36 @@ def _nodes(text: str) -> Sources:
     )
 
 
-def _matrix(text: str) -> Sources:
-    return Sources(matrix=parse_gpu_matrix(text))
-
-
-def _gpu_list(text: str) -> Sources:
-    return Sources(gpu_names=parse_gpu_list(text))
-
-
-def _ports(text: str) -> Sources:
-    return Sources(adapters=parse_ibstat(text))
-
-
 def _nccl(text: str) -> Sources:
     found = parse_nccl_topology(text)
     return Sources(adapters=found.adapters, matrix=found.matrix)
 
 
-#: Programs by how their outputs begin, or by what only they hold.
-_RECOGNIZED = (
-    (r'\s*\{"name"', "nest-megatron cluster report", reports),
-    (r"\s*\{", "kubectl get nodes -o json", _nodes),
-    (r"\s*<system\b|\s*<\?xml", "NCCL_TOPO_DUMP_FILE", _nccl),
-    (r"(?s).*^(SwitchName|BlockName)=", "scontrol show topology", _topology),
-    (r"(?s).*^NodeName=", "scontrol show node", _slurm_nodes),
-    (r'(?s).*^Switch\s+\d+\s+"S-', "ibnetdiscover", _fabric),
-    (r"(?s).*^CA '", "ibstat", _ports),
-    (r"(?s).*^\S*\s+(\x1b\[\S*)?GPU0\b", "nvidia-smi topo -m", _matrix),
-    (r"(?s).*^GPU \d+: .*UUID", "nvidia-smi -L", _gpu_list),
-)
+_FABRIC: Final = "ibnetdiscover"
+#: By program how its output begins, or what it alone holds, and what reads it.
+_PROGRAMS: Mapping[str, tuple[str, Callable[[str], Sources]]] = {
+    "nest-megatron cluster report": (r'\s*\{"name"', reports),
+    "kubectl get nodes -o json": (r"\s*\{", _nodes),
+    "NCCL_TOPO_DUMP_FILE": (r"\s*<system\b|\s*<\?xml", _nccl),
+    "scontrol show topology": (
+        r"(?s).*^(SwitchName|BlockName)=",
+        lambda text: Sources(topology=parse_slurm_topology(text)),
+    ),
+    "scontrol show node": (r"(?s).*^NodeName=", _slurm_nodes),
+    _FABRIC: (
+        r'(?s).*^Switch\s+\d+\s+"S-',
+        lambda text: Sources(topology=parse_ibnetdiscover(text)),
+    ),
+    "ibstat": (r"(?s).*^CA '", lambda text: Sources(adapters=parse_ibstat(text))),
+    "nvidia-smi topo -m": (
+        r"(?s).*^\S*\s+(\x1b\[\S*)?GPU0\b",
+        lambda text: Sources(matrix=parse_gpu_matrix(text)),
+    ),
+    "nvidia-smi -L": (
+        r"(?s).*^GPU \d+: .*UUID",
+        lambda text: Sources(gpu_names=parse_gpu_list(text)),
+    ),
+}
 
 
 def saved_output(path: Path) -> Sources:
@@ -256,12 +248,12 @@ def saved_output(path: Path) -> Sources:
         UserInputError: for the output of another program, or one that cannot be read.
     """
     text = read_text(path, "--read")
-    for form, program, parse in _RECOGNIZED:
+    for program, (form, parse) in _PROGRAMS.items():
         if re.match(form, text, re.MULTILINE):
-            told = parse(text)
-            output = Output(file=path.name, program=program, told=told)
-            return dataclasses.replace(told, outputs=(output,))
-    limit = f"it is none of: {', '.join(program for _, program, _ in _RECOGNIZED)}"
+            found = parse(text)
+            output = Output(file=path.name, program=program, contents=found)
+            return dataclasses.replace(found, outputs=(output,))
+    limit = f"it is none of: {', '.join(_PROGRAMS)}"
     fix = "Save the output of one of these programs, whole."
     raise UserInputError("--read", str(path), limit, fix)
 
@@ -290,36 +282,34 @@ def unused_outputs(
         topology: the groups that are used.
     """
     for output in sources.outputs:
-        for part, reason in _unused(output.told, sources, hosts, topology):
+        for part, reason in _unused(output.contents, sources, hosts, topology):
             yield f"{output.file} ({output.program}): its {part} are not used: {reason}"
 
 
 def _unused(
-    told: Sources, sources: Sources, hosts: Sequence[Host], topology: Topology | None
+    found: Sources, sources: Sources, hosts: Sequence[Host], topology: Topology | None
 ) -> Iterator[tuple[str, str]]:
     names = {host.name for host in hosts}
     own = {host.name: host for host in sources.hosts}
     later = "a file after it tells them too"
-    told_hosts = {host.name for host in told.hosts}.union(
-        told.slurm.gpu_counts if told.slurm else ()
-    )
-    if told_hosts and not told_hosts & names:
+    named = {host.name for host in found.hosts}.union(found.slurm.gpu_counts if found.slurm else ())
+    if named and not named & names:
         yield "hosts", "none of them is among those of the job"
-    elif told.hosts and not any(host in sources.hosts for host in told.hosts):
+    elif found.hosts and not any(host in sources.hosts for host in found.hosts):
         yield "hosts", "another file tells more of them"
-    if told.topology is not None and told.topology is not sources.topology:
+    if found.topology is not None and found.topology is not sources.topology:
         yield "groups", later
-    elif told.topology is not None and topology is not None and told.topology is not topology:
+    elif found.topology is not None and topology is not None and found.topology is not topology:
         yield "groups", f"{topology.source} says them"
-    if told.gpu_names and all(host.gpus for host in hosts):
+    if found.gpu_names and all(host.gpus for host in hosts):
         yield "GPUs", "every host tells its own"
-    if told.adapters and told.adapters is not sources.adapters:
+    if found.adapters and found.adapters is not sources.adapters:
         yield "adapters", later
-    elif told.adapters and (why := _unused_adapters(hosts, own)):
+    elif found.adapters and (why := _unused_adapters(hosts, own)):
         yield "adapters", why
-    if told.matrix is not None and told.matrix is not sources.matrix:
+    if found.matrix is not None and found.matrix is not sources.matrix:
         yield "links", later
-    elif told.matrix is not None and (why := _unused_matrix(told.matrix, hosts, own)):
+    elif found.matrix is not None and (why := _unused_matrix(found.matrix, hosts, own)):
         yield "links", why
 
 

@@ -232,7 +232,12 @@ def parse_ibnetdiscover(text: str) -> Topology:
             leaves[link.switch].add(link.peer_name.split()[0])
     if not leaves:
         raise _unreadable(source, "no switch has a host", "Run it where the whole fabric is seen.")
-    groups = _joined(leaves.values())
+    # hosts of sets that overlap, directly or through others, under the name of their first
+    group_of: dict[str, set[str]] = {}
+    for members in leaves.values():
+        whole = set(members).union(*(group_of[host] for host in members if host in group_of))
+        group_of.update(dict.fromkeys(whole, whole))
+    groups = {host: (f"leaf_of_{min(group)}",) for host, group in group_of.items()}
     notes = list(_slow_links([link for link in links if link.switch in leaves]))
     if unnamed:
         notes.append(f"ports of hosts that tell no host's name, in no group: {unnamed}")
@@ -299,15 +304,6 @@ def _ib_links(text: str) -> Iterator[_Link]:
                 raise _unreadable("ibnetdiscover", f"the rate {port[3]}x{port[4]} is not known", "")
             rate = int(port[3]) * lane * 1e9
             yield _Link(switch=switch, peer=port[1], peer_name=port[2], rate_bits_per_s=rate)
-
-
-def _joined(sets: Iterable[set[str]]) -> dict[str, tuple[str, ...]]:
-    """Hosts of sets that overlap, directly or through others, under the name of their first."""
-    group_of: dict[str, set[str]] = {}
-    for members in sets:
-        whole = set(members).union(*(group_of[host] for host in members if host in group_of))
-        group_of.update(dict.fromkeys(whole, whole))
-    return {host: (f"leaf_of_{min(group)}",) for host, group in group_of.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,12 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from nest_megatron.catalogue_files import catalogue_entry
-from nest_megatron.cluster.catalogue import cluster_from_mapping
-from nest_megatron.cluster.records import Cluster
+from nest_megatron.cluster.records import Cluster, cluster_from_mapping
 from nest_megatron.config.compose import Settings, catalogue_cluster, compose
 from nest_megatron.config.overrides import check_choice, choice, is_path, parse
 from nest_megatron.errors import UserInputError, require_at_least, typed_setting
-from nest_megatron.model.adapters import Adapters, PeftScheme
 from nest_megatron.model.catalogue import spec_from_mapping
+from nest_megatron.model.encoder import Adapters, PeftScheme
 from nest_megatron.model.spec import TransformerSpec
 
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nest_megatron.catalogue_files import GROUPS as CATALOGUE_GROUPS
 from nest_megatron.catalogue_files import catalogue_entry, catalogue_names, catalogue_root
-from nest_megatron.cluster.catalogue import cluster_from_mapping
-from nest_megatron.cluster.records import Cluster
+from nest_megatron.cluster.records import Cluster, cluster_from_mapping
 from nest_megatron.config.defaults import naming_defaults
 from nest_megatron.config.hydra_loader import compose_config
 from nest_megatron.config.overrides import (
@@ -251,8 +250,7 @@ def _existing_folder(named: Path) -> Path:
     folder = expanded(named, "--config-dir")
     if not folder.is_dir():
         fix = "Name a folder with model/, cluster/ or accelerator/ inside."
-        limit = "there is no such folder"
-        raise UserInputError("--config-dir", str(named), limit, fix)
+        raise UserInputError("--config-dir", str(named), "there is no such folder", fix)
     return folder.resolve()
 
 
@@ -321,7 +319,11 @@ def _composed(
 ) -> PlanConfig:
     from omegaconf import OmegaConf
 
-    entries: dict[tuple[str | None, str], Any] = {(None, "plan_schema"): _schema()}
+    # the types of values, in a node that overrides may change although its records are frozen
+    schema: DictConfig = OmegaConf.structured(PlanConfig)
+    for node in (schema, *(schema[name] for name in SECTIONS)):
+        OmegaConf.set_readonly(node, None)
+    entries: dict[tuple[str | None, str], Any] = {(None, "plan_schema"): schema}
     try:
         entries |= {(group, _OWN_ENTRY): fields for group, fields in described.items()}
         with importlib.resources.as_file(catalogue_root()) as catalogue:
@@ -331,16 +333,6 @@ def _composed(
         raise _plain_error(error, overrides) from error
     assert isinstance(config, PlanConfig)
     return config
-
-
-def _schema() -> DictConfig:
-    """The types of values, in a node that overrides may change although its records are frozen."""
-    from omegaconf import OmegaConf
-
-    schema: DictConfig = OmegaConf.structured(PlanConfig)
-    for node in (schema, *(schema[name] for name in SECTIONS)):
-        OmegaConf.set_readonly(node, None)
-    return schema
 
 
 def _plain_error(error: Exception, overrides: Sequence[str]) -> UserInputError:

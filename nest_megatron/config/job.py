@@ -1,23 +1,55 @@
-"""A training job as its framework's configuration states it: the record that every reader makes."""
+"""A training job as every reader states it, and what its framework takes for the rest."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+import dataclasses
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import product
+from operator import itemgetter
+from pathlib import Path
 from typing import Any, Protocol
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.config.compose import Settings
+from nest_megatron.config.overrides import choice
 from nest_megatron.cost_model.memory_flags import not_modelled, text
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.target_defaults import (
+    DEFAULT_TARGET,
+    MEGATRON_LM,
+    NEMO,
+    NEMO_LACKS,
+    NUMERIC_FIELDS,
+    OF_THE_JOB,
+    target_named,
+)
 from nest_megatron.cost_model.targets import Target
+from nest_megatron.cost_model.traits import Fp8Recipe
+from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.layout.batch_schedule import BatchSchedule
 from nest_megatron.layout.cuda_graphs import CudaGraphs
 from nest_megatron.layout.diff import Change
+from nest_megatron.layout.execution_rules import EXECUTION_ARGUMENTS
+from nest_megatron.layout.knobs import KNOBS, Package, choices_of_execution
+from nest_megatron.layout.numeric_knobs import (
+    MEMORY_KNOBS,
+    NUMERIC_KNOBS,
+    NumericKnob,
+    refused_together,
+)
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import Recompute
-from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, known_release
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
+from nest_megatron.model.execution import Execution
+from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.planner.request import MemoryOffer, NumericOffer
+from nest_megatron.solver.space import SearchSpace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,3 +249,222 @@ class Job:
     def optimizer(self) -> str:
         """Its optimizer, by Megatron's name."""
         return text(self.memory_flags.get("optimizer") or "adam")
+
+
+#: Module of DeepEP whose presence tells that it has HybridEP's kernels as well. Source:
+#: deepseek-ai/DeepEP, branch hybrid-ep, deep_ep/hybrid_ep_buffer.py.
+_HYBRID_EP = "hybrid_ep_buffer.py"
+#: Recipes of ``--fp8-recipe`` that need no code of the user's.
+_FP8_RECIPES = [each.value for each in Fp8Recipe if each not in (Fp8Recipe.CUSTOM, Fp8Recipe.NVFP4)]
+
+
+def fixed_choices(
+    settings: Settings, typed: Collection[str] = (), freed: Collection[str] = ()
+) -> frozenset[str]:
+    """Choices that stay as the job has them; ``UserInputError`` for a name that is none.
+
+    Args:
+        typed: Megatron's arguments that the user set.
+        freed: those of them that a plan may change.
+    """
+    names = {*choices_of_execution(), "all"}
+    for name in settings.search.keep:
+        require_known("search.keep", name, names, "there is no such choice (docs/knobs.md)")
+    if "all" in settings.search.keep:
+        return frozenset(choices_of_execution())
+    own = set(typed) - set(freed)
+    stated = (name for name, flags in EXECUTION_ARGUMENTS.items() if own.intersection(flags))
+    return frozenset((*settings.search.keep, *stated))
+
+
+def known_packages(settings: Settings, installed: Iterable[str] = ()) -> frozenset[str]:
+    """Packages known to be where the job runs; ``UserInputError`` for one that no choice needs."""
+    known = [package.value for package in Package]
+    for name in settings.search.packages:
+        require_known("search.packages", name, known, "no choice needs such a package")
+    return frozenset((*settings.search.packages, *installed))
+
+
+def fields_of(target: Target) -> frozenset[str] | None:
+    """Fields of ``Execution`` that a job of a framework can be told; ``None`` is all.
+
+    Of NeMo those of its performance recipes, which have ``MegatronCommOverlapCallback``.
+    """
+    if target in MEGATRON_LM:
+        return None
+    lacks = NEMO_LACKS if target is NEMO else {}
+    return frozenset(knob.name for knob in KNOBS) - {*lacks, *OF_THE_JOB}
+
+
+def installed_packages() -> tuple[str, ...]:
+    """Packages of this environment that a choice needs; nothing is imported."""
+    found = []
+    if (deep_ep := importlib.util.find_spec(Package.DEEP_EP.value)) is not None:
+        found.append(Package.DEEP_EP)
+        folders = map(Path, deep_ep.submodule_search_locations or ())
+        if any(folder.joinpath(_HYBRID_EP).exists() for folder in folders):
+            found.append(Package.HYBRID_EP)
+    try:
+        release = importlib.metadata.version("transformer_engine")
+    except importlib.metadata.PackageNotFoundError:
+        return tuple(found)
+    if [int(part) for part in release.split(".")[:2] if part.isdigit()] >= [2, 9]:
+        found.append(Package.ENGINE_2_9)
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostInputs:
+    """What the cost model is told of a job: its flags over its target's defaults, then ``cost.*``.
+
+    Args:
+        flags: the job's, by Megatron's names.
+        assumed: of the cost model, as the user says it.
+        lengths: of the data's sequences, which count where they are packed.
+    """
+
+    spec: TransformerSpec
+    target: Target
+    accelerator: str
+    precision: Precision
+    flags: Mapping[str, Any]
+    assumed: Mapping[str, Any]
+    lengths: SequenceLengths | None
+
+    @classmethod
+    def of(
+        cls,
+        settings: Settings,
+        job: Job,
+        accelerator: str = "",
+        *,
+        spec: TransformerSpec | None = None,
+        flags: Mapping[str, Any] | None = None,
+        lengths: SequenceLengths | None = None,
+    ) -> CostInputs:
+        """Those of a job on an accelerator, with another model or other flags if they are given."""
+        precision = read_precision(settings, job.precision)
+        own = {field.name for field in dataclasses.fields(CostSettings)}
+        memory = {f"memory_{name}": each for name, each in settings.memory.stated().items()}
+        assumed = {**settings.cost.stated(), **memory}
+        return cls(
+            spec=spec or job.spec,
+            target=read_target(settings, job.target),
+            accelerator=accelerator,
+            precision=precision,
+            flags=job.memory_flags if flags is None else flags,
+            assumed={name: value for name, value in assumed.items() if name in own},
+            lengths=lengths,
+        )
+
+    def costs(self, knobs: Iterable[NumericKnob] = ()) -> CostSettings:
+        """The assumptions of the cost model, after some choices."""
+        flags, precision = dict(self.flags), self.precision
+        for knob in knobs:
+            flags |= {**dict.fromkeys(knob.instead_of, False), **knob.values}
+            precision = knob.precision or precision
+        place = self.accelerator, precision, flags, self.spec
+        found = self.target.settings(*place, **self.assumed)
+        if self.lengths is None or not self.lengths.packed:
+            return found
+        return found.on_packs(self.lengths)
+
+    def execution(self) -> Execution:
+        """How layers are carried out."""
+        flags = self.flags
+        if self.spec.vision is not None:  # samples have lengths for which no buffers are made
+            flags = {"tp_comm_overlap": False, **flags}
+        return self.target.execution(self.accelerator, self.precision, flags, self.spec)
+
+    def numeric_offers(self) -> tuple[NumericOffer, ...]:
+        """Choices that change numbers and that the job has not made."""
+        return tuple(
+            NumericOffer(knob=knob, settings=self.costs([knob]), words=words)
+            for knob, words in self._open_knobs(NUMERIC_KNOBS)
+        )
+
+    def memory_offers(
+        self, spaces: Mapping[tuple[str, ...], SearchSpace]
+    ) -> tuple[MemoryOffer, ...]:
+        """Ways to need less memory that the job has not taken, singly and together.
+
+        Args:
+            spaces: what is searched as the job is, without words, and after other changes.
+        """
+        groups = [self._open_knobs(knobs) for knobs in MEMORY_KNOBS]
+        own, found = self._all_flags(), []
+        for chosen in product(*((None, *group) for group in groups)):
+            pairs = [pair for pair in chosen if pair is not None]
+            knobs = [knob for knob, _ in pairs]
+            if refused_together(own, knobs):
+                continue
+            costs = self.costs(knobs)
+            for more, space in spaces.items():
+                stages = space.zero_stages
+                for knob in knobs:
+                    stages = knob.zero_stages(stages)
+                if stages and (words := (*(word for _, word in pairs), *more)):
+                    narrow = dataclasses.replace(space, zero_stages=stages)
+                    offer = MemoryOffer(words=words, settings=costs, space=narrow)
+                    found.append((len(words), len(more), offer))
+        return tuple(offer for *_, offer in sorted(found, key=itemgetter(0, 1)))
+
+    def _open_knobs(self, knobs: Iterable[NumericKnob]) -> list[tuple[NumericKnob, str]]:
+        """Those of some choices that the job could make and has not, and what its user sets."""
+        own, target = self._all_flags(), self.target
+        fields = None if target in MEGATRON_LM else NUMERIC_FIELDS.get(target.fitted, {})
+        return [
+            (knob, knob.flags if fields is None else fields[knob.flags])
+            for knob in knobs
+            if (fields is None or knob.flags in fields)
+            # an encoder of images is priced in 16 bits
+            and (knob.precision is None or self.spec.vision is None)
+            and knob.is_for(own, self.precision, self.accelerator, has_experts=self.spec.is_moe)
+        ]
+
+    def _all_flags(self) -> Mapping[str, Any]:
+        return self.target.flags(self.accelerator, self.precision, self.flags, self.spec)
+
+
+def read_precision(settings: Settings, own: Precision = Precision.BF16) -> Precision:
+    """The number format: the one asked for, or the job's own."""
+    named = settings.train.precision
+    if named in _FP8_RECIPES:
+        limit, fix = "it is a recipe of fp8", f"Write train.precision=fp8 train.fp8_recipe={named}."
+        raise UserInputError("train.precision", named, limit, fix)
+    return own if named is None else choice("train.precision", named, Precision)
+
+
+def recipe_flags(settings: Settings) -> Mapping[str, Any]:
+    """How scales of fp8 numbers are found, where the configuration says it, as Megatron's flag."""
+    named = settings.train.fp8_recipe
+    if named is None:
+        return {}
+    require_known("train.fp8_recipe", named, _FP8_RECIPES)
+    if read_precision(settings) is not Precision.FP8:
+        raise UserInputError("train.fp8_recipe", named, "it needs train.precision=fp8", "Add it.")
+    return {"fp8_recipe": named}
+
+
+def megatron_version(settings: Settings, given: str | None) -> str:
+    """The release of Megatron-LM whose flags a command has: as given, or that of the target.
+
+    Raises:
+        UserInputError: for one that is older than those that are known.
+    """
+    if given is not None:
+        return known_release(given)
+    target = read_target(settings)
+    return (target if target in MEGATRON_LM else DEFAULT_TARGET).megatron_core
+
+
+def read_target(settings: Settings, own: Target | None = None) -> Target:
+    """The framework and release that the plan is for: no other than the job's own, if any."""
+    if settings.target is None:
+        return own or DEFAULT_TARGET
+    named = target_named(settings.target)
+    if own is not None and named.name != own.name:
+        limit = f"the job runs on {own.framework}"
+        fix = "Leave it out, or plan from a model and a cluster."
+        raise UserInputError("target", settings.target, limit, fix)
+    return named

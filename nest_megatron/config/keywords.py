@@ -52,8 +52,7 @@ def compose_keywords(
             limit, fix = f"another argument says {size}", "Leave one of the two out."
             raise UserInputError(key, value, limit, fix)
     if "out" in keywords:
-        limit, fix = "a call writes no file", "Use Plan.save."
-        raise UserInputError("out", keywords["out"], limit, fix)
+        raise UserInputError("out", keywords["out"], "a call writes no file", "Use Plan.save.")
     named: dict[str, object] = {}
     described: dict[str, Mapping[str, Any]] = {}
     for group, source in (("model", model), ("cluster", cluster)):
@@ -179,8 +178,7 @@ def read_layout(text: str, option: str) -> Settings:
             limit = f"{key}={found[key]} is given as well"
             raise UserInputError(option, f"{name}={value}", limit, fix="Give one.")
     if not found:
-        limit, fix = "it names no size", "For example tp=8,pp=4."
-        raise UserInputError(option, text, limit, fix)
+        raise UserInputError(option, text, "it names no size", "For example tp=8,pp=4.")
     settings = parse(f"{key}={value}" for key, value in found.items())
     return compose(settings)
 
@@ -190,8 +188,7 @@ def _pairs(text: str, option: str) -> Iterator[tuple[str, str | None]]:
     try:
         words = [word for part in _COMMA.split(text) for word in shlex.split(part)]
     except ValueError as error:
-        fix = "Close the quotes."
-        raise UserInputError(option, text, limit=str(error), fix=fix) from error
+        raise UserInputError(option, text, limit=str(error), fix="Close the quotes.") from error
     while words:
         name, equals, value = words.pop(0).partition("=")
         if equals:
@@ -213,6 +210,5 @@ def _setting(name: str, value: str | None, option: str) -> tuple[str, str]:
         fix = "For example tp=8." if key else nearest(plain, {*_SETTINGS, *_SHORT, *_SWITCHES})
         raise UserInputError(option, name, limit, fix)
     if "," in value and not value.startswith("[") and not key.endswith("_layout"):
-        limit, fix = "it has several values", "Give one layout."
-        raise UserInputError(option, f"{name}={value}", limit, fix)
+        raise UserInputError(option, f"{name}={value}", "it has several values", "Give one layout.")
     return key, value

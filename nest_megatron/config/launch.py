@@ -139,8 +139,7 @@ def _read_launch(words: LaunchWords) -> LaunchConfig:
             OmegaConf.update(config, setting.key, _value(setting))
         except OmegaConfBaseException as error:
             what, limit = f"nest.{setting.key}", type_limit(error)
-            fix = "Correct the value."
-            raise UserInputError(what, setting.value, limit, fix) from error
+            raise UserInputError(what, setting.value, limit, "Correct the value.") from error
     launch = OmegaConf.to_object(config)
     assert isinstance(launch, LaunchConfig)
     _check(launch)
@@ -178,5 +177,4 @@ def _check(launch: LaunchConfig) -> None:
     is_list = isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks)
     if ranks not in ("by_host", "launched") and not is_list:
         limit = "it is by_host, launched, or a list with the new rank of each launched one"
-        fix = "Leave it out."
-        raise UserInputError("nest.ranks", ranks, limit, fix)
+        raise UserInputError("nest.ranks", ranks, limit, "Leave it out.")

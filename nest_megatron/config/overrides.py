@@ -71,7 +71,11 @@ def parse(texts: Iterable[str]) -> tuple[Setting, ...]:
     settings = tuple(map(_setting, [texts] if isinstance(texts, str) else texts))
     for setting in settings:
         _check_key(setting)
-        _check_units(setting)
+        key, name = setting.key, setting.key.rpartition(".")[2]
+        if is_numeric(key) or (key.startswith(_MACHINES) and without_suffix(name) != name):
+            for value in filter(None, _values(setting)):
+                if is_quantity(value):
+                    read_quantity(value, name, key)
     return settings
 
 
@@ -99,8 +103,7 @@ def _setting(text: str) -> Setting:
     if not equals or not key:
         meant = (f"Did you mean {g}={text}?" for g in GROUPS if text in catalogue_names(g))
         fix = next(meant, "For example model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64.")
-        limit = "settings are written key=value"
-        raise UserInputError("override", text, limit, fix)
+        raise UserInputError("override", text, "settings are written key=value", fix)
     refuse_resolvers(key, [key, value])
     key = SHORT_KEYS.get(name := key.lstrip("+").strip(), name)
     if key == "model.hf":
@@ -170,20 +173,10 @@ def _check_key(setting: Setting) -> None:
     if key == ACCELERATOR_CHOICE or key.partition(".")[0] in GROUPS:
         return
     if key not in section_keys():
-        limit, fix = "there is no such setting", _nearest_key(key)
-        raise UserInputError(key, setting.value, limit, fix)
+        raise UserInputError(key, setting.value, "there is no such setting", _nearest_key(key))
     if setting.value is None:
         limit = "only a key of the model or the cluster is removed with ~"
         raise UserInputError(key, None, limit, fix=f"Write {key}=null.")
-
-
-def _check_units(setting: Setting) -> None:
-    """Refuse a unit that does not fit the key, before anything is planned."""
-    key, name = setting.key, setting.key.rpartition(".")[2]
-    if is_numeric(key) or (key.startswith(_MACHINES) and without_suffix(name) != name):
-        for value in filter(None, _values(setting)):
-            if is_quantity(value):
-                read_quantity(value, name, key)
 
 
 def _nearest_key(key: str) -> str:
@@ -221,8 +214,7 @@ def check_choice(group: str, value: str, config_dir: Path | None) -> None:
         fix = nearest(value, names)
         if group in GROUPS:
             fix += f" `nest-megatron {group}s` lists all; a path works as well."
-        limit = f"there is no such {group} in the catalogue"
-        raise UserInputError(group, value, limit, fix)
+        raise UserInputError(group, value, f"there is no such {group} in the catalogue", fix)
 
 
 def hydra_form(setting: Setting, config_dir: Path | None) -> str:
@@ -376,8 +368,7 @@ def read_counts(text: str, option: str, *, doubling: bool = False) -> tuple[int,
         of, example = "GPUs", "64..4096, which doubles, or 64..512:64"
 
     def wrong(limit: str) -> UserInputError:
-        fix = f"Write for example {option} {example}."
-        return UserInputError(option, text, limit, fix)
+        return UserInputError(option, text, limit, f"Write for example {option} {example}.")
 
     if (found := _RANGE.fullmatch(text.strip())) is None:
         raise wrong(f"it is a number of {of}, or the first and the last of a range")

@@ -21,7 +21,15 @@ from nest_megatron.config.catalogue import (
 )
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.defaults import naming_defaults
-from nest_megatron.config.job import Job
+from nest_megatron.config.job import (
+    CostInputs,
+    Job,
+    fields_of,
+    fixed_choices,
+    known_packages,
+    read_target,
+    recipe_flags,
+)
 from nest_megatron.config.overrides import choice, value_text
 from nest_megatron.config.policy import (
     offers_within,
@@ -31,21 +39,13 @@ from nest_megatron.config.policy import (
     space_within,
 )
 from nest_megatron.config.space import (
-    beside_frozen_weights,
     buildable_degrees,
     check_quotients,
     read_backend,
     read_space,
     require_buildable,
     require_experts,
-)
-from nest_megatron.config.target import (
-    CostInputs,
-    fields_of,
-    fixed_choices,
-    read_target,
-    stated_packages,
-    stated_recipe,
+    space_of_frozen_weights,
 )
 from nest_megatron.config.train import (
     batch_of,
@@ -66,6 +66,7 @@ from nest_megatron.errors import (
     require_seconds,
 )
 from nest_megatron.layout.batch_schedule import BatchSchedule
+from nest_megatron.layout.estimate import Rates
 from nest_megatron.layout.knobs import (
     KnobConditions,
     Package,
@@ -74,10 +75,9 @@ from nest_megatron.layout.knobs import (
     unknown_packages,
 )
 from nest_megatron.layout.policy import Policy, PolicyError
-from nest_megatron.layout.price import Rates
 from nest_megatron.layout.rulebook.devices import device_notes, require_recipe
 from nest_megatron.layout.rulebook.facts import is_within
-from nest_megatron.model.adapters import PeftScheme
+from nest_megatron.model.encoder import PeftScheme
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Request
 from nest_megatron.planner.request import Offer
@@ -111,7 +111,7 @@ def catalogue_job(settings: Settings) -> Job:
     return Job(
         spec=read_spec(settings),
         version=target.megatron_core,
-        memory_flags=stated_recipe(settings),
+        memory_flags=recipe_flags(settings),
         can_state=fields_of(target),
         notes=settings.notes,
     )
@@ -205,7 +205,7 @@ def request_for(
     granularity = settings.parallel.recompute_granularity
     if not granularity and space.recompute is not None:
         granularity = space.recompute.granularity
-    within |= beside_frozen_weights(spec, target, within["zero_stages"], granularity)
+    within |= space_of_frozen_weights(spec, target, within["zero_stages"], granularity)
     require_experts(spec, settings.parallel)
     if settings.checks.plausibility:
         require_plausible(spec, cluster, batch, typed=settings.given)
@@ -224,7 +224,7 @@ def request_for(
         spec=spec,
         accelerator=name,
         fp8_recipe=recipe if costs.precision is Precision.FP8 else None,
-        packages=stated_packages(settings, job.packages),
+        packages=known_packages(settings, job.packages),
         fixed=fixed_choices(settings, job.fixed, freed),
         has_engine=job.transformer_impl != "local",
         capturable=job.capturable

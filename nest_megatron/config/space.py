@@ -66,8 +66,7 @@ def read_zero(parallel: ParallelConfig) -> ZeroStage | None:
     """The ZeRO stage, if fixed."""
     stage, limit = parallel.zero_stage, "it must be 0, 1, 2 or 3"
     if stage not in (None, *ZeroStage):
-        what = "parallel.zero_stage"
-        raise UserInputError(what, stage, limit, fix="Give one of them.")
+        raise UserInputError("parallel.zero_stage", stage, limit, fix="Give one of them.")
     return None if stage is None else ZeroStage(stage)
 
 
@@ -167,7 +166,7 @@ def buildable_degrees(
     return {**fixed, name: 1}
 
 
-def beside_frozen_weights(
+def space_of_frozen_weights(
     spec: TransformerSpec,
     target: Target,
     zero_stages: Iterable[ZeroStage],

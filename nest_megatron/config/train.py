@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from nest_megatron.config.compose import Settings
-from nest_megatron.config.job import Job
+from nest_megatron.config.job import Job, read_target
 from nest_megatron.config.schema import TrainConfig
-from nest_megatron.config.target import read_target
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM, newer_release_notes
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.documents import parse_json

@@ -16,7 +16,7 @@ from nest_megatron.cost_model.unit_cost import UnitKind
 from nest_megatron.cost_model.unit_run import UnitRun
 from nest_megatron.layout.estimate import Estimate, StageEstimate
 from nest_megatron.layout.layout import Layout
-from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.model.graph import OperatorKind
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import layer_graph

@@ -22,13 +22,13 @@ from nest_megatron.cost_model.posterior import Posterior, changed
 from nest_megatron.cost_model.site_calibration import SiteCalibration, job_hash
 from nest_megatron.cost_model.student_t import deviation
 from nest_megatron.cost_model.uncertainty import Predictive, predictive, shipped_calibration
-from nest_megatron.layout.layout import Layout, PartialLayout
-from nest_megatron.layout.objective import (
+from nest_megatron.layout.estimate import (
     MechanismChange,
     MemoryChange,
     MemoryPart,
     SiteChange,
 )
+from nest_megatron.layout.layout import Layout, PartialLayout
 from nest_megatron.layout.plan_file import digest
 from nest_megatron.units import Seconds
 from nest_megatron.version import __version__

@@ -26,7 +26,7 @@ from nest_megatron.integrations.fields import (
 )
 from nest_megatron.model.encoder import EncoderSpec
 from nest_megatron.model.heterogeneous import read_heterogeneous_layers
-from nest_megatron.model.hugging_face_vision import read_vision_config
+from nest_megatron.model.hugging_face import read_vision_config
 from nest_megatron.model.layer_pattern import pattern_from_ratios
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.model.variant import ModelVariant, NormPlacement

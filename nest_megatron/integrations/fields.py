@@ -22,12 +22,12 @@ from nest_megatron.cost_model.targets import Target
 from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.diff import Change
-from nest_megatron.layout.execution_arguments import (
+from nest_megatron.layout.execution_rules import (
     EXECUTION_ARGUMENTS,
     EXECUTION_FIELDS,
+    allowed_execution,
     execution_arguments,
 )
-from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.knobs import KNOBS, execution_reason
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION

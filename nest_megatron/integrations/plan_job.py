@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 
 from nest_megatron.config.catalogue import read_cluster, read_spec
 from nest_megatron.config.compose import Settings, compose
-from nest_megatron.config.job import Job
+from nest_megatron.config.job import Job, fields_of, read_target
 from nest_megatron.config.overrides import Setting, value_text
 from nest_megatron.config.request import recorded_defaults, request_of, site_calibration
 from nest_megatron.config.schema import section_keys
@@ -24,7 +24,6 @@ from nest_megatron.config.space import (
     read_recompute,
     read_zero,
 )
-from nest_megatron.config.target import fields_of, read_target
 from nest_megatron.config.train import REPLICA_DEGREES
 from nest_megatron.cost_model.goodput import Reliability, goodput
 from nest_megatron.cost_model.memory_flags import text
@@ -40,17 +39,15 @@ from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, STATED_ELSEWHERE
 from nest_megatron.integrations.megatron_lm.parser import read_argv
 from nest_megatron.integrations.megatron_lm.present_layout import refusal_text
-from nest_megatron.layout.before_after import Difference
 from nest_megatron.layout.dims import DEGREES as LAYOUT_DEGREES
 from nest_megatron.layout.dims import ParallelDims, RankOrder
+from nest_megatron.layout.estimate import Difference, Rates
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.knobs import KnobConditions, always_on
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.plan import MEGATRON_LM, ParallelPlan
-from nest_megatron.layout.price import Rates
 from nest_megatron.layout.rulebook.facts import RELEASES
-from nest_megatron.layout.stage_layout import parse_layout, spread_partition
+from nest_megatron.layout.stage_layout import StagePartition, parse_layout, spread_partition
 from nest_megatron.model.execution import Execution
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.planner import Request

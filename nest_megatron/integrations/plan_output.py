@@ -25,8 +25,7 @@ from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.integrations.megatron_lm.parser import load_arguments
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.diff import Change
-from nest_megatron.layout.launch import launch_words
-from nest_megatron.layout.plan import MEGATRON_LM, ParallelPlan
+from nest_megatron.layout.plan import MEGATRON_LM, ParallelPlan, launch_words
 from nest_megatron.layout.policy import (
     OnMismatch,
     PolicyError,

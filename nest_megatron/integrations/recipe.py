@@ -51,14 +51,13 @@ from nest_megatron.layout.knobs import closed_fields
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.facts import release_number
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
-from nest_megatron.model.arguments import (
+from nest_megatron.model.catalogue import (
     EXPERT_NAMES,
     LINEAR_NAMES,
     SAME_NAMES,
     spec_from_arguments,
 )
-from nest_megatron.model.sizes import LATENT_SIZES
-from nest_megatron.model.spec import ModelFamily, TransformerSpec
+from nest_megatron.model.spec import LATENT_SIZES, ModelFamily, TransformerSpec
 
 #: Items of recomputation.
 RECOMPUTE = (

@@ -47,8 +47,8 @@ from nest_megatron.layout.diff import Change, plan_values, reason
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook import require_launchable
 from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
+from nest_megatron.layout.rulebook.devices import initializes_on_meta_device
 from nest_megatron.layout.rulebook.options import contradicted
-from nest_megatron.layout.rulebook.sharding import initializes_on_meta_device
 from nest_megatron.layout.stage_layout import is_uniform
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain

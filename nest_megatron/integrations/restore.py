@@ -33,7 +33,7 @@ from nest_megatron.integrations.fields import (
 from nest_megatron.integrations.megatron_lm import checkpoint
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, read_checkpoint
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.model.adapters import EXPERTS, Adapters, PeftScheme
+from nest_megatron.model.encoder import EXPERTS, Adapters, PeftScheme
 from nest_megatron.model.spec import TransformerSpec
 
 #: Data of supervised fine-tuning, by the classes of both frameworks.

@@ -11,9 +11,8 @@ from typing import Any
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.catalogue import read_cluster, read_spec
 from nest_megatron.config.compose import Settings
-from nest_megatron.config.job import FreeParameters, Job, LaunchedRanks
+from nest_megatron.config.job import FreeParameters, Job, LaunchedRanks, megatron_version
 from nest_megatron.config.request import request_for
-from nest_megatron.config.target import megatron_version
 from nest_megatron.cost_model.target_defaults import newer_release_notes
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.dry_run import (
@@ -38,8 +37,8 @@ from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters, kept_flags
 from nest_megatron.integrations.plan_job import with_origin
 from nest_megatron.integrations.restore import restored_by_command
-from nest_megatron.layout.before_after import BeforeAfter, Changes, LayoutChange
 from nest_megatron.layout.diff import Change
+from nest_megatron.layout.estimate import BeforeAfter, Changes, LayoutChange
 from nest_megatron.layout.knobs import KNOBS
 from nest_megatron.layout.plan import LaunchCommand, ParallelPlan
 from nest_megatron.model.spec import TransformerSpec

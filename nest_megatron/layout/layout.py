@@ -11,9 +11,8 @@ from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import DEGREES, ParallelDims
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute, RecomputeGranularity
-from nest_megatron.layout.stage_layout import layout_string
+from nest_megatron.layout.stage_layout import StagePartition, layout_string
 from nest_megatron.layout.zero import STRATEGIES, DataParallelSharding, ZeroStage, shards_optimizer
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.spec import TransformerSpec

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nest_megatron.cluster.placement import torchrun_words
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.layout.batch_schedule import PredictedBatch, TrainChoice
-from nest_megatron.layout.before_after import BeforeAfter
-from nest_megatron.layout.estimate import Alternative, Estimate, Placement, PricedLayout
+from nest_megatron.layout.estimate import (
+    Alternative,
+    BeforeAfter,
+    Choice,
+    Estimate,
+    Placement,
+    Price,
+    PricedLayout,
+    Shortlist,
+    SiteChange,
+    Uncertainty,
+)
 from nest_megatron.layout.layout import Layout, layout_arguments
-from nest_megatron.layout.objective import Choice, Shortlist, SiteChange, Uncertainty
-from nest_megatron.layout.price import Price
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import added
 from nest_megatron.units import Bytes, Seconds
@@ -227,3 +236,27 @@ class ParallelPlan:
             price=self.price,
             not_modelled=self.search.not_modelled,
         )
+
+
+def script_words(script: str) -> tuple[str, ...]:
+    """A script as launchers take it: a file, a module behind ``-m``, or nothing for none.
+
+    >>> script_words("pretrain_gpt.py"), script_words("site.train"), script_words("./train")
+    (('pretrain_gpt.py',), ('-m', 'site.train'), ('./train',))
+    """
+    if not script:
+        return ()
+    is_file = script.endswith(".py") or not script.replace(".", "_").isidentifier()
+    return (script,) if is_file or script.startswith(".") else ("-m", script)
+
+
+def launch_size(plan: ParallelPlan) -> tuple[int, int]:
+    """Hosts that a plan is launched on, and processes that a launcher starts on each."""
+    gpus = plan.layout.num_gpus
+    per_host = min(plan.cluster.launch_gpus_per_host, gpus)
+    return gpus // per_host, per_host
+
+
+def launch_words(plan: ParallelPlan, script: str, argv: Sequence[str]) -> list[str]:
+    """A ``torchrun`` command of the plan's size."""
+    return [*torchrun_words(*launch_size(plan)), *script_words(script), *argv]

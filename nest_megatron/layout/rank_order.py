@@ -163,16 +163,11 @@ def _fewest_of_axis(size: int, stride: int, devices: int, world_size: int) -> in
         return size
     fewest = min(size, devices // stride)
     for start in _starts(span, devices, world_size):
-        fewest = min(fewest, _members_at_ends(start, size, stride, devices))
+        end = (start + (size - 1) * stride) % devices
+        left_in_first = devices - (start + stride - 1) if start + stride <= devices else 1
+        into_last = 0 if end + stride > devices else end
+        fewest = min(fewest, -(-left_in_first // stride), into_last // stride + 1)
     return fewest
-
-
-def _members_at_ends(start: int, size: int, stride: int, devices: int) -> int:
-    """Fewest members in the first or the last block, over the offsets of one start."""
-    end = (start + (size - 1) * stride) % devices
-    left_in_first = devices - (start + stride - 1) if start + stride <= devices else 1
-    into_last = 0 if end + stride > devices else end
-    return min(size, -(-left_in_first // stride), into_last // stride + 1)
 
 
 def _starts(step: int, devices: int, world_size: int) -> Iterator[int]:

@@ -20,7 +20,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.files import expanded, user_folder, write_text
 from nest_megatron.megatron_core import layers
 from nest_megatron.megatron_core.layers import ExtractedLayer
-from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.execution import Implementation
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.parameters import one_layer
 from nest_megatron.model.shard import LayerShard

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.megatron_core.fx_trace import PLACE, Place, Trace
-from nest_megatron.model.chain import ChainEdge, ChainOperator
-from nest_megatron.model.graph import OperatorKind
+from nest_megatron.model.graph import ChainEdge, ChainOperator, OperatorKind
 
 _ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "flex_attention")
 _GROUPED = ("_grouped_mm", "_scaled_grouped_mm")

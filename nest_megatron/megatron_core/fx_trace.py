@@ -13,7 +13,7 @@ from typing import Any
 
 from nest_megatron.errors import UnplannableModelError, UserInputError, nearest
 from nest_megatron.megatron_core.substitutes import as_on_a_gpu, at_level
-from nest_megatron.model.chain import TensorShape
+from nest_megatron.model.graph import TensorShape
 
 #: Where a node keeps its ``Place``.
 PLACE = "nest_place"

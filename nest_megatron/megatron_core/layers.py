@@ -26,6 +26,7 @@ from nest_megatron.layout.recompute import (
 from nest_megatron.megatron_core.stage import Where, staged
 from nest_megatron.megatron_core.units import build
 from nest_megatron.model.block_parameters import ParameterCount
+from nest_megatron.model.execution import Implementation
 from nest_megatron.model.graph import (
     Group,
     LayerCollective,
@@ -34,7 +35,6 @@ from nest_megatron.model.graph import (
     OperatorKind,
     Part,
 )
-from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.parameters import one_layer
 from nest_megatron.model.shard import LayerShard

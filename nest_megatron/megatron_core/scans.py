@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
-from nest_megatron.model.operators.linear_attention import CHUNK
+from nest_megatron.model.operators.mamba import DELTA_CHUNK
 
 
 def mamba_layer(config: Any, norm: Any) -> Any:
@@ -263,4 +263,4 @@ class _DeltaRule(torch.autograd.Function):
 def _in_chunks(vectors: torch.Tensor) -> torch.Tensor:
     """``[batch, tokens, heads, width]`` as a matrix for each head and chunk."""
     batch, tokens, heads, width = vectors.shape
-    return vectors.new_empty((batch * heads * tokens // CHUNK, CHUNK, width))
+    return vectors.new_empty((batch * heads * tokens // DELTA_CHUNK, DELTA_CHUNK, width))

@@ -11,10 +11,9 @@ from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import ParallelDims
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute, RecomputeGranularity
 from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
-from nest_megatron.layout.stage_layout import layout_string
+from nest_megatron.layout.stage_layout import StagePartition, layout_string
 from nest_megatron.megatron_core.substitutes import (
     balanced_routing,
     fused_kernels,
@@ -23,13 +22,12 @@ from nest_megatron.megatron_core.substitutes import (
     without_transformer_engine,
 )
 from nest_megatron.megatron_core.units import Layers, described_layers
+from nest_megatron.model.execution import Implementation
 from nest_megatron.model.heterogeneous import block_configs
-from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.parameters import one_layer
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.sizes import DELTA_NET_SIZES, LATENT_SIZES, MAMBA_SIZES
-from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.model.spec import DELTA_NET_SIZES, LATENT_SIZES, MAMBA_SIZES, TransformerSpec
 from nest_megatron.names import Name
 from nest_megatron.packages import require_package
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.recompute import FULL_RECOMPUTE, Recompute
-from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.block_parameters import decoder_of, encoder_of
+from nest_megatron.model.execution import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.model.stacks import decoder_of, encoder_of
 from nest_megatron.names import Name
 
 

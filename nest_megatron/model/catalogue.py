@@ -1,16 +1,152 @@
-"""From a plain mapping, as a catalogue file holds it, to a ``TransformerSpec``."""
+"""From a plain mapping, or from Megatron's arguments, to a ``TransformerSpec``.
+
+Source: ``megatron.training.arguments.validate_args`` and ``core_transformer_config_from_args``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.model.frequency import moe_layer_pattern
-from nest_megatron.model.spec import ModelFamily, TransformerSpec
+from nest_megatron.errors import UnplannableModelError, UserInputError, nearest
+from nest_megatron.model.layer_pattern import moe_layer_pattern, read_frequency
+from nest_megatron.model.spec import (
+    DELTA_NET_SIZES,
+    LATENT_SIZES,
+    MAMBA_SIZES,
+    ModelFamily,
+    TransformerSpec,
+)
 from nest_megatron.plain import Source, from_plain, without_unit
+
+#: Megatron's defaults where a ``TransformerSpec`` has others.
+MEGATRON_DEFAULTS: Mapping[str, object] = {
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "activation": "gelu",
+    "gated_linear_unit": False,
+    "add_bias_linear": True,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "untie_embeddings_and_output_weights": False,
+}
+#: Arguments that are fields of a ``TransformerSpec`` as they are.
+SAME_NAMES = (
+    "kv_channels",
+    "max_position_embeddings",
+    "make_vocab_size_divisible_by",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "normalization",
+    "layernorm_epsilon",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "qk_l2_norm",
+    "softmax_type",
+    "hidden_dropout",
+    "attention_dropout",
+    "untie_embeddings_and_output_weights",
+    "multi_latent_attention",
+    *LATENT_SIZES,
+)
+#: Sizes of Mamba layers and gated delta nets, gates; ``None`` is Megatron's default.
+LINEAR_NAMES = ("attention_output_gate", *MAMBA_SIZES, *DELTA_NET_SIZES)
+#: Those of a model with experts, beside their number and which layers have them.
+EXPERT_NAMES = (
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_enable_expert_bias",
+    "moe_shared_expert_gate",
+    "moe_latent_size",
+)
+
+
+def spec_from_arguments(
+    values: Mapping[str, Any], spelled: Callable[[str], str], **fields: Any
+) -> TransformerSpec:
+    """The shape that Megatron gives a model.
+
+    Args:
+        values: Megatron's arguments by destination; what is absent or ``None`` is not given.
+        spelled: how the user writes an argument, for messages.
+        fields: of the spec, at least those without a default.
+
+    Raises:
+        UnplannableModelError: for layers that alternate in another way than Megatron's number says.
+        UserInputError: if the shape is impossible.
+    """
+    found = {**MEGATRON_DEFAULTS, **_chosen_values(values, (*SAME_NAMES, *LINEAR_NAMES))}
+    inner = 4 * fields["hidden_size"]
+    if values.get("swiglu"):  # two thirds of it, in whole 64s
+        inner = inner * 2 // 3 // 64 * 64
+    centered = values.get("layernorm_zero_centered_gamma") or values.get("apply_layernorm_1p")
+    found |= {
+        "ffn_hidden_size": values.get("ffn_hidden_size") or inner,
+        "num_attention_heads": values.get("num_attention_heads"),
+        "apply_layernorm_1p": bool(centered),
+        "mtp_num_layers": values.get("mtp_num_layers") or None,
+        **_window(values),
+        **_variant(values, spelled),
+    }
+    hybrid = fields.get("hybrid_layer_pattern")
+    if values.get("group_query_attention"):
+        found["num_query_groups"] = values.get("num_query_groups")
+    if values.get("num_experts"):
+        found |= _chosen_values(values, ("num_experts", *EXPERT_NAMES))
+        frequency = values.get("moe_layer_freq")
+        frequency = 1 if frequency is None else frequency
+        flags = () if hybrid else moe_layer_pattern(frequency, fields["num_layers"])
+        found["moe_layer_pattern"] = flags
+    return TransformerSpec(**{**found, **fields})
+
+
+def _variant(values: Mapping[str, Any], spelled: Callable[[str], str]) -> dict[str, Any]:
+    """Layers of linear attention (0.20 spells the variant ``gdn``), and those without rotation."""
+    variant = values.get("experimental_attention_variant")
+    found: dict[str, Any] = {}
+    if variant:
+        if str(variant) not in _VARIANTS:
+            limit = f"of the variants {', '.join(_VARIANTS)} are supported"
+            what, fix = spelled("experimental_attention_variant"), "Launch this job without nest."
+            raise UnplannableModelError(what, variant, limit, fix)
+        found["experimental_attention_variant"] = _VARIANTS[str(variant)]
+        found["linear_attention_freq"] = _frequency(values.get("linear_attention_freq"))
+        if variant == "dsa":
+            found |= {**_SPARSE_DEFAULTS, **_chosen_values(values, tuple(_SPARSE_DEFAULTS))}
+    if values.get("no_rope_freq"):
+        found["no_rope_freq"] = _frequency(values["no_rope_freq"])
+    return found
+
+
+_VARIANTS = {"gated_delta_net": "gated_delta_net", "gdn": "gated_delta_net", "dsa": "dsa"}
+#: Sizes of sparse attention's indexer; Megatron has no defaults for them.
+_SPARSE_DEFAULTS = dict.fromkeys(
+    ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
+)
+
+
+def _frequency(value: Any) -> int | tuple[int, ...] | None:
+    """A period, or one flag for each layer."""
+    value = read_frequency(value) if isinstance(value, str) else value
+    return tuple(value) if isinstance(value, list | tuple) else value
+
+
+def _chosen_values(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: values[name] for name in names if values.get(name) is not None}
+
+
+def _window(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The sliding window; Megatron counts the tokens to the left of a token."""
+    window, skip = values.get("window_size"), values.get("window_attn_skip_freq")
+    if not window or window[0] < 0:
+        return {}
+    return {"window_size": int(window[0]) + 1, "window_attn_skip_freq": _frequency(skip)}
+
 
 #: Values that the cost model knows how to price.
 CHOICES: Mapping[str, tuple[str, ...]] = {

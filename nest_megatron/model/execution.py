@@ -15,6 +15,13 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
 
 
+class Implementation(Name):
+    """Megatron's ``--transformer-impl``."""
+
+    LOCAL = "local"
+    TRANSFORMER_ENGINE = "transformer_engine"
+
+
 class TokenDispatcher(Name):
     """What brings tokens to their experts (``--moe-token-dispatcher-type``)."""
 

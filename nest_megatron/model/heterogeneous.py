@@ -90,8 +90,7 @@ def read_heterogeneous_layers(
             text = read_text(Path(path or ""), what)
         blocks = list(parse_json(text, what)["block_configs"])
     except (ValueError, KeyError, TypeError) as error:
-        limit = f"it cannot be read ({error!r})"
-        raise UserInputError(what, value, limit, fix) from None
+        raise UserInputError(what, value, f"it cannot be read ({error!r})", fix) from None
     return heterogeneous_layers(blocks, what, **sizes)
 
 
@@ -151,8 +150,7 @@ def require_layers(
     what = f"model {name}: heterogeneous_layers"
     fix = "Name every layer once, as attention[8]+dense[1024], dense[512] or no_op."
     if len(layers) != num_layers:
-        limit = f"num_layers is {num_layers}"
-        raise UserInputError(what, f"{len(layers)} layers", limit, fix)
+        raise UserInputError(what, f"{len(layers)} layers", f"num_layers is {num_layers}", fix)
     for kind in dict.fromkeys(layers):
         limit = "a heterogeneous model has no layers of this kind"
         groups = [b.size for b in kind.blocks if b.base is LayerBlock.ATTENTION and b.size]

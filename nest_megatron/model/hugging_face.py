@@ -6,18 +6,118 @@ import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.model import hugging_face_dense as dense
 from nest_megatron.model import hugging_face_experts as experts
-from nest_megatron.model import hugging_face_gpt as gpt
 from nest_megatron.model import hugging_face_hybrids as hybrids
 from nest_megatron.model.catalogue import spec_from_mapping
-from nest_megatron.model.hugging_face_fields import UNSET, ConfigFields, is_harmless, model_types
-from nest_megatron.model.hugging_face_parts import Shape
-from nest_megatron.model.hugging_face_vision import VisionConfig, read_vision_config
+from nest_megatron.model.hugging_face_fields import (
+    UNSET,
+    ConfigFields,
+    Shape,
+    activation,
+    is_harmless,
+    model_types,
+    weightless_keys,
+)
 from nest_megatron.model.parameters import model_parameters
 from nest_megatron.model.spec import TransformerSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionConfig:
+    """A ``vision_config`` as it was read.
+
+    Args:
+        shape: the fields of an ``EncoderSpec``, without its images.
+        unread, unused: keys that are set and not read, and those that change nothing.
+    """
+
+    shape: Shape
+    unread: tuple[str, ...]
+    unused: tuple[str, ...]
+
+
+def read_vision_config(
+    config: Mapping[str, object], name: str, model_type: str
+) -> VisionConfig | None:
+    """What a ``vision_config`` says; ``None`` if the type is not known.
+
+    Args:
+        config: ``vision_config``, already parsed.
+        name: of the model, for errors.
+        model_type: of the whole model.
+
+    Raises:
+        UserInputError, UnplannableModelError: as ``hugging_face.read_hf_model`` does.
+    """
+    reader = _VISION_READERS.get(model_type)
+    if reader is None:
+        return None
+    fields = ConfigFields(config, f"{name}: vision_config")
+    shape = reader(fields)
+    fields.weightless(*weightless_keys("vision_config"))
+    return VisionConfig(shape=shape, unread=fields.unread(), unused=fields.unused())
+
+
+def _qwen_vl(f: ConfigFields, act: str) -> Shape:
+    """What the encoders of Qwen-VL share; images have any size and patches of several frames."""
+    hidden, merge = f.whole("hidden_size"), f.whole("spatial_merge_size", 2)
+    patch, frames = f.whole("patch_size"), f.whole("temporal_patch_size", 2)
+    return {
+        "num_layers": f.whole("depth"),
+        "hidden_size": hidden,
+        "ffn_hidden_size": f.whole("intermediate_size"),
+        "num_attention_heads": f.whole("num_heads"),
+        "num_patches": merge**2,
+        "num_projected_tokens": 1,
+        "num_images": 0,
+        "patch_features": f.whole("in_channels", 3) * frames * patch**2,
+        "projector_ffn_hidden_size": hidden * merge**2,
+        "spatial_merge_size": merge,
+        "activation": activation(f, default=act),
+        "is_split": False,
+    }
+
+
+def qwen2_5_vl(f: ConfigFields) -> Shape:
+    """RMSNorm and SwiGLU, positions by rotation, attention inside windows in most layers.
+
+    Source: ``Qwen2_5_VisionTransformerPretrainedModel``; its defaults are transformers' own.
+    """
+    shape = _qwen_vl(f, "silu")
+    whole = f.items("fullatt_block_indexes", "numbers")
+    # windows are whole tokens of the language model
+    tokens = f.whole("window_size", 112) // f.whole("patch_size") // shape["spatial_merge_size"]
+    return shape | {
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "patch_bias": False,
+        "num_position_embeddings": 0,
+        "window_patches": (tokens * shape["spatial_merge_size"]) ** 2,
+        "num_full_attention_layers": len((7, 15, 23, 31) if whole is None else whole),
+    }
+
+
+def qwen3_vl(f: ConfigFields) -> Shape:
+    """LayerNorm and GELU, learned positions, projectors for the language model's first layers.
+
+    Source: ``Qwen3VLVisionModel``; its defaults are transformers' own.
+    """
+    layers = f.items("deepstack_visual_indexes", "numbers")
+    return _qwen_vl(f, "gelu_pytorch_tanh") | {
+        "num_position_embeddings": f.whole("num_position_embeddings", 2304),
+        "deepstack_layers": len((8, 16, 24) if layers is None else layers),
+    }
+
+
+_VISION_READERS: Mapping[str, Callable[[ConfigFields], dict[str, Any]]] = {
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_vl": qwen3_vl,
+    "qwen3_vl_moe": qwen3_vl,
+}
 
 Config = Mapping[str, object]
 
@@ -135,6 +235,7 @@ def read_hf_model(mapping: Config, name: str, *, seq_length: int | None = None) 
     model_type = _model_type(text, mapping, name)
     # a class of another name has defaults of its own, which are not known here
     fields = ConfigFields(text, name, model_type if own_type == model_type else "")
+    fields.weightless(*weightless_keys(model_type))
     shape = {"name": name, **_READERS[model_type](fields)}
     longest = shape.pop("longest", None) or shape["max_position_embeddings"]
     shape["seq_length"] = seq_length or min(longest, DEFAULT_SEQ_LENGTH)
@@ -264,7 +365,7 @@ def _unplannable(name: str, value: object, reason: str) -> UnplannableModelError
 #: Readers by ``model_type``, which each is named after.
 _READERS: Mapping[str, Callable[[ConfigFields], Shape]] = {
     name: read
-    for module in (dense, experts, gpt, hybrids)
+    for module in (dense, experts, hybrids)
     for name, read in vars(module).items()
     if name in model_types()
 } | {"bailing_moe_v2": experts.bailing_moe_v2, "chatglm": dense.chatglm}

@@ -6,8 +6,8 @@ Source of every reader: the configuration class and the layers of that family in
 
 from __future__ import annotations
 
-from nest_megatron.model.hugging_face_fields import ConfigFields
-from nest_megatron.model.hugging_face_parts import (
+from nest_megatron.model.hugging_face_fields import (
+    ConfigFields,
     Shape,
     activation,
     attention,
@@ -16,17 +16,15 @@ from nest_megatron.model.hugging_face_parts import (
     layer_norm,
     linear_biases,
     norms,
+    own_biases,
     rotary,
+    same_biases,
     side_by_side,
     variant,
     wide_qk_norm,
     windows,
 )
 from nest_megatron.model.variant import Bias, NormParameters, NormPlacement
-
-MULTIPLIERS = (
-    *("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"),
-)
 
 
 def llama(f: ConfigFields) -> Shape:
@@ -57,7 +55,7 @@ def qwen2(f: ConfigFields) -> Shape:
 
 def upper_windows(f: ConfigFields) -> Shape:
     """Qwen windows the layers after the first ``max_window_layers``, where it does at all."""
-    first = f.whole("max_window_layers", 0, least=0)
+    first = f.count("max_window_layers")
     found = windows(f, lambda layer: layer >= first)
     return found if f.flag("use_sliding_window") else {}
 
@@ -69,7 +67,6 @@ def qwen3(f: ConfigFields) -> Shape:
 
 def gemma(f: ConfigFields) -> Shape:
     """Gemma 1."""
-    f.weightless("hidden_activation")
     return joined(decoder(f), all_biases(f), {"activation": activation(f, default="gelu")})
 
 
@@ -86,7 +83,6 @@ def gemma3_text(f: ConfigFields) -> Shape:
 
 
 def _gemma_sandwich(f: ConfigFields, slides: Shape) -> Shape:
-    f.weightless("hidden_act", "sliding_window_size", "query_pre_attn_scalar")
     act = {"activation": activation(f, "hidden_activation", "gelu_pytorch_tanh")}
     caps = {
         name: f.number(name, 0.0)
@@ -105,16 +101,15 @@ def phi(f: ConfigFields) -> Shape:
         decoder(f),
         layer_norm(f),
         rotary(f, partial=0.5),
-        linear_biases(qkv=True, projection=True, mlp=True),
+        same_biases(True),
         side_by_side(),
-        variant(biases=(Bias.OUTPUT_LAYER,)),
+        own_biases(Bias.OUTPUT_LAYER),
         {"gated_linear_unit": False, "qk_layernorm": f.flag("qk_layernorm")},
     )
 
 
 def phi3(f: ConfigFields) -> Shape:
     """Phi 3, 3.5 and 4."""
-    f.weightless("interpolate_factor", "full_attn_mod", "original_max_position_embeddings")
     for name in ("attention_bias", "mlp_bias", "lm_head_bias"):
         if f.flag(name):
             raise f.wrong(name, "this family has no biases")
@@ -123,7 +118,6 @@ def phi3(f: ConfigFields) -> Shape:
 
 def olmo(f: ConfigFields) -> Shape:
     """OLMo 1: norms without weights."""
-    f.weightless("clip_qkv")
     return joined(decoder(f), all_biases(f), layer_norm(f, "norm_eps", NormParameters.NONE))
 
 
@@ -139,7 +133,6 @@ def olmo3(f: ConfigFields) -> Shape:
 
 def cohere(f: ConfigFields) -> Shape:
     """Command R: attention beside the MLP, norms without bias."""
-    f.weightless("logit_scale", "model_max_length")
     qk_norm = wide_qk_norm() if f.flag("use_qk_norm") else {}
     return joined(_cohere(f), qk_norm)
 
@@ -151,17 +144,12 @@ def _cohere(f: ConfigFields) -> Shape:
 
 def cohere2(f: ConfigFields) -> Shape:
     """Command R7B and A: as Cohere, three of four layers slide."""
-    f.weightless("logit_scale", "order_of_interleaved_layers", "position_embedding_type")
-    f.weightless("rotary_pct", "use_embedding_sharing", "use_gated_activation")
-    f.weightless("use_parallel_block", "use_parallel_embedding", "layer_switch")
     period = f.whole("sliding_window_pattern", f.whole("_sliding_window_pattern", 4))
     return joined(_cohere(f), windows(f, lambda layer: (layer + 1) % period != 0))
 
 
 def falcon(f: ConfigFields) -> Shape:
     """Falcon 7B (one norm, one group), 40B and 180B (two norms, groups), RW (neither)."""
-    f.weightless("apply_residual_connection_post_layernorm", "num_ln_in_parallel_attn")
-    f.weightless("rope_theta")  # with ALiBi
     new, heads = f.flag("new_decoder_architecture"), f.whole("num_attention_heads")
     groups = 1 if f.flag("multi_query", True) else heads
     given = f.whole("num_kv_heads", heads)
@@ -186,7 +174,7 @@ def falcon(f: ConfigFields) -> Shape:
             **({"position_embedding_type": "alibi"} if f.flag("alibi") else rotary(f)),
         },
         layer_norm(f, "layer_norm_epsilon"),
-        linear_biases(qkv=has_bias, projection=has_bias, mlp=has_bias),
+        same_biases(has_bias),
         beside,
     )
 
@@ -199,10 +187,6 @@ def glm(f: ConfigFields) -> Shape:
 
 def chatglm(f: ConfigFields) -> Shape:
     """ChatGLM 2 and 3, GLM-4 9B by its first file: the model's own code, in closed form."""
-    f.weightless("apply_query_key_layer_scaling", "apply_residual_connection_post_layernorm")
-    f.weightless("attention_softmax_in_fp32", "bias_dropout_fusion", "fp32_residual_connection")
-    f.weightless("original_rope", "pre_seq_len", "prefix_projection", "quantization_bit")
-    f.weightless("rope_ratio", "interleaved_qkv", "multi_query_attention")
     if not f.flag("post_layer_norm", True):
         raise f.wrong("post_layer_norm", "a model without a final norm is not supported")
     heads, hidden = f.whole("num_attention_heads"), f.whole("hidden_size")
@@ -248,18 +232,16 @@ def nemotron(f: ConfigFields) -> Shape:
 
 def granite(f: ConfigFields) -> Shape:
     """Granite 3: Llama with multipliers, which weigh nothing."""
-    f.weightless(*MULTIPLIERS)
     return llama(f)
 
 
 def starcoder2(f: ConfigFields) -> Shape:
     """StarCoder 2."""
-    f.weightless("mlp_type", "norm_type", "activation_function", "layer_norm_epsilon")
     has_bias = f.flag("use_bias", True)
     return joined(
         decoder(f),
         layer_norm(f, "norm_epsilon"),
-        linear_biases(qkv=has_bias, projection=has_bias, mlp=has_bias),
+        same_biases(has_bias),
         windows(f, lambda _: True),
         {"gated_linear_unit": False},
     )
@@ -267,7 +249,6 @@ def starcoder2(f: ConfigFields) -> Shape:
 
 def stablelm(f: ConfigFields) -> Shape:
     """StableLM 2 and 3B; norms of queries and keys have a weight for each channel of each head."""
-    f.weightless("rotary_scaling_factor")
     beside = side_by_side() if f.flag("use_parallel_residual") else {}
     qk_norm = wide_qk_norm() if f.flag("qk_layernorm") else {}
     biases = linear_biases(qkv=f.flag("use_qkv_bias"))
@@ -277,12 +258,11 @@ def stablelm(f: ConfigFields) -> Shape:
 def ernie4_5(f: ConfigFields) -> Shape:
     """ERNIE 4.5 0.3B."""
     has_bias = f.flag("use_bias")
-    return joined(decoder(f), linear_biases(qkv=has_bias, projection=has_bias, mlp=has_bias))
+    return joined(decoder(f), same_biases(has_bias))
 
 
 def seed_oss(f: ConfigFields) -> Shape:
     """Seed-OSS: the output projection of attention has a bias of its own."""
-    f.weightless("residual_dropout")
     biases = linear_biases(
         qkv=f.flag("attention_bias", True),
         projection=f.flag("attention_out_bias"),
@@ -301,7 +281,6 @@ def exaone4(f: ConfigFields) -> Shape:
 
 def smollm3(f: ConfigFields) -> Shape:
     """SmolLM 3: every fourth layer is not rotated, and slides where any does."""
-    f.weightless("max_window_layers")
     rotated = f.items("no_rope_layers", "0 and 1", of_layers=True)
     period = f.whole("no_rope_layer_interval", 4)
 
@@ -336,7 +315,7 @@ def persimmon(f: ConfigFields) -> Shape:
         decoder(f, own_size=False),
         layer_norm(f),
         rotary(f, 25_000, partial=0.5),
-        linear_biases(qkv=True, projection=True, mlp=True),
+        same_biases(True),
         {"gated_linear_unit": False, "qk_layernorm": f.flag("qk_layernorm", True)},
     )
 
@@ -353,4 +332,138 @@ def gpt_neox(f: ConfigFields) -> Shape:
         linear_biases(qkv=attends, projection=attends, mlp=True),
         beside,
         {"gated_linear_unit": False, **attention(f, own_size=False)},
+    )
+
+
+#: Rows of OPT's table of positions that no position has.
+_OPT_OFFSET = 2
+
+
+def _sizes(f: ConfigFields, **keys: str) -> Shape:
+    """The fields of a description by the key that a family has for each."""
+    return {field: f.whole(key) for field, key in keys.items()}
+
+
+def _absolute(f: ConfigFields) -> Shape:
+    """What all these families share; their output layer is the word embedding by default."""
+    return {
+        "position_embedding_type": "learned_absolute",
+        "gated_linear_unit": False,
+        "vocab_size": f.whole("vocab_size"),
+        "untie_embeddings_and_output_weights": not f.flag("tie_word_embeddings", True),
+    }
+
+
+def _gpt(f: ConfigFields) -> Shape:
+    """The keys of GPT-2, which GPT-J, CodeGen and GPT-BigCode took over."""
+    return joined(
+        _absolute(f),
+        _sizes(
+            f,
+            num_layers="n_layer",
+            hidden_size="n_embd",
+            num_attention_heads="n_head",
+            max_position_embeddings="n_positions",
+        ),
+        layer_norm(f, "layer_norm_epsilon"),
+        {
+            "ffn_hidden_size": f.whole("n_inner", 4 * f.whole("n_embd")),
+            "activation": activation(f, "activation_function", "gelu_new"),
+        },
+    )
+
+
+def gpt2(f: ConfigFields) -> Shape:
+    """GPT-2."""
+    return joined(_gpt(f), {"add_bias_linear": True})
+
+
+def gpt_bigcode(f: ConfigFields) -> Shape:
+    """StarCoder 1: one group of keys and values."""
+    groups = 1 if f.flag("multi_query", True) else None
+    return joined(gpt2(f), {"num_query_groups": groups})
+
+
+def gptj(f: ConfigFields) -> Shape:
+    """GPT-J: attention beside the MLP, biases on the MLP and the output layer."""
+    head_dim = f.whole("n_embd") // f.whole("n_head")
+    if not head_dim:
+        raise f.wrong("n_head", "it must be at most n_embd")
+    rotated = f.whole("rotary_dim", head_dim)
+    return joined(
+        _gpt(f),
+        {"position_embedding_type": "rope", "rotary_percent": min(1.0, rotated / head_dim)},
+        linear_biases(mlp=True),
+        side_by_side(),
+        own_biases(Bias.OUTPUT_LAYER),
+    )
+
+
+def codegen(f: ConfigFields) -> Shape:
+    """CodeGen: as GPT-J."""
+    return gptj(f)
+
+
+def bloom(f: ConfigFields) -> Shape:
+    """BLOOM: ALiBi, and a norm behind the word embedding."""
+    hidden = f.whole("n_embed", f.whole("hidden_size"))
+    return joined(
+        _absolute(f),
+        _sizes(f, num_layers="n_layer", num_attention_heads="n_head"),
+        layer_norm(f, "layer_norm_epsilon"),
+        {
+            "hidden_size": hidden,
+            "ffn_hidden_size": 4 * hidden,
+            "position_embedding_type": "alibi",
+            "activation": "gelu",
+            "add_bias_linear": True,
+            "longest": f.whole("seq_length", 2048),
+        },
+        variant(embedding_norm=True),
+    )
+
+
+def opt(f: ConfigFields) -> Shape:
+    """OPT: two rows before the first position; the 350M model has norms behind its residuals."""
+    hidden, longest = f.whole("hidden_size"), f.whole("max_position_embeddings")
+    narrow, has_bias = f.whole("word_embed_proj_dim", hidden), f.flag("enable_bias", True)
+    last = f.flag("do_layer_norm_before", True) and not f.flag("_remove_final_layer_norm")
+    learns = f.flag("layer_norm_elementwise_affine", True)
+    learned = NormParameters.ALL if learns else NormParameters.NONE
+    return joined(
+        _absolute(f),
+        _sizes(
+            f,
+            num_layers="num_hidden_layers",
+            num_attention_heads="num_attention_heads",
+            ffn_hidden_size="ffn_dim",
+        ),
+        layer_norm(f, "layer_norm_eps", learned),
+        same_biases(has_bias),
+        {
+            "hidden_size": hidden,
+            "max_position_embeddings": longest + _OPT_OFFSET,
+            "longest": longest,
+            "activation": activation(f, "activation_function", "relu"),
+        },
+        variant(final_norm=last, embedding_size=None if narrow == hidden else narrow),
+    )
+
+
+def bert(f: ConfigFields) -> Shape:
+    """BERT."""
+    if f.get("position_embedding_type", "absolute") != "absolute":
+        raise f.wrong("position_embedding_type", "only absolute positions are supported")
+    return joined(
+        _absolute(f),
+        _sizes(
+            f,
+            num_layers="num_hidden_layers",
+            hidden_size="hidden_size",
+            num_attention_heads="num_attention_heads",
+            ffn_hidden_size="intermediate_size",
+            max_position_embeddings="max_position_embeddings",
+        ),
+        layer_norm(f),
+        {"family": "bert", "activation": activation(f, default="gelu"), "add_bias_linear": True},
     )

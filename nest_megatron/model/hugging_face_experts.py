@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from nest_megatron.errors import UnplannableModelError
-from nest_megatron.model.hugging_face_dense import MULTIPLIERS, mistral, upper_windows
-from nest_megatron.model.hugging_face_fields import ConfigFields
-from nest_megatron.model.hugging_face_parts import (
+from nest_megatron.model.hugging_face_dense import mistral, upper_windows
+from nest_megatron.model.hugging_face_fields import (
+    ConfigFields,
     Shape,
     decoder,
     expert_layers,
@@ -14,9 +14,10 @@ from nest_megatron.model.hugging_face_parts import (
     joined,
     layer_norm,
     linear_biases,
+    own_biases,
     rotary,
+    same_biases,
     shared_experts,
-    variant,
     wide_qk_norm,
     windows,
 )
@@ -34,6 +35,11 @@ def _routed_biases(f: ConfigFields, *, qkv_alone: bool = False) -> Shape:
     return linear_biases(qkv=attends, projection=attends and not qkv_alone, routed=True)
 
 
+def _shared(f: ConfigFields, number: str) -> Shape:
+    """Shared experts, each as wide as a routed one."""
+    return shared_experts(f.whole("moe_intermediate_size") * f.count(number))
+
+
 def qwen_experts(f: ConfigFields, number: str = "num_experts") -> Shape:
     """Experts in every n-th layer but those that ``mlp_only_layers`` names; of 0 experts none."""
     step = f.whole("decoder_sparse_step", 1)
@@ -48,7 +54,7 @@ def qwen_experts(f: ConfigFields, number: str = "num_experts") -> Shape:
 
 def gated_shared_expert(f: ConfigFields, number: str = "num_experts") -> Shape:
     """A shared expert behind a gate, in a model that has experts."""
-    size = f.whole("shared_expert_intermediate_size", 0, least=0)
+    size = f.count("shared_expert_intermediate_size")
     if not size or not f.whole(number, least=0):
         return {}
     return shared_experts(size) | {"moe_shared_expert_gate": True}
@@ -67,11 +73,8 @@ def qwen2_moe(f: ConfigFields) -> Shape:
 
 def qwen3_moe(f: ConfigFields) -> Shape:
     """Qwen 3 MoE; a window is on all layers."""
-    f.weightless("max_window_layers")
     slides = windows(f, lambda _: True) if f.flag("use_sliding_window") else {}
-    f.weightless("sliding_window")
     number = "num_experts" if f.get("num_local_experts") is None else "num_local_experts"
-    f.weightless("num_experts")
     return joined(
         decoder(f),
         slides,
@@ -93,12 +96,21 @@ def deepseek_v3(f: ConfigFields) -> Shape:
 
 def deepseek_v32(f: ConfigFields) -> Shape:
     """DeepSeek V3.2: as V3, and an indexer chooses the tokens that attention sees."""
-    return joined(deepseek_v3(f), _sparse_attention(f))
+    if {*(f.items("layer_types", "text") or ())} - {"indexed_attention"}:
+        raise f.wrong("layer_types", "all layers of this family are indexed_attention")
+    return joined(
+        deepseek_v3(f),
+        {
+            "experimental_attention_variant": "dsa",
+            "dsa_indexer_n_heads": f.whole("index_n_heads"),
+            "dsa_indexer_head_dim": f.whole("index_head_dim"),
+            "dsa_indexer_topk": f.whole("index_topk"),
+        },
+    )
 
 
 def glm_moe_dsa(f: ConfigFields) -> Shape:
     """GLM-5: as DeepSeek V3.2; layers that share the indexer of another are not read."""
-    f.weightless("index_skip_topk_offset", "indexer_rope_interleave", "index_rope_interleave")
     shared = {*(f.items("indexer_types", "text") or ()), *str(f.get("index_topk_pattern", ""))}
     if f.whole("index_topk_freq", 1) > 1 or shared & {"shared", "S"}:
         key = next(
@@ -109,17 +121,6 @@ def glm_moe_dsa(f: ConfigFields) -> Shape:
         limit = "layers that take the tokens of another layer's indexer are not read"
         raise f.wrong(key, limit, kind=UnplannableModelError)
     return deepseek_v32(f)
-
-
-def _sparse_attention(f: ConfigFields) -> Shape:
-    if {*(f.items("layer_types", "text") or ())} - {"indexed_attention"}:
-        raise f.wrong("layer_types", "all layers of this family are indexed_attention")
-    return {
-        "experimental_attention_variant": "dsa",
-        "dsa_indexer_n_heads": f.whole("index_n_heads"),
-        "dsa_indexer_head_dim": f.whole("index_head_dim"),
-        "dsa_indexer_topk": f.whole("index_topk"),
-    }
 
 
 def glm4_moe_lite(f: ConfigFields) -> Shape:
@@ -136,22 +137,19 @@ def _deepseek(f: ConfigFields, first: int = 0) -> Shape:
     def routes(layer: int) -> bool:
         return named[layer] == "sparse" if named else layer >= first and layer % period == 0
 
-    shared = f.whole("moe_intermediate_size") * f.whole("n_shared_experts", 0, least=0)
-    f.weightless("num_key_value_heads", "head_dim")
-    biases = (Bias.LATENT_DOWN, Bias.PROJECTION) if f.flag("attention_bias") else ()
     return joined(
         decoder(f),
         _latent_attention(f),
         experts(f, "n_routed_experts", "moe_intermediate_size"),
         expert_layers(f, routes),
-        shared_experts(shared),
+        _shared(f, "n_shared_experts"),
         _predicted_tokens(f),
-        variant(biases=biases) if biases else {},
+        own_biases(Bias.LATENT_DOWN, Bias.PROJECTION, where=f.flag("attention_bias")),
     )
 
 
 def _predicted_tokens(f: ConfigFields) -> Shape:
-    return {"mtp_num_layers": f.whole("num_nextn_predict_layers", 0, least=0) or None}
+    return {"mtp_num_layers": f.count("num_nextn_predict_layers") or None}
 
 
 def _latent_attention(f: ConfigFields) -> Shape:
@@ -174,10 +172,9 @@ def gpt_oss(f: ConfigFields) -> Shape:
     top = "num_experts_per_tok"
     if f.get(top) is None:
         top = "experts_per_token"
-    f.weightless("experts_per_token", "initial_context_length", "swiglu_limit", "swiglu_alpha")
     biases: Shape = {"add_bias_linear": True}
     if not f.flag("attention_bias", True):
-        biases = variant(biases=(Bias.MLP, Bias.ROUTER))
+        biases = own_biases(Bias.MLP, Bias.ROUTER)
     return joined(
         decoder(f),
         {"activation": "quick_gelu"},  # the file says silu; the experts use a clamped quick GELU
@@ -190,14 +187,13 @@ def gpt_oss(f: ConfigFields) -> Shape:
 
 def minimax_m2(f: ConfigFields) -> Shape:
     """MiniMax M2: norms of queries and keys over all heads, experts balanced by a bias."""
-    f.weightless("layernorm_full_attention_beta", "layernorm_mlp_beta", "shared_moe_mode")
     if not f.flag("use_qk_norm", True) or f.get("qk_norm_type", "per_layer") != "per_layer":
         key = "qk_norm_type" if f.flag("use_qk_norm", True) else "use_qk_norm"
         raise f.wrong(key, "this family has norms of queries and keys over all heads")
     if 0 in (f.items("attn_type_list", "numbers", of_layers=True) or ()):
         limit = "its linear (lightning) attention, a 0, is not supported"
         raise f.wrong("attn_type_list", limit, kind=UnplannableModelError)
-    mtp = f.whole("num_mtp_modules", 0, least=0) * f.flag("use_mtp", True)
+    mtp = f.count("num_mtp_modules") * f.flag("use_mtp", True)
     if f.whole("mtp_transformer_layers", 1) > 1 and mtp:
         limit = "an MTP module of Megatron has one layer"
         raise f.wrong("mtp_transformer_layers", limit, kind=UnplannableModelError)
@@ -215,8 +211,7 @@ def minimax_m2(f: ConfigFields) -> Shape:
 
 def phimoe(f: ConfigFields) -> Shape:
     """Phi 3.5 MoE: LayerNorm, a bias on the output layer."""
-    f.weightless("input_jitter_noise", "router_jitter_noise")
-    output = variant(biases=(Bias.OUTPUT_LAYER,)) if f.flag("lm_head_bias") else {}
+    output = own_biases(Bias.OUTPUT_LAYER, where=f.flag("lm_head_bias"))
     return joined(
         decoder(f, own_size=False),
         layer_norm(f, "rms_norm_eps"),
@@ -229,7 +224,6 @@ def phimoe(f: ConfigFields) -> Shape:
 
 def olmoe(f: ConfigFields) -> Shape:
     """OLMoE: norms of queries and keys over all heads."""
-    f.weightless("clip_qkv")
     found = experts(f, "num_experts", "intermediate_size")
     return joined(decoder(f, own_size=False), _routed_biases(f), wide_qk_norm(), found)
 
@@ -237,7 +231,6 @@ def olmoe(f: ConfigFields) -> Shape:
 def glm4_moe(f: ConfigFields) -> Shape:
     """GLM-4.5 and 4.6."""
     first = f.whole("first_k_dense_replace", 1, least=0)
-    shared = f.whole("moe_intermediate_size") * f.whole("n_shared_experts", 0, least=0)
     return joined(
         decoder(f),
         rotary(f, partial=0.5),
@@ -245,16 +238,15 @@ def glm4_moe(f: ConfigFields) -> Shape:
         {"qk_layernorm": f.flag("use_qk_norm"), "moe_router_enable_expert_bias": True},
         experts(f, "n_routed_experts", "moe_intermediate_size"),
         expert_layers(f, lambda layer: layer >= first),
-        shared_experts(shared),
+        _shared(f, "n_shared_experts"),
         _predicted_tokens(f),
     )
 
 
 def dots1(f: ConfigFields) -> Shape:
     """dots.llm1: norms of queries and keys; the upper layers slide."""
-    first = f.whole("first_k_dense_replace", 0, least=0)
-    upper = f.whole("max_window_layers", 0, least=0)
-    shared = f.whole("moe_intermediate_size") * f.whole("n_shared_experts", 0, least=0)
+    first = f.count("first_k_dense_replace")
+    upper = f.count("max_window_layers")
     return joined(
         decoder(f),
         windows(f, lambda layer: layer >= upper),
@@ -262,14 +254,12 @@ def dots1(f: ConfigFields) -> Shape:
         {"qk_layernorm": True, "moe_router_enable_expert_bias": True},
         experts(f, "n_routed_experts", "moe_intermediate_size"),
         expert_layers(f, lambda layer: layer >= first),
-        shared_experts(shared),
+        _shared(f, "n_shared_experts"),
     )
 
 
 def llama4_text(f: ConfigFields) -> Shape:
     """Llama 4: a shared expert as wide as the others, attention in chunks on rotated layers."""
-    f.weightless("attn_temperature_tuning", "attn_scale", "floor_scale", "use_qk_norm")
-    f.weightless("for_llm_compressor", "no_rope_layer_interval")
     step = f.whole("interleave_moe_layer_step", 1)
     named = f.items("moe_layers", "layer numbers")
 
@@ -310,44 +300,35 @@ def _chunks(f: ConfigFields) -> Shape:
 
 def granitemoe(f: ConfigFields) -> Shape:
     """Granite 3 MoE."""
-    f.weightless(*MULTIPLIERS, "position_embedding_type")
     found = experts(f, "num_local_experts", "intermediate_size")
     return joined(decoder(f), _routed_biases(f), found)
 
 
 def granitemoeshared(f: ConfigFields) -> Shape:
     """Granite 3 MoE with a shared expert."""
-    return joined(granitemoe(f), shared_experts(f.whole("shared_intermediate_size", 0, least=0)))
+    return joined(granitemoe(f), shared_experts(f.count("shared_intermediate_size")))
 
 
 def ernie4_5_moe(f: ConfigFields) -> Shape:
     """ERNIE 4.5 21B and 300B; the bias that balances experts counts as a parameter."""
-    f.weightless("moe_capacity", "moe_gate", "moe_use_aux_free", "moe_norm_min")
     has_bias, num_layers = f.flag("use_bias"), f.whole("num_hidden_layers")
     first, period = f.whole("moe_layer_start_index", 1, least=0), f.whole("moe_layer_interval", 1)
     last = f.whole("moe_layer_end_index", -1, least=-1)
     last = num_layers - 1 if last == -1 else last
-    shared = f.whole("moe_intermediate_size") * f.whole("moe_num_shared_experts", 0, least=0)
-    output = (Bias.OUTPUT_LAYER,) if has_bias else ()
     return joined(
         decoder(f),
-        linear_biases(qkv=has_bias, projection=has_bias, mlp=has_bias, routed=True),
-        variant(biases=(Bias.EXPERT_BIAS, *output)),
+        same_biases(has_bias, routed=True),
+        own_biases(Bias.EXPERT_BIAS),
+        own_biases(Bias.OUTPUT_LAYER, where=has_bias),
         {"moe_router_enable_expert_bias": True},
         experts(f, "moe_num_experts", "moe_intermediate_size", "moe_k"),
         expert_layers(f, lambda layer: (layer + 1) % period == 0 and first <= layer <= last),
-        shared_experts(shared),
+        _shared(f, "moe_num_shared_experts"),
     )
 
 
 def hunyuan_v1_moe(f: ConfigFields) -> Shape:
     """Hunyuan MoE: a shared expert as wide as the others; what is listed is alike in all layers."""
-    f.weightless(
-        "attention_head_dim", "capacity_factor", "cla_share_factor", "group_limited_greedy"
-    )
-    f.weightless("moe_drop_tokens", "moe_random_routing_dropped_token", "norm_type", "pool_type")
-    f.weightless("use_mixed_mlp_moe", "use_rotary_pos_emb", "org_vocab_size", "xdrope_section")
-    f.weightless("anyres_pooling_size", "anyres_vit_max_image_size", "max_image_size")
     for key in ("use_cla", "use_mla", "moe_layer_num_skipped"):
         if f.get(key, False):
             limit = "a model of this family that has it is not read"
@@ -367,10 +348,7 @@ def hunyuan_v1_moe(f: ConfigFields) -> Shape:
 
 def bailing_moe_v2(f: ConfigFields) -> Shape:
     """Ling and Ring 2.0: norms of queries and keys, experts balanced by a bias."""
-    f.weightless("max_window_layers", "mtp_loss_scaling_factor", "router_dtype", "score_function")
-    f.weightless("embedding_dropout", "output_dropout", "use_rmsnorm", "norm_head")
-    f.weightless("moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size")
-    first, size = f.whole("first_k_dense_replace", 0, least=0), f.whole("moe_intermediate_size")
+    first = f.count("first_k_dense_replace")
     biases = linear_biases(qkv=f.flag("use_qkv_bias"), projection=f.flag("use_bias"), routed=True)
     return joined(
         decoder(f),
@@ -382,6 +360,6 @@ def bailing_moe_v2(f: ConfigFields) -> Shape:
         },
         experts(f, "num_experts", "moe_intermediate_size"),
         expert_layers(f, lambda layer: layer >= first),
-        shared_experts(size * f.whole("num_shared_experts", 0, least=0)),
+        _shared(f, "num_shared_experts"),
         _predicted_tokens(f),
     )

@@ -13,8 +13,8 @@ from nest_megatron.model.hugging_face_experts import (
     granitemoe,
     qwen_experts,
 )
-from nest_megatron.model.hugging_face_fields import ConfigFields
-from nest_megatron.model.hugging_face_parts import (
+from nest_megatron.model.hugging_face_fields import (
+    ConfigFields,
     Shape,
     activation,
     decoder,
@@ -22,20 +22,16 @@ from nest_megatron.model.hugging_face_parts import (
     frequency,
     joined,
     linear_biases,
+    own_biases,
     rotary,
     shared_experts,
     variant,
 )
-from nest_megatron.model.sizes import DELTA_NET_SIZES
+from nest_megatron.model.spec import DELTA_NET_SIZES
 from nest_megatron.model.variant import Bias
 
 _MAMBA, _ATTENTION, _MLP, _EXPERTS = "M*-E"
 _NO_POSITIONS: Shape = {"position_embedding_type": "none"}
-_OF_NO_SHAPE = (
-    *("num_logits_to_keep", "mamba_chunk_size", "use_mamba_kernels", "z_loss_coefficient"),
-    *("time_step_limit", "time_step_min", "time_step_max", "time_step_floor", "time_step_rank"),
-    *("use_associative_scan", "rescale_prenorm_residual", "residual_in_fp32"),
-)
 #: Words for a layer, the older and the newer ones, by Megatron's symbol.
 _WORDS = {
     **dict.fromkeys(("mamba", "linear_attention"), _MAMBA),
@@ -67,13 +63,11 @@ def _layers(f: ConfigFields, attends: Callable[[int], bool], each_token: str = _
 
 def _mamba2(f: ConfigFields, inner: int) -> Shape:
     """Mamba-2 layers by the keys of Bamba, Granite 4 and Falcon-H1."""
-    f.weightless(*_OF_NO_SHAPE, "mamba_expand")
     heads = f.whole("mamba_n_heads")
     given = f.get("mamba_d_head", "auto")
     size = inner // heads if given == "auto" else f.whole("mamba_d_head")
     if heads * size != inner:
         raise f.wrong("mamba_d_head", f"mamba_n_heads times it must be {inner}")
-    biases = (Bias.MAMBA_IN, Bias.MAMBA_OUT) if f.flag("mamba_proj_bias") else ()
     return joined(
         {
             "mamba_num_heads": heads,
@@ -82,7 +76,7 @@ def _mamba2(f: ConfigFields, inner: int) -> Shape:
             "mamba_state_dim": f.whole("mamba_d_state"),
         },
         _convolution(f.whole("mamba_d_conv", 4), f.flag("mamba_conv_bias", True)),
-        variant(biases=biases) if biases else {},
+        own_biases(Bias.MAMBA_IN, Bias.MAMBA_OUT, where=f.flag("mamba_proj_bias")),
     )
 
 
@@ -92,7 +86,6 @@ def _convolution(kernel: int, has_bias: bool) -> Shape:
 
 def bamba(f: ConfigFields) -> Shape:
     """Bamba: Mamba-2 or attention, each with an MLP."""
-    f.weightless("attn_rotary_emb")
     attending = f.items("attn_layer_indices", "layer numbers") or ()
     inner = f.whole("mamba_expand", 2) * f.whole("hidden_size")
     layers = _layers(f, lambda layer: layer in attending)
@@ -103,7 +96,7 @@ def granitemoehybrid(f: ConfigFields) -> Shape:
     """Granite 4: Mamba-2 or attention, each with experts and a shared one, or with that alone."""
     f.items("layer_types", "text", of_layers=True)
     kinds = _named(f, "layer_types") or [_MAMBA] * f.whole("num_hidden_layers")
-    routes = f.whole("num_local_experts", 0, least=0) > 0
+    routes = f.count("num_local_experts") > 0
     inner = f.whole("mamba_expand", 2) * f.whole("hidden_size")
     shared = f.whole("shared_intermediate_size")
     layers = _layers(f, lambda layer: kinds[layer] == _ATTENTION, _EXPERTS if routes else _MLP)
@@ -111,8 +104,7 @@ def granitemoehybrid(f: ConfigFields) -> Shape:
     if routes:
         around = joined(granitemoe(f), shared_experts(shared))
     else:
-        f.weightless("embedding_multiplier", "logits_scaling", "residual_multiplier")
-        f.weightless("attention_multiplier", "num_experts_per_tok")
+        f.weightless("num_experts_per_tok")
         around = joined(around, all_biases(f), {"ffn_hidden_size": shared})
     positions = {} if f.get("position_embedding_type") == "rope" else _NO_POSITIONS
     return joined(around, _mamba2(f, inner), layers, positions)
@@ -120,9 +112,7 @@ def granitemoehybrid(f: ConfigFields) -> Shape:
 
 def mamba2(f: ConfigFields) -> Shape:
     """Mamba-2 alone."""
-    f.weightless(*_OF_NO_SHAPE, "chunk_size", "rms_norm", "expand", "hidden_act")
     hidden, layers = f.whole("hidden_size"), f.whole("num_hidden_layers")
-    biases = (Bias.MAMBA_IN, Bias.MAMBA_OUT) if f.flag("use_bias") else ()
     return joined(
         {
             "hidden_size": hidden,
@@ -139,24 +129,14 @@ def mamba2(f: ConfigFields) -> Shape:
         },
         _pattern([_MAMBA] * layers),
         _convolution(f.whole("conv_kernel", 4), f.flag("use_conv_bias", True)),
-        variant(biases=biases) if biases else {},
+        own_biases(Bias.MAMBA_IN, Bias.MAMBA_OUT, where=f.flag("use_bias")),
         _NO_POSITIONS,
     )
 
 
 def nemotron_h(f: ConfigFields) -> Shape:
     """Nemotron-H and Nemotron 3: the pattern is Megatron's own."""
-    f.weightless(
-        "expand", "chunk_size", "mamba_hidden_act", "mamba_proj_bias", "num_logits_to_keep"
-    )
-    f.weightless(*_OF_NO_SHAPE, "mamba_ssm_cache_dtype", "rope_theta", "partial_rotary_factor")
-    f.weightless("intermediate_size", "rms_norm_eps", "mamba_num_groups")
-    f.weightless(
-        "mtp_layers_block_type", "moe_shared_expert_overlap", "mtp_hybrid_override_pattern"
-    )
-    f.weightless("n_shared_experts", "moe_intermediate_size", "num_experts_per_tok")
-    f.weightless("n_routed_experts", "moe_shared_expert_intermediate_size", "moe_latent_size")
-    if f.whole("num_nextn_predict_layers", 0, least=0):
+    if f.count("num_nextn_predict_layers"):
         raise f.wrong("num_nextn_predict_layers", "MTP layers of this family are not read")
     for name in ("attention_bias", "tie_word_embeddings"):
         if f.flag(name):
@@ -169,11 +149,6 @@ def nemotron_h(f: ConfigFields) -> Shape:
     heads, hidden = f.whole("num_attention_heads"), f.whole("hidden_size")
     groups = f.whole("num_key_value_heads", heads)
     size = f.whole("head_dim", f.whole("attention_head_dim", 128))
-    given = {
-        Bias.MLP: f.flag("mlp_bias"),
-        Bias.MAMBA_IN: f.flag("use_bias"),
-        Bias.MAMBA_OUT: f.flag("use_bias"),
-    }
     return joined(
         _pattern(pattern),
         {
@@ -194,14 +169,15 @@ def nemotron_h(f: ConfigFields) -> Shape:
         },
         _routed(f) if _EXPERTS in pattern else {},
         _convolution(f.whole("conv_kernel", 4), f.flag("use_conv_bias", True)),
-        variant(biases=tuple(bias for bias, has_it in given.items() if has_it)),
+        own_biases(Bias.MLP, where=f.flag("mlp_bias")),
+        own_biases(Bias.MAMBA_IN, Bias.MAMBA_OUT, where=f.flag("use_bias")),
         _NO_POSITIONS,
     )
 
 
 def _routed(f: ConfigFields) -> Shape:
     """Experts of Nemotron 3: balanced by a bias, one or more shared ones of a size of their own."""
-    shared = f.whole("moe_shared_expert_intermediate_size", 0, least=0)
+    shared = f.count("moe_shared_expert_intermediate_size")
     shared = shared if f.whole("n_shared_experts", 1, least=0) else 0
     latent = f.get("moe_latent_size")
     return joined(
@@ -219,28 +195,23 @@ def qwen3_next(f: ConfigFields) -> Shape:
 
 def qwen3_5_moe_text(f: ConfigFields) -> Shape:
     """Qwen 3.5 MoE: as Qwen 3 Next, and MTP layers."""
-    f.weightless("intermediate_size")
     around = _gated_delta(f, ffn="moe_intermediate_size")
     return joined(around, qwen_experts(f), gated_shared_expert(f), _of_qwen3_5(f))
 
 
 def qwen3_5_text(f: ConfigFields) -> Shape:
     """Qwen 3.5 dense: as Qwen 3 Next without experts, and MTP layers."""
-    if f.whole("num_experts", 0, least=0):
-        limit = "this type is dense"
-        raise f.wrong("num_experts", limit, "Set model_type to qwen3_5_moe_text.")
-    f.weightless("decoder_sparse_step", "moe_intermediate_size", "num_experts_per_tok")
-    f.weightless("shared_expert_intermediate_size")
+    if f.count("num_experts"):
+        raise f.wrong("num_experts", "this type is dense", "Set model_type to qwen3_5_moe_text.")
     return joined(_gated_delta(f), _of_qwen3_5(f))
 
 
 def _of_qwen3_5(f: ConfigFields) -> Shape:
-    f.weightless("mamba_ssm_dtype")
     if f.flag("mtp_use_dedicated_embeddings"):
         raise f.wrong("mtp_use_dedicated_embeddings", "Megatron's MTP layers share the embedding")
     if not f.flag("attn_output_gate", True):
         raise f.wrong("attn_output_gate", "attention of this family has a gate")
-    return {"mtp_num_layers": f.whole("mtp_num_hidden_layers", 0, least=0) or None}
+    return {"mtp_num_layers": f.count("mtp_num_hidden_layers") or None}
 
 
 def _gated_delta(f: ConfigFields, ffn: str = "intermediate_size") -> Shape:

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 
-from nest_megatron.model.block_parameters import ParameterCount, block_parameters, mlp, norm
+from nest_megatron.model.block_parameters import (
+    ParameterCount,
+    block_parameters,
+    encoder_of,
+    mlp,
+    norm,
+)
 from nest_megatron.model.graph import Part
 from nest_megatron.model.layer_pattern import HYBRID_SYMBOLS, LayerBlock, LayerKind
 from nest_megatron.model.operators import adapted_products, block_graph
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
-from nest_megatron.model.stacks import encoder_of
 from nest_megatron.model.variant import Bias
 
 

@@ -17,8 +17,8 @@ from nest_megatron.cost_model.peak_posterior import PredictedPeak, predicted_pea
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.deadline import Deadline
 from nest_megatron.layout.batch_schedule import PredictedBatch
+from nest_megatron.layout.estimate import Choice, RiskierLayout
 from nest_megatron.layout.layout import Layout
-from nest_megatron.layout.objective import Choice, RiskierLayout
 from nest_megatron.layout.plan import ParallelPlan, PresentLayout, SearchRecord
 from nest_megatron.layout.policy import require_allowed
 from nest_megatron.planner.assemble import (

@@ -18,13 +18,19 @@ from nest_megatron.cost_model.uncertainty import Predictive, probability_faster
 from nest_megatron.files import now
 from nest_megatron.layout.batch_schedule import BatchSchedule, PredictedBatch, TrainChoice
 from nest_megatron.layout.dims import RankOrder
-from nest_megatron.layout.estimate import Alternative, Estimate, Placement
+from nest_megatron.layout.estimate import (
+    Alternative,
+    Estimate,
+    Placement,
+    Price,
+    Rates,
+    Uncertainty,
+    price,
+)
 from nest_megatron.layout.layout import Layout, PartialLayout
-from nest_megatron.layout.objective import Uncertainty
 from nest_megatron.layout.plan import ParallelPlan, Provenance, SearchRecord
 from nest_megatron.layout.plan_file import digest
 from nest_megatron.layout.policy import Policy
-from nest_megatron.layout.price import Price, Rates, price
 from nest_megatron.layout.rank_order import GroupKind, group_level, group_of_rank
 from nest_megatron.planner.choice import Chosen
 from nest_megatron.planner.request import Request

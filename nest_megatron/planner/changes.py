@@ -10,13 +10,12 @@ from typing import Any
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
-from nest_megatron.layout.before_after import Changes, ChoiceChange, LayoutChange
 from nest_megatron.layout.dims import DEGREES, ParallelDims
+from nest_megatron.layout.estimate import Changes, ChoiceChange, LayoutChange
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.knobs import KNOBS
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.partition import StagePartition
-from nest_megatron.layout.stage_layout import layout_string, spread_partition
+from nest_megatron.layout.stage_layout import StagePartition, layout_string, spread_partition
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import TransformerSpec

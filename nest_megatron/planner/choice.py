@@ -12,8 +12,8 @@ from nest_megatron.cost_model.peak_posterior import predicted_peak
 from nest_megatron.cost_model.site import expected
 from nest_megatron.cost_model.uncertainty import Predictive
 from nest_megatron.errors import UserInputError, typed_setting
+from nest_megatron.layout.estimate import Choice, Shortlist
 from nest_megatron.layout.layout import layout_arguments
-from nest_megatron.layout.objective import Choice, Shortlist
 from nest_megatron.layout.stage_layout import is_uniform
 from nest_megatron.plain import to_plain
 from nest_megatron.planner.request import Request

@@ -17,7 +17,7 @@ from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import NO_RECOMPUTE
-from nest_megatron.layout.rulebook.rule import violations
+from nest_megatron.layout.rulebook.facts import violations
 from nest_megatron.layout.rulebook.search import is_searched
 from nest_megatron.planner.request import Request
 from nest_megatron.solver.executions import launched

@@ -20,8 +20,7 @@ from nest_megatron.cost_model.uncertainty import (
 )
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.batch_schedule import BatchSchedule
-from nest_megatron.layout.before_after import Difference
-from nest_megatron.layout.estimate import Estimate
+from nest_megatron.layout.estimate import Difference, Estimate
 from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook import require_legal

@@ -19,8 +19,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.batch_schedule import BatchSchedule
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.model.sizes import LATENT_SIZES
-from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.model.spec import LATENT_SIZES, TransformerSpec
 from nest_megatron.planner.pins import Pin, PinnedPlan
 from nest_megatron.version import __version__
 

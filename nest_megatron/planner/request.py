@@ -19,11 +19,11 @@ from nest_megatron.cost_model.site import Site
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.batch_schedule import BatchSchedule
+from nest_megatron.layout.estimate import Rates
 from nest_megatron.layout.knobs import Package
 from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.numeric_knobs import NumericKnob
 from nest_megatron.layout.policy import Policy
-from nest_megatron.layout.price import Rates
 from nest_megatron.layout.recompute import NO_RECOMPUTE
 from nest_megatron.layout.rulebook.schedule import cuts_anywhere
 from nest_megatron.layout.zero import DataParallelSharding

@@ -22,8 +22,8 @@ from nest_megatron.cost_model.shortlist import (
     shortlist,
 )
 from nest_megatron.cost_model.uncertainty import Predictive
+from nest_megatron.layout.estimate import SURE, Shortlist
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.objective import SURE, Shortlist
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rank_order import GroupKind, group_level
 from nest_megatron.model.operators import block_graph

@@ -16,11 +16,11 @@ from typing import Any
 
 from nest_megatron.megatron_core.stage import Where, staged
 from nest_megatron.megatron_core.units import Layers, Stretch, Unit, build
-from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.block_parameters import sized
+from nest_megatron.model.execution import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.model.stacks import sized
 from nest_megatron.profile.clock import OUT_OF_MEMORY, DeviceClock, HostClock, middle_half
 from nest_megatron.profile.records import SHAPE, Timing
 from nest_megatron.units import Seconds

@@ -12,10 +12,9 @@ from datetime import datetime
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import ProfileError
 from nest_megatron.layout.plan_file import digest
-from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.execution import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock
-from nest_megatron.model.sizes import LATENT_SIZES
-from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.model.spec import LATENT_SIZES, TransformerSpec
 from nest_megatron.names import Name
 from nest_megatron.plain import is_added, written_as
 from nest_megatron.units import Bytes, Seconds, format_gib

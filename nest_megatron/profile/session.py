@@ -15,7 +15,7 @@ from typing import Any
 from nest_megatron.cluster.discovery import open_nvml
 from nest_megatron.errors import NestError, ProfileError
 from nest_megatron.megatron_core.stage import Where
-from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.execution import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec

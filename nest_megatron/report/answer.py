@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from nest_megatron.layout.before_after import BeforeAfter
+from nest_megatron.layout.estimate import BeforeAfter
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.profile.records import ANALYTIC_NAME
 from nest_megatron.report.before_after import difference_words, refused_words, verdict
@@ -72,10 +72,10 @@ def _prediction(plan: ParallelPlan) -> Iterator[tuple[str, str | Text]]:
     yield "Speed", rates(plan)
     yield from job_rows(plan)
     profile, _, _ = plan.provenance.profile.partition(": ")
-    measured = (
-        f"layer times of {profile}" if profile != ANALYTIC_NAME else "no profile of this cluster"
-    )
-    yield "Confidence", f"{confidence_words(known, plan.provenance.site)}; {measured}"
+    measured = "no profile of this cluster"
+    if profile != ANALYTIC_NAME:
+        measured = f"layer times of {profile}"
+    yield "Confidence", f"{confidence_words(known, plan.provenance.site, kind=False)}; {measured}"
 
 
 def _changed(plan: ParallelPlan, found: BeforeAfter) -> Iterator[tuple[str, str | Text]]:
@@ -109,7 +109,6 @@ def _flag_notes(
         said.append(stage_legend(plan.model))
     if said:
         yield indented(Text("; ".join(said), style="dim"))
-    yield Text()
 
 
 def _choices(plan: ParallelPlan) -> Iterator[tuple[str, str | Text]]:

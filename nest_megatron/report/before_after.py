@@ -1,4 +1,4 @@
-"""A job as it runs today beside its plan, as tables."""
+"""A plan beside what its job runs today, or beside another layout, as tables."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from nest_megatron.layout.before_after import (
+from nest_megatron.layout.dims import SHORT_DEGREES
+from nest_megatron.layout.estimate import (
     BeforeAfter,
     Changes,
     ChoiceChange,
     Difference,
     LayoutChange,
+    PricedLayout,
 )
-from nest_megatron.layout.dims import SHORT_DEGREES
-from nest_megatron.layout.estimate import PricedLayout
-from nest_megatron.report.memory_words import memory_level, memory_verdict, risk_words
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.report.memory_words import memory_level, memory_verdict, plan_verdict, risk_words
 from nest_megatron.report.tables import (
     FittingTable,
     figure_columns,
@@ -27,8 +28,16 @@ from nest_megatron.report.tables import (
     name_columns,
     word_columns,
 )
-from nest_megatron.report.words import degrees
-from nest_megatron.units import GIB, format_chance, format_count, format_gib, format_seconds
+from nest_megatron.report.words import MEMORY_WORDS, TERM_WORDS, degrees
+from nest_megatron.units import (
+    GIB,
+    Bytes,
+    Seconds,
+    format_chance,
+    format_count,
+    format_gib,
+    format_seconds,
+)
 
 #: What the two tables of changes show, and what is said of a change in each that Megatron refuses.
 _ALONE, _IN_ORDER = (
@@ -70,24 +79,18 @@ def before_after_section(found: BeforeAfter, plan: PricedLayout) -> Mapping[str,
         {"caption": title, "rows": [*change_rows(rows, first)], "rules": [*rules(rows, what)]}
         for (title, what), rows, first in _tables(before, changes)
     ]
+    whole = changes.whole
+    is_better = whole.seconds == 0 or (whole.is_sure and whole.chance_faster >= 0.5)
+    # a flag whose memory is not modelled is no warning: the job runs with it
+    memory = memory_level(dataclasses.replace(before, not_modelled=()))
     return {
         "verdict": verdict(before, changes.whole),
-        "level": _level(before, changes.whole),
+        "level": memory or ("" if is_better else "warning"),
         "figures": [*side_by_side(before, plan, changes.whole)],
         "tables": tables if changes.in_order else (),
         "sum": sum_words(changes.whole),
         "needs": found.needs,
     }
-
-
-def _level(before: PricedLayout, whole: Difference) -> str:
-    """A warning where predictions do not tell that the plan is the faster one, or of memory.
-
-    A flag whose memory is not modelled is none: the job runs with it.
-    """
-    is_better = whole.seconds == 0 or (whole.is_sure and whole.chance_faster >= 0.5)
-    memory = memory_level(dataclasses.replace(before, not_modelled=()))
-    return memory or ("" if is_better else "warning")
 
 
 def refused_words(found: BeforeAfter) -> str:
@@ -224,3 +227,105 @@ def change_words(choices: Iterable[ChoiceChange]) -> str:
         f"{SHORT_DEGREES.get(each.name, each.name)} {each.before} -> {each.after}"
         for each in choices
     )
+
+
+#: Shorter times are rounding.
+_LEAST_S = 5e-7
+
+
+def versus_report(
+    plan: ParallelPlan,
+    other: ParallelPlan,
+    difference: Difference,
+    terms: Mapping[str, Seconds],
+    memory: Mapping[str, Bytes],
+) -> RenderableType:
+    """Both layouts, where time and memory differ, and how sure that is."""
+    return Group(
+        heading("Layouts"),
+        indented(Text(f"plan    {layout_words(plan)}")),
+        indented(Text(f"other   {layout_words(other)}")),
+        heading("Step by term (of each layout's busiest pipeline rank)"),
+        _terms_table(plan, other, terms),
+        indented(f"The other layout's step: {difference_words(difference)}."),
+        heading("Memory of the GPU with the highest peak, GiB"),
+        _memory_table(plan, other, memory),
+        *(indented(each) for each in _verdicts(plan, other)),
+    )
+
+
+def layout_words(plan: ParallelPlan) -> str:
+    """A layout in one line."""
+    sizes = [f"{name} {n}" for name, n in degrees(plan.layout).items() if n > 1 or name == "TP"]
+    layout = plan.layout
+    words = [*sizes, f"micro batch {layout.micro_batch_size}", f"ZeRO-{int(layout.zero)}"]
+    words += [f"recompute {layout.recompute.label()}"]
+    execution = plan.layout.execution.words(experts=plan.model.is_moe)
+    return ", ".join([*words, *([execution] if execution else [])])
+
+
+def _terms_table(
+    plan: ParallelPlan, other: ParallelPlan, terms: Mapping[str, Seconds]
+) -> RenderableType:
+    table = FittingTable(*name_columns(""), *figure_columns("Plan", "Other", "Difference"))
+    mine, theirs = plan.predicted, other.predicted
+    for name, seconds in terms.items():
+        own, its = mine.terms.get(name, 0.0), theirs.terms.get(name, 0.0)
+        if max(own, its) >= _LEAST_S:
+            figures = (format_seconds(own), format_seconds(its), _signed(seconds))
+            table.add_row(TERM_WORDS.get(name, name), *figures)
+    steps = mine.iteration_time_s, theirs.iteration_time_s
+    total = _signed(steps[1] - steps[0])
+    table.add_row("step", *map(format_seconds, steps), total, style="bold")
+    return table
+
+
+def _signed(seconds: Seconds) -> str:
+    sign = "" if abs(seconds) < _LEAST_S else "-" if seconds < 0 else "+"
+    return f"{sign}{format_seconds(abs(seconds) if sign else 0.0)}"
+
+
+def _memory_table(
+    plan: ParallelPlan, other: ParallelPlan, memory: Mapping[str, Bytes]
+) -> RenderableType:
+    table = FittingTable(*name_columns(""), *figure_columns("Plan", "Other", "Difference"))
+    mine, theirs = peak_stage(plan), peak_stage(other)
+    for name, more in memory.items():
+        own, its = mine.get(name, 0), theirs.get(name, 0)
+        if own or its:
+            word = MEMORY_WORDS.get(name, name)
+            table.add_row(word, f"{own / GIB:.1f}", f"{its / GIB:.1f}", _signed_gib(more))
+    own, its = sum(mine.values()), sum(theirs.values())
+    figures = f"{own / GIB:.1f}", f"{its / GIB:.1f}", _signed_gib(its - own)
+    table.add_row("peak", *figures, style="bold")
+    limits = plan.predicted.capacity_bytes, other.predicted.capacity_bytes
+    table.add_row("limit", *(f"{limit / GIB:.1f}" for limit in limits), "")
+    return table
+
+
+def _signed_gib(num_bytes: Bytes) -> str:
+    rounded = round(num_bytes / GIB, 1)
+    return f"{rounded:+.1f}" if rounded else "0.0"
+
+
+def peak_stage(plan: ParallelPlan) -> Mapping[str, Bytes]:
+    """Memory of the pipeline rank with the highest peak, by part."""
+    return max((each.memory_bytes for each in plan.predicted.stages), key=lambda m: sum(m.values()))
+
+
+def _verdicts(plan: ParallelPlan, other: ParallelPlan) -> Iterator[str]:
+    own, others = (format_chance(each.uncertainty.out_of_memory) for each in (plan, other))
+    yield f"Chance to run out: plan {own}, other {others}."
+    for name, each in (("plan", plan), ("other layout", other)):
+        if said := plan_verdict(each):
+            yield f"The {name}: {said}."
+
+
+def stages_table(plan: ParallelPlan) -> RenderableType:
+    """What each pipeline rank needs against the limit."""
+    table = FittingTable(*figure_columns("Rank", "Needs", "Limit", "Missing"))
+    for rank, stage in enumerate(plan.predicted.stages):
+        needed, limit = sum(stage.memory_bytes.values()), plan.predicted.capacity_bytes
+        lacks = format_gib(needed - limit) if needed > limit else "-"
+        table.add_row(str(rank), format_gib(needed), format_gib(limit), lacks)
+    return table

@@ -9,8 +9,7 @@ from typing import Any
 
 from nest_megatron.cost_model.settings import OF_EXPERTS, CostSettings
 from nest_megatron.layout import plan_file
-from nest_megatron.layout.launch import launch_words
-from nest_megatron.layout.plan import LaunchCommand, ParallelPlan, SearchRecord
+from nest_megatron.layout.plan import LaunchCommand, ParallelPlan, SearchRecord, launch_words
 from nest_megatron.model.parameters import active_parameters, total_parameters
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.profile.lookup import LayerTimes
@@ -23,7 +22,6 @@ from nest_megatron.report.charts import (
 )
 from nest_megatron.report.console import command_lines
 from nest_megatron.report.html_layout import choices, groups, runners_up, stages
-from nest_megatron.report.html_schedule import schedule
 from nest_megatron.report.html_sensitivity import sensitivity
 from nest_megatron.report.memory_words import memory_level, plan_verdict, risk_words
 from nest_megatron.report.page import render_page
@@ -31,6 +29,7 @@ from nest_megatron.report.runners_up import shortlist_words
 from nest_megatron.report.schedule_view import schedule_view
 from nest_megatron.report.site import site_rows
 from nest_megatron.report.terminal import provenance_rows, summary_rows
+from nest_megatron.report.timeline import schedule
 from nest_megatron.report.words import (
     MEMORY_WORDS,
     TERM_WORDS,

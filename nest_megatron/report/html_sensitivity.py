@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from nest_megatron.catalogue_files import default_setting
 from nest_megatron.cluster.records import Accelerator, Cluster, Precision
@@ -47,25 +48,38 @@ _Job = tuple[Cluster, CostSettings]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Figure:
-    """What a step depends on: its name, its value, and the job with so many times as much.
+    """What a step depends on.
 
     Args:
+        path: to it from a job: names of fields and places in tuples.
         most: how many times as much there can be.
     """
 
     name: str
     value: str
-    times: Callable[[float], _Job]
+    path: tuple[str | int, ...]
     most: float = math.inf
 
-    def job(self, factor: float) -> _Job | None:
-        """With so many times as much; nothing where that is not possible."""
+    def times(self, job: _Job, factor: float) -> _Job | None:
+        """The job with so many times as much; nothing where that is not possible."""
         if factor > self.most:
             return None
-        try:
-            return self.times(factor)
-        except UserInputError:
-            return None
+        with contextlib.suppress(UserInputError):
+            return cast(_Job, _scaled(job, self.path, factor))
+        return None
+
+
+def _scaled(part: Any, path: Sequence[str | int], factor: float) -> Any:
+    """A record, a tuple or a mapping of numbers with so many times as much at the end of a path."""
+    if not path:
+        if isinstance(part, Mapping):
+            return {name: factor * number for name, number in part.items()}
+        return factor * part
+    first, *rest = path
+    if isinstance(first, int):
+        return (*part[:first], _scaled(part[first], rest, factor), *part[first + 1 :])
+    value = _scaled(getattr(part, first), rest, factor)
+    return dataclasses.replace(part, **{first: int(value) if first == "memory_bytes" else value})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +117,9 @@ def sensitivity(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[
     if not all(map(same_price, (each.step_s for each in now), steps)):
         return None
     rows, without = [], []
-    for figure in (*_figures(plan, settings), *_assumptions(plan, settings)):
-        jobs = {words: figure.job(factor) for factor, words in _FACTORS.items()}
+    for figure in (*_figures(plan), *_assumptions(plan, settings)):
+        job = plan.cluster, settings
+        jobs = {words: figure.times(job, factor) for factor, words in _FACTORS.items()}
         changed = {words: job and price(job) for words, job in jobs.items()}
         row = _row(plan, figure, now, changed)
         rows.append(row) if row else without.append(figure.name)
@@ -143,24 +158,18 @@ def _priced(model: CostModel, layouts: Sequence[Layout], job: _Job) -> list[_Pri
     return found
 
 
-def _figures(plan: ParallelPlan, settings: CostSettings) -> Iterator[_Figure]:
+def _figures(plan: ParallelPlan) -> Iterator[_Figure]:
     """Figures of the cluster."""
     cluster, device = plan.cluster, plan.cluster.accelerator
     for number in reached_levels(cluster):
         level = cluster.levels[number]
+        bandwidth = f"{level.bandwidth_bytes_per_s / GB:g} GB/s per GPU"
         for name, value, field in (
-            (
-                "bandwidth",
-                f"{level.bandwidth_bytes_per_s / GB:g} GB/s per GPU",
-                "bandwidth_bytes_per_s",
-            ),
+            ("bandwidth", bandwidth, "bandwidth_bytes_per_s"),
             ("latency", f"{1e6 * level.latency_s:g} us", "latency_s"),
         ):
-            yield _Figure(
-                name=f"{name} of level {level.name}",
-                value=value,
-                times=partial(_with_level, (cluster, settings), number, field),
-            )
+            path = (0, "levels", number, field)
+            yield _Figure(name=f"{name} of level {level.name}", value=value, path=path)
     used = _format(plan, device)
     peak = f"{device.peak_flops_per_s[used] / 1e12:,.0f} TFLOP/s in {used}"
     bandwidth = f"{device.memory_bandwidth_bytes_per_s / GB:,.0f} GB/s"
@@ -169,13 +178,12 @@ def _figures(plan: ParallelPlan, settings: CostSettings) -> Iterator[_Figure]:
         ("memory bandwidth", bandwidth, "memory_bandwidth_bytes_per_s"),
         ("memory", format_gib(device.memory_bytes), "memory_bytes"),
     ):
-        times = partial(_with_device, (cluster, settings), field)
-        yield _Figure(name=f"{name} of a GPU", value=value, times=times)
+        yield _Figure(name=f"{name} of a GPU", value=value, path=(0, "accelerator", field))
 
 
 def _assumptions(plan: ParallelPlan, settings: CostSettings) -> Iterator[_Figure]:
     """Assumptions of the cost model."""
-    job, device = (plan.cluster, settings), plan.cluster.accelerator
+    device = plan.cluster.accelerator
     used = _format(plan, device)
     wide = used if used is Precision.FP32 else sixteen_bit(device)
     for name, share, field, of in (
@@ -185,19 +193,19 @@ def _assumptions(plan: ParallelPlan, settings: CostSettings) -> Iterator[_Figure
         yield _Figure(
             name=f"efficiency of {name}",
             value=f"{100 * share:.0f} % of the peak in {of}",
-            times=partial(_with_device, job, field),
+            path=(0, "accelerator", field),
             most=1 / share,
         )
     for field, name in _ASSUMED.items():
         value = getattr(settings, field)
         if value and (plan.model.is_moe or field not in OF_EXPERTS):
-            times, shown = partial(_with_setting, job, field), setting_value(field, value)
-            yield _Figure(name=f"{name} (cost.{field})", value=shown, times=times)
+            shown = setting_value(field, value)
+            yield _Figure(name=f"{name} (cost.{field})", value=shown, path=(1, field))
     if (tokens := settings.traits.attended_tokens) is not None:
         yield _Figure(
             name="tokens that a token of a pack attends within",
             value=f"{tokens:,.0f}",
-            times=partial(_with_lengths, job),
+            path=(1, "traits", "attended_tokens"),
             most=plan.model.seq_length / tokens,
         )
 
@@ -206,38 +214,6 @@ def _format(plan: ParallelPlan, device: Accelerator) -> Precision:
     """The number format of the plan's GEMMs on a device."""
     precision = plan.train.precision
     return precision if device.supports(precision) else sixteen_bit(device)
-
-
-def _with_level(job: _Job, number: int, field: str, factor: float) -> _Job:
-    cluster, settings = job
-    levels = [*cluster.levels]
-    level = levels[number]
-    levels[number] = dataclasses.replace(level, **{field: factor * getattr(level, field)})
-    return dataclasses.replace(cluster, levels=tuple(levels)), settings
-
-
-def _with_device(job: _Job, field: str, factor: float) -> _Job:
-    cluster, settings = job
-    value = getattr(cluster.accelerator, field)
-    if isinstance(value, Mapping):
-        scaled: Any = {name: factor * peak for name, peak in value.items()}
-    else:
-        scaled = type(value)(factor * value)
-    device = dataclasses.replace(cluster.accelerator, **{field: scaled})
-    return dataclasses.replace(cluster, accelerator=device), settings
-
-
-def _with_setting(job: _Job, field: str, factor: float) -> _Job:
-    cluster, settings = job
-    value = factor * getattr(settings, field)
-    return cluster, dataclasses.replace(settings, **{field: value})
-
-
-def _with_lengths(job: _Job, factor: float) -> _Job:
-    cluster, settings = job
-    tokens = factor * (settings.traits.attended_tokens or 0.0)
-    traits = dataclasses.replace(settings.traits, attended_tokens=tokens)
-    return cluster, dataclasses.replace(settings, traits=traits)
 
 
 def _row(

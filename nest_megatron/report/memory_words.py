@@ -1,14 +1,14 @@
-"""What is said of a layout's memory: whether it fits, and the chance that it runs out."""
+"""What is said of a layout's memory (whether it fits, with which chance) and of its price."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from nest_megatron.cost_model.memory import PEAK_ERROR, within_error
 from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE
-from nest_megatron.layout.estimate import PricedLayout
+from nest_megatron.layout.estimate import Price, PricedLayout
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.units import Bytes, format_chance, format_gib
+from nest_megatron.units import Bytes, format_chance, format_count, format_duration, format_gib
 
 #: Chance to run out of memory from which on it is a warning.
 _WORTH_A_WARNING = 0.1
@@ -81,3 +81,36 @@ def risk_words(plan: PricedLayout, which: str) -> str:
         return ""
     likely = "more likely than not runs" if chance > MOST_OOM_CHANCE else "may run"
     return f"{which} {likely} out of memory: the chance is {format_chance(chance)}."
+
+
+def price_rows(plan: ParallelPlan) -> Iterator[tuple[str, str]]:
+    """Rows of a plan's summary: what a dollar buys, and the whole run."""
+    found = plan.price
+    if found is None:
+        return
+    kept = "" if plan.goodput is None else ", failures and checkpoints included"
+    if found.tokens_per_dollar is not None:
+        words = f"{format_count(found.tokens_per_dollar)} tokens for a dollar"
+        yield "Cost", f"{words}, at ${found.gpu_hour:,.2f} for an hour of a GPU{kept}"
+    if found.run_s is not None and found.tokens is not None:
+        time = f"{format_count(found.tokens)} tokens in {format_duration(found.run_s)}"
+        yield "Run", ", ".join([time, *run_words(found)]) + kept
+
+
+def run_words(found: Price) -> list[str]:
+    """Dollars and energy of the whole run, as far as they are known."""
+    words = []
+    if found.run_dollars is not None:
+        words.append(f"${format_count(found.run_dollars)}")
+    if found.run_mwh is not None:
+        words.append(f"{found.run_mwh:,.4g} MWh at {found.gpu_watts:,g} W for each GPU")
+    return words
+
+
+def price_cells(plan: ParallelPlan) -> dict[str, str]:
+    """Cells of what a plan costs, by the heads of their columns; none for what is not known."""
+    if (price := plan.price) is None:
+        return {}
+    figures = {"Tokens/$": price.tokens_per_dollar, "Run $": price.run_dollars}
+    cells = {name: format_count(n) for name, n in figures.items() if n is not None}
+    return cells if price.run_mwh is None else {**cells, "MWh": f"{price.run_mwh:,.4g}"}

@@ -10,8 +10,14 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from nest_megatron.model.chain import ChainBlock, ChainGraph
-from nest_megatron.model.graph import LayerCollective, LayerGraph, Operator, Part
+from nest_megatron.model.graph import (
+    ChainBlock,
+    ChainGraph,
+    LayerCollective,
+    LayerGraph,
+    Operator,
+    Part,
+)
 from nest_megatron.report.tables import (
     FittingTable,
     figure_columns,
@@ -239,12 +245,12 @@ def _place(collective: LayerCollective, operators: Sequence[Operator]) -> tuple[
         from_experts = (collective.kind == "reduce_scatter") != collective.backward
         if from_experts and collective.kind != "all_to_all" and _FROM_EXPERTS in names:
             return names.index(_FROM_EXPERTS), True
-        return _beside(collective, operators), False
+        return _anchor(collective, operators), False
     inwards = collective.kind in _INWARDS
-    return _beside(collective, operators), inwards != collective.backward
+    return _anchor(collective, operators), inwards != collective.backward
 
 
-def _beside(collective: LayerCollective, operators: Sequence[Operator]) -> int:
+def _anchor(collective: LayerCollective, operators: Sequence[Operator]) -> int:
     """The operator that a collective belongs to: by name, or else the first of its part."""
     names = [op.name for op in operators]
     anchor = collective.hidden_under or collective.name.rpartition(".")[0]

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from nest_megatron.cost_model.site import Site, UnseenErrors
-from nest_megatron.layout.objective import MemoryChange, SiteChange, Uncertainty
+from nest_megatron.layout.estimate import MemoryChange, SiteChange, Uncertainty
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.report.tables import EdgelessTable, figure_columns, indented, name_columns
 from nest_megatron.units import (

@@ -19,8 +19,12 @@ from nest_megatron.layout.stage_layout import layout_string
 from nest_megatron.layout.zero import STRATEGIES, DataParallelSharding
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import EndedEarly, NoPlan, describe_grid
-from nest_megatron.report.memory_words import memory_level, no_plan_verdict, plan_verdict
-from nest_megatron.report.price import price_rows
+from nest_megatron.report.memory_words import (
+    memory_level,
+    no_plan_verdict,
+    plan_verdict,
+    price_rows,
+)
 from nest_megatron.report.runners_up import alternatives_table, shortlist_report
 from nest_megatron.report.site import memory_rows, site_rows, site_words
 from nest_megatron.report.tables import (

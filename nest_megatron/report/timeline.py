@@ -1,13 +1,11 @@
-"""The schedule timeline of a plan as a picture.
-
-The HTML report draws the same bars on its page (``html_schedule.py``).
-"""
+"""The schedule of a plan drawn: as a picture, and on the HTML report, where a reader may zoom."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +28,187 @@ from nest_megatron.report.schedule_view import (
     schedule_view,
     windows,
 )
-from nest_megatron.units import Seconds, format_seconds
+from nest_megatron.units import Seconds, format_seconds, to_seconds, to_ticks
+
+#: How much wider than its place the picture can be made; ``style.css`` shows what fits then.
+ZOOMS = (1, 4, 16)
+#: Width of the picture before, in pixels, and units of its coordinates.
+_PIXELS, _UNITS = 1000, 10_000
+#: Between windows, as a share of the width.
+_GAP = 0.015
+#: Height of a pipeline rank, in pixels: of few, and of many, which share a height.
+_ROW_PIXELS, _LEAST_ROW, _HEIGHT = 22, 5, 480
+_TICKS = 7
+
+
+class _Axis(NamedTuple):
+    """Where the times of the windows lie, as shares of the width."""
+
+    shown: tuple[Window, ...]
+    starts: tuple[float, ...]
+    scale: float
+
+    @classmethod
+    def of(cls, shown: tuple[Window, ...]) -> _Axis:
+        whole = sum(window.length for window in shown)
+        scale = (1 - _GAP * (len(shown) - 1)) / whole
+        starts, at = [], 0.0
+        for window in shown:
+            starts.append(at)
+            at += window.length * scale + _GAP
+        return cls(shown, tuple(starts), scale)
+
+    def place(self, number: int, time: Seconds) -> float:
+        return self.starts[number] + (time - self.shown[number].start) * self.scale
+
+
+def schedule(plan: ParallelPlan, view: ScheduleView) -> Mapping[str, Any]:
+    """What the page draws and says of the schedule."""
+    axis, ranks = _Axis.of(windows(view)), len(view.ranks)
+    drawn = [(k, bar) for k, window in enumerate(axis.shown) for bar in bars(view, window)]
+    numbers = _numbers(axis, drawn) if ranks <= MOST_RANKS else []
+    row = max(_LEAST_ROW, min(_ROW_PIXELS, _HEIGHT // ranks))
+    every = -(-14 // row)
+    return {
+        "title": f"Predicted schedule of {ranks} pipeline ranks",
+        "zooms": ZOOMS,
+        "row": row,
+        "height": row * ranks,
+        "units": (_UNITS, 10 * ranks),
+        "labels": [rank if rank % every == 0 else "" for rank in range(ranks)],
+        "windows": [
+            (window.name, _percent(start), _percent(window.length * axis.scale))
+            for window, start in zip(axis.shown, axis.starts, strict=True)
+        ],
+        "paths": _paths(axis, drawn),
+        "numbers": numbers,
+        "ticks": _ticks(axis),
+        "legend": [(name, "var(--idle)" if c == IDLE else c) for name, c in legend(view)],
+        "words": _words(plan, view, [bar for _, bar in drawn], numbers=bool(numbers)),
+        "rows": [_sums(view, rank) for rank in range(ranks)],
+        "idle": _idle_words(plan, view),
+    }
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3f}".rstrip("0").rstrip(".")
+
+
+def _paths(axis: _Axis, drawn: Sequence[tuple[int, Bar]]) -> list[tuple[str, str]]:
+    """For each colour the outline of its bars, in ``_UNITS`` by ten a rank."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for number, bar in drawn:
+        start, end = (_UNITS * axis.place(number, time) for time in (bar.start, bar.end))
+        width = f"{end - start:.1f}"
+        found[bar.colour].append(f"M{start:.1f} {10 * bar.rank + 1}h{width}v8h-{width}z")
+    return [(colour, "".join(outlines)) for colour, outlines in found.items()]
+
+
+def _numbers(axis: _Axis, drawn: Sequence[tuple[int, Bar]]) -> list[Mapping[str, Any]]:
+    """The numbers of micro batches, each from the zoom on at which it fits into its pass."""
+    found: list[Mapping[str, Any]] = []
+    for number, bar in drawn:
+        text = str(bar.span.microbatch + 1)
+        wide = _PIXELS * axis.scale * (bar.end - bar.start)
+        fits = [zoom for zoom in ZOOMS if zoom * wide > 5 * len(text) + 2]
+        if is_numbered(bar) and fits:
+            middle = axis.place(number, (bar.start + bar.end) / 2)
+            found.append(
+                {
+                    "zoom": fits[0],
+                    "x": _percent(middle),
+                    "rank": bar.rank,
+                    "ink": ink_on(bar.colour),
+                    "text": text,
+                }
+            )
+    return sorted(found, key=lambda each: each["zoom"])[:MOST_NUMBERS]
+
+
+def _ticks(axis: _Axis) -> list[tuple[int, str, str, str]]:
+    """Marks of the axis: the zoom that shows each, its place, how it lies there, milliseconds."""
+    found: dict[tuple[int, float], int] = {}
+    for number, window in enumerate(axis.shown):
+        for zoom in ZOOMS:
+            for time in _round_times(window, 1 / (axis.scale * _TICKS * zoom)):
+                found.setdefault((number, time), zoom)
+    ticks = []
+    for (number, time), zoom in sorted(found.items()):
+        place = axis.place(number, time)
+        anchor = "start" if place < 0.01 else "end" if place > 0.99 else "middle"
+        ticks.append((zoom, _percent(place), anchor, f"{1e3 * time:,.6g}"))
+    return ticks
+
+
+def _round_times(window: Window, least: Seconds) -> Iterator[Seconds]:
+    """Round times inside a window, at least so far apart."""
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(k * power for k in (1, 2, 5, 10) if k * power >= least)
+    first, last = math.ceil(window.start / step), math.floor(window.end / step)
+    return (round(k * step, 12) for k in range(first, last + 1))
+
+
+def _words(plan: ParallelPlan, view: ScheduleView, drawn: Sequence[Bar], *, numbers: bool) -> str:
+    seen = {bar.span.microbatch for bar in drawn if bar.span.microbatch >= 0}
+    whole = view.num_microbatches
+    said = [f"All {whole} micro batches are drawn." if whole > 1 else "The micro batch is drawn."]
+    if len(windows(view)) > 1:
+        said = [
+            "The step is long: its beginning, a stretch of its middle and its end are drawn, with "
+            f"passes of {len(seen)} of its {whole} micro batches."
+        ]
+    if numbers:
+        said.append("A number in a pass is that of its micro batch.")
+    if any(sum(each.values()) for passes in view.exposed for each in passes):
+        said.append(
+            "What a pass spends on communication that nothing hides is drawn at its end, wherever "
+            "in the pass it is."
+        )
+    if not _is_predicted(plan, view):
+        said.append(
+            f"This version's cost model says {format_seconds(view.iteration_time_s)} a step; the "
+            f"plan was made by version {plan.provenance.nest_megatron_version} with another result."
+        )
+    return " ".join(said)
+
+
+def _idle_words(plan: ParallelPlan, view: ScheduleView) -> str:
+    """How much of the idle time of the rank that the terms are about is the pipeline bubble."""
+    rank, bubble_s = plan.predicted.critical_rank, plan.predicted.terms.get("pipeline_bubble", 0.0)
+    if to_ticks(bubble_s) <= 0 or not _is_predicted(plan, view):
+        return ""
+    idle, bubble = _sums(view, rank)[_IDLE], format_seconds(bubble_s)
+    if idle == bubble:
+        return f"The {idle} that pipeline rank {rank} is idle are the pipeline bubble."
+    return (
+        f"Of the {idle} that pipeline rank {rank} is idle {bubble} are the pipeline bubble. In the "
+        "rest it waits for transfers between stages, and for weights, gradients and optimizer "
+        "steps of other ranks."
+    )
+
+
+def _is_predicted(plan: ParallelPlan, view: ScheduleView) -> bool:
+    """Whether the schedule takes as long as the plan says, which another version may not."""
+    return abs(view.iteration_time_s / plan.predicted.iteration_time_s - 1) <= 1e-6
+
+
+#: Place of the idle time in what ``_sums`` gives.
+_IDLE = 4
+
+
+def _sums(view: ScheduleView, rank: int) -> tuple[str, ...]:
+    """What a rank's step goes into: passes, communication, idle time, the rest."""
+    work = dict.fromkeys(SpanKind, 0.0)
+    exposed = 0.0
+    for span in view.ranks[rank]:
+        sent = sum(view.communication(span).values())
+        work[span.kind] += span.end - span.start - sent
+        exposed += sent
+    idle = to_ticks(max(0.0, view.iteration_time_s - exposed - sum(work.values())))
+    forward, backward = work.pop(SpanKind.FORWARD), work.pop(SpanKind.BACKWARD)
+    times = (forward, backward, exposed, to_seconds(idle), sum(work.values()))
+    return (str(rank), *(format_seconds(max(0.0, each)) for each in times))
+
 
 #: Colours of what is no pass, and of what a pass or a rank spends on communication.
 _EDGE_COLOURS = {SpanKind.OPTIMIZER: "#c98a00", SpanKind.OTHER: OTHER_COLOUR}

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.report.charts import IDLE, INK, ink_on
-from nest_megatron.report.price import price_cells
-from nest_megatron.report.sweep import (
+from nest_megatron.report.plan_rows import (
     SETTING_WIDTH,
-    SweepRow,
+    PlanRow,
     broken_lines,
+    filled_table,
     plan_cells,
+    price_heads,
     short_key,
     tokens_per_s,
     without_effect,
@@ -25,7 +26,6 @@ from nest_megatron.units import format_chance, format_count, format_gib, format_
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_UNCHANGED = "unchanged"
 #: Of the cell with the most, in a heat map.
 _DARK = "#1d4f8c"
 
@@ -36,17 +36,17 @@ class Variant:
 
     Args:
         row: what planning it came to.
-        kept: the present layout, priced there; ``None`` if that cannot run, as ``told`` says.
+        kept: the present layout, priced there; ``None`` if that cannot run.
+        refusal: why it cannot.
     """
 
-    row: SweepRow
+    row: PlanRow
     kept: ParallelPlan | None = None
-    told: str = ""
+    refusal: str = ""
 
     def words(self, between: str = ", ") -> str:
         """What is changed."""
-        settings = self.row.settings.items()
-        return between.join(f"{short_key(k)}={v}" for k, v in settings) or _UNCHANGED
+        return self.row.words(between) or "unchanged"
 
 
 def step_s(plan: ParallelPlan) -> float:
@@ -87,55 +87,40 @@ def variants_report(
     Args:
         present: the plan of the file; ``None`` where the job is that of a command.
     """
-    from nest_megatron.report.tables import FittingTable, figure_columns, word_columns
+    from nest_megatron.report.tables import figure_columns, word_columns
     from nest_megatron.report.terminal import notes_report
 
     before = variants[0].row.plan
     rows = [_cells(variant, before, "\n") for variant in variants]
     for row in rows:
         row["Change"] = broken_lines(row["Change"])
-    table = FittingTable(
-        *word_columns("Change", "Best layout"),
-        *figure_columns("Step", "vs plan", "Tok/s/GPU", *_prices(rows)),
+    lines = [line for row in rows for line in row["Change"].splitlines()]
+    width = min(SETTING_WIDTH, max(map(len, lines)))
+    columns = (
+        *word_columns("Change", width=width, min_width=width),
+        *word_columns("Best layout"),
+        *figure_columns("Step", "vs plan", "Tok/s/GPU", *price_heads(rows)),
         *word_columns("Chosen layout"),
     )
-    lines = [line for row in rows for line in row["Change"].splitlines()]
-    first = table.columns[0]
-    first.width = first.min_width = min(SETTING_WIDTH, max(map(len, lines)))
-    for row in rows:
-        table.add_row(*(row.get(str(column.header), "-") for column in table.columns))
-    yield table
-    yield notes_report(tuple(_notes(present, variants)))
-
-
-def _prices(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """Columns of what plans cost, as far as that is known."""
-    return [head for head in ("Tokens/$", "Run $", "MWh") if any(head in row for row in rows)]
+    yield filled_table(columns, rows)
+    yield notes_report(_notes(present, variants))
 
 
 def _cells(variant: Variant, before: ParallelPlan | None, between: str) -> dict[str, str]:
-    shown, found = variant.row.shown(), variant.row.plan
-    cells = {
-        "Change": variant.words(between),
-        "Best layout": shown.get("Layout") or variant.row.status,
-    }
-    if found is not None:
-        cells["Best layout"] += f", {risk_of(found)}"
-    cells["Chosen layout"] = _kept_words(variant)
+    found, best = variant.row.plan, variant.row.cells()["Layout"]
+    cells = {"Change": variant.words(between), "Chosen layout": _kept_words(variant)}
     if found is None:
-        return cells
-    cells["Step"] = format_seconds(step_s(found))
-    cells["Tok/s/GPU"] = f"{found.predicted.tokens_per_s_per_gpu:,.0f}"
+        return {**cells, "Best layout": best}
     if before is not None and variant.row.settings:
         cells["vs plan"] = f"{percent(fastest_s(found), fastest_s(before)):+.1f} %"
-    return cells | price_cells(found)
+    return {**cells, **plan_cells(found), "Best layout": f"{best}, {risk_of(found)}"}
 
 
 def _kept_words(variant: Variant) -> str:
     """The step of the present layout, and how much longer than the best one's."""
     kept, best = variant.kept, variant.row.plan
     if kept is None:
-        return f"cannot run: {variant.told}"
+        return f"cannot run: {variant.refusal}"
     missing = kept.predicted.peak_memory_bytes - kept.predicted.capacity_bytes
     if missing > 0:
         return f"does not fit: {format_gib(missing)} missing"
@@ -154,7 +139,8 @@ def _notes(present: ParallelPlan | None, variants: Sequence[Variant]) -> Iterato
     first, *others = variants
     again = first.row.plan
     if again is None:
-        yield f"The unchanged job has no plan ({_ending(first.row)}): nothing is compared."
+        why = first.row.reason or first.row.status
+        yield f"The unchanged job has no plan ({why}): nothing is compared."
         return
     if present is not None and (layout_of(again), step_s(again)) != (
         layout_of(present),
@@ -214,10 +200,6 @@ def _is_safer(variant: Variant) -> bool:
     return step_s(kept) < step_s(found)
 
 
-def _ending(row: SweepRow) -> str:
-    return row.told or row.status
-
-
 def variants_document(variants: Sequence[Variant]) -> dict[str, Any]:
     """What ``whatif --json`` prints."""
     before = variants[0].row.plan
@@ -239,7 +221,7 @@ def _fields(variant: Variant, before: ParallelPlan | None) -> dict[str, Any]:
     own |= {
         "longer_percent": longer,
         "present_layout": present,
-        "present_layout_told": variant.told,
+        "present_layout_told": variant.refusal,
     }
     return {"changes": dict(row.settings), **own}
 
@@ -256,7 +238,7 @@ def variants_page(present: ParallelPlan | None, variants: Sequence[Variant]) -> 
         else each
         for each, variant in zip(cells, variants, strict=True)
     ]
-    figures = ["Step", "9 of 10 runs", "vs plan", "Tok/s/GPU", *_prices(ranged)]
+    figures = ["Step", "9 of 10 runs", "vs plan", "Tok/s/GPU", *price_heads(ranged)]
     head = ["Change", "Best layout", "Chosen layout", *figures]
     unchanged, choices = cells[0], _choices(variants[1:])
     step = f": {unchanged['Step']} a step" if "Step" in unchanged else ""

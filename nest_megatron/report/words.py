@@ -10,8 +10,8 @@ from nest_megatron.cost_model.memory import PEAK_ERROR, PUBLIC_PEAK_ERROR
 from nest_megatron.errors import typed_setting
 from nest_megatron.layout.batch_schedule import PredictedBatch
 from nest_megatron.layout.dims import SHORT_DEGREES
+from nest_megatron.layout.estimate import SURE, Choice, SiteChange, Uncertainty
 from nest_megatron.layout.layout import Layout, PartialLayout
-from nest_megatron.layout.objective import SURE, Choice, SiteChange, Uncertainty
 from nest_megatron.layout.plan import (
     Goodput,
     ParallelPlan,
@@ -145,11 +145,8 @@ def short_proof(plan: ParallelPlan) -> str:
     record, choice = plan.search, plan.choice
     if choice is None or not _is_proven(record):
         return certificate(record, counts=False)
-    simple = "" if record.certificate == "optimal" else ", and this is the simplest so close to it"
-    return (
-        f"proven: no layout with at most {100 * choice.max_oom_chance:g} % risk is faster than "
-        f"{_bound(plan)} under this cost model{simple}"
-    )
+    risk = f"{100 * choice.max_oom_chance:g} % risk"
+    return f"proven: this cost model has none below {_bound(plan)} within {risk}"
 
 
 def _proven(plan: ParallelPlan, choice: Choice) -> str:
@@ -174,9 +171,7 @@ def other_layouts(plan: ParallelPlan) -> Iterator[tuple[str, str]]:
     own_risk, choice = plan.uncertainty.out_of_memory, plan.choice
     fastest = plan.alternatives[0] if plan.alternatives else None
     if choice is not None and fastest is not None and fastest.slower_percent < -_WORTH_TELLING_PCT:
-        more = _listed([*_more_complex(plan, fastest.layout)])
-        words = _other_words(plan, fastest.iteration_time_s, fastest.layout)
-        yield "Faster", f"{words}, {more}" if more else words
+        yield "Faster", _other_words(plan, fastest.iteration_time_s, fastest.layout)
     if choice is not None and (found := choice.riskier) is not None:
         risk = found.out_of_memory
         yield "Faster", _other_words(plan, found.iteration_time_s, found.layout, risk)
@@ -191,10 +186,23 @@ def other_layouts(plan: ParallelPlan) -> Iterator[tuple[str, str]]:
 def _other_words(
     plan: ParallelPlan, step_s: Seconds, layout: Layout, risk: float | None = None
 ) -> str:
-    """Another layout with its step, and its risk where that is its price."""
-    percent = 100 * (step_s / plan.predicted.iteration_time_s - 1)
+    """Another layout by what differs (DP follows), with its step, and its risk where it counts."""
+    own, percent = plan.layout, 100 * (step_s / plan.predicted.iteration_time_s - 1)
     at = "" if risk is None else f" at {format_chance(risk)} risk"
-    return f"{format_seconds(step_s)} ({percent:+.1f} %){at}: {layout_words(layout)}"
+    sizes, others = ({**degrees(each), "MBS": each.micro_batch_size} for each in (own, layout))
+    changed = [
+        f"{name} {size} -> {others[name]}"
+        for name, size in sizes.items()
+        if name != "DP" and size != others[name]
+    ]
+    if own.zero != layout.zero:
+        changed.append(f"ZeRO-{int(layout.zero)}")
+    if own.recompute != layout.recompute:
+        changed.append(f"recompute {layout.recompute.label()}")
+    if is_uniform(plan.model, own.partition) and not is_uniform(plan.model, layout.partition):
+        changed.append("uneven stages")
+    words = ", ".join(changed) or layout_words(layout)
+    return f"{format_seconds(step_s)} ({percent:+.1f} %){at}: {words}"
 
 
 def early_words(record: SearchRecord) -> str:
@@ -262,32 +270,23 @@ def ranged_words(known: Uncertainty, own_runs: int) -> str:
     return f"{range_words(known)} in 9 of 10 runs{f', {narrow}' if narrow else ''}"
 
 
-def confidence_words(known: Uncertainty, site: SiteChange | None = None) -> str:
-    """How far to trust a prediction, and why; its range rests on the site's runs, too."""
-    runs = "1 run" if known.runs == 1 else f"{known.runs:,} runs"
-    tested = f"tested on {runs} like it, {known.error_percent:.0f} % off in the mean"
-    said = (
-        f"{known.confidence}: {known.kind}, {tested if known.runs else 'tested on no run like it'}"
-    )
+def confidence_words(
+    known: Uncertainty, site: SiteChange | None = None, *, kind: bool = True
+) -> str:
+    """How far to trust a prediction, and why; its range rests on the site's runs, too.
+
+    Args:
+        kind: say of which kind the job is, and on what it was tested.
+    """
+    runs = "no run" if not known.runs else "1 run" if known.runs == 1 else f"{known.runs:,} runs"
+    off = f", {known.error_percent:.0f} % off" if known.runs else ""
+    said = f"{known.confidence}: {runs} like it{off}"
+    if kind:
+        mean = " in the mean" if known.runs else ""
+        said = f"{known.confidence}: {known.kind}, tested on {runs} like it{off}{mean}"
     if site is None or not site.runs:
         return said
     return f"{said}, before this site's runs; the range rests on its calibration, too ({site.name})"
-
-
-def _more_complex(plan: ParallelPlan, other: Layout) -> Iterator[str]:
-    """In what another layout is less simple."""
-    spec, needs_none = plan.model, is_uniform(plan.model, plan.layout.partition)
-    if needs_none and not is_uniform(spec, other.partition):
-        yield "uneven stages"
-    own, others = degrees(plan.layout), degrees(other)
-    for name, what in (("PP", "pipeline ranks"), ("VPP", "virtual stages")):
-        if others[name] > own[name]:
-            yield f"{others[name]} {what} instead of {own[name]}"
-
-
-def _listed(parts: Sequence[str]) -> str:
-    *first, last = parts or [""]
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def ties(plan: ParallelPlan) -> str:

@@ -12,8 +12,14 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
-from nest_megatron.model.chain import ChainBlock, ChainGraph
-from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Operator
+from nest_megatron.model.graph import (
+    ChainBlock,
+    ChainGraph,
+    Group,
+    LayerCollective,
+    LayerGraph,
+    Operator,
+)
 from nest_megatron.report.charts import (
     INK,
     PAPER,

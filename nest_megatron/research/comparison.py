@@ -12,7 +12,7 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import PeakLimit
 from nest_megatron.cost_model.uncertainty import predictive, probability_faster
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.layout.objective import SURE
+from nest_megatron.layout.estimate import SURE
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import EndedEarly, NoPlan, Request, plan
 from nest_megatron.planner.assemble import assemble, nothing_searched

@@ -18,8 +18,8 @@ from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import require_folder, write_text
 from nest_megatron.integrations.plan_job import RecipeJob
+from nest_megatron.layout.estimate import Rates
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.layout.price import Rates
 from nest_megatron.plain import to_plain
 from nest_megatron.planner import Request
 from nest_megatron.planner.assemble import priced

@@ -30,9 +30,8 @@ from nest_megatron.layout.rulebook.facts import (
     facts_reader,
     uneven_sides,
 )
-from nest_megatron.layout.rulebook.schedule import allows_blocks
+from nest_megatron.layout.rulebook.schedule import allows_blocks, decoder_layers
 from nest_megatron.layout.rulebook.search import SearchStep, search_steps
-from nest_megatron.layout.rulebook.stages import decoder_layers
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import Execution
 from nest_megatron.solver.executions import (

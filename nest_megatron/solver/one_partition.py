@@ -12,9 +12,8 @@ import dataclasses
 
 from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, chunks_of
 from nest_megatron.errors import UserInputError
-from nest_megatron.layout.partition import StagePartition
-from nest_megatron.layout.rulebook.stages import misplaced_mtp_chunk
-from nest_megatron.layout.stage_layout import uniform_partition
+from nest_megatron.layout.rulebook.schedule import misplaced_mtp_chunk
+from nest_megatron.layout.stage_layout import StagePartition, uniform_partition
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolution, StageSolver, Status
 from nest_megatron.units import Ticks

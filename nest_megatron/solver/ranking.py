@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from nest_megatron.layout.layout import Layout, PartialLayout
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.recompute import Recompute, RecomputeGranularity
+from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.layout.zero import DataParallelSharding
 from nest_megatron.solver.outcome import StageSolution
 from nest_megatron.units import Ticks

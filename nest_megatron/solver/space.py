@@ -12,7 +12,6 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.layout.cuda_graphs import CudaGraphs
 from nest_megatron.layout.dims import RankOrder
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.recompute import (
     NO_RECOMPUTE,
     Recompute,
@@ -21,6 +20,7 @@ from nest_megatron.layout.recompute import (
     RecomputeModule,
 )
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
+from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.shard import fits_fused_attention

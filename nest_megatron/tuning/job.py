@@ -18,8 +18,7 @@ from nest_megatron.integrations.launchers import TORCHRUN
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.megatron_lm.changed_command import short_run
 from nest_megatron.integrations.typed_command import command_of_plan, read_request
-from nest_megatron.layout.launch import launch_size, script_words
-from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.plan import ParallelPlan, launch_size, script_words
 from nest_megatron.layout.policy import require_allowed
 from nest_megatron.planner import Progress, Ranked, ranked
 from nest_megatron.planner.choice import Candidate

@@ -20,7 +20,7 @@ from nest_megatron.cost_model.posterior import Observation, Posterior
 from nest_megatron.cost_model.shortlist import run_gains, shortlist
 from nest_megatron.cost_model.site import job_of
 from nest_megatron.cost_model.uncertainty import Predictive
-from nest_megatron.layout.objective import SURE
+from nest_megatron.layout.estimate import SURE
 from nest_megatron.planner import Ranked, describe_grid
 from nest_megatron.planner.choice import Candidate, allowed, ties
 from nest_megatron.solver.ranking import SolvedLayout

@@ -23,9 +23,8 @@ from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.uncertainty import predictive
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.layout import Layout
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.recompute import NO_RECOMPUTE
-from nest_megatron.layout.stage_layout import is_uniform, uniform_partition
+from nest_megatron.layout.stage_layout import StagePartition, is_uniform, uniform_partition
 from nest_megatron.packages import import_from_checkout
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.solver.backend import choose, solver_of

@@ -9,7 +9,7 @@ from typing import Any
 
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.documents import packaged
-from nest_megatron.model.adapters import Adapters
+from nest_megatron.model.encoder import Adapters
 from nest_megatron.model.sequence_lengths import lengths_from_moments
 from nest_megatron.validation.rows import Row
 

@@ -15,7 +15,6 @@ from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.recompute import (
     FULL_RECOMPUTE,
     NO_RECOMPUTE,
@@ -23,6 +22,7 @@ from nest_megatron.layout.recompute import (
     RecomputeModule,
     selective_recompute,
 )
+from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.layout.zero import STRATEGIES, ZeroStage
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.validation.finetuning import fine_tuning, with_known_cells, with_packs

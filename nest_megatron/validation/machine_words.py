@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from nest_megatron.catalogue_files import catalogue_entry
-from nest_megatron.cluster.catalogue import accelerator_from_mapping
-from nest_megatron.cluster.records import Accelerator
+from nest_megatron.cluster.records import Accelerator, accelerator_from_mapping
 from nest_megatron.units import GIB
 from nest_megatron.validation.rows import RefusedRowError
 

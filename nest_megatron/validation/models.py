@@ -14,8 +14,7 @@ from typing import Any
 from nest_megatron.catalogue_files import catalogue_entry, catalogue_names
 from nest_megatron.documents import parse_json, read_csv
 from nest_megatron.errors import UserInputError
-from nest_megatron.model.arguments import MEGATRON_DEFAULTS
-from nest_megatron.model.catalogue import spec_from_mapping
+from nest_megatron.model.catalogue import MEGATRON_DEFAULTS, spec_from_mapping
 from nest_megatron.model.parameters import total_parameters
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.validation.model_names import (

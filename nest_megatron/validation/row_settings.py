@@ -20,7 +20,6 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.recompute import (
     FULL_RECOMPUTE,
     NO_RECOMPUTE,
@@ -32,7 +31,7 @@ from nest_megatron.layout.recompute import (
 )
 from nest_megatron.layout.rulebook.execution import allows_recompute
 from nest_megatron.layout.rulebook.facts import LaunchRequest
-from nest_megatron.layout.stage_layout import parse_layout, uniform_partition
+from nest_megatron.layout.stage_layout import StagePartition, parse_layout, uniform_partition
 from nest_megatron.layout.zero import STRATEGIES, ZeroStage
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.solver.space import recompute_settings

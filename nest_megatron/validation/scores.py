@@ -18,7 +18,7 @@ from nest_megatron.catalogue_files import default_setting
 from nest_megatron.cost_model import student_t
 from nest_megatron.cost_model.shortlist import shortlist
 from nest_megatron.cost_model.uncertainty import Predictive, probability_faster
-from nest_megatron.layout.objective import SURE
+from nest_megatron.layout.estimate import SURE
 from nest_megatron.planner.choice import Candidate, allowed, ties
 from nest_megatron.units import Seconds
 

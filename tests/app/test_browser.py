@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.app.form import CLUSTER_FILE, MODEL_FILE
+from nest_megatron.app.task import CLUSTER_FILE, MODEL_FILE
 from nest_megatron.layout import plan_file
 from tests.app.served import Served, served
 from tests.integrations.commands import LLAMA3_8B

@@ -10,13 +10,13 @@ from multiprocessing import Pipe
 
 import pytest
 
-from nest_megatron.app.asked import Answer, Asked, Work
 from nest_megatron.app.run import Run, Working, _Sender
+from nest_megatron.app.task import Answer, Task, Work
 from nest_megatron.layout import plan_file
 
 SMALL = {"cluster": "dgx_h100", "num_gpus": "8"}
 #: Solves thousands of candidates.
-LARGE = Asked(work=Work.PLAN, model="deepseek_v3", cluster="dgx_h100", num_gpus="1024")
+LARGE = Task(work=Work.PLAN, model="deepseek_v3", cluster="dgx_h100", num_gpus="1024")
 
 
 async def answer(run: Run) -> Answer:
@@ -28,15 +28,15 @@ async def answer(run: Run) -> Answer:
 def test_two_at_once_do_not_mix() -> None:
     async def both() -> list[Answer]:
         models = ("llama3_8b", "mixtral_8x7b")
-        asked = [Asked(work=Work.ESTIMATE, model=model, **SMALL) for model in models]
-        return await asyncio.gather(*(answer(Run(each)) for each in asked))
+        task = [Task(work=Work.ESTIMATE, model=model, **SMALL) for model in models]
+        return await asyncio.gather(*(answer(Run(each)) for each in task))
 
     found = [plan_file.load(each.plan_file).model.name for each in asyncio.run(both())]
     assert found == ["llama3_8b", "mixtral_8x7b"]
 
 
 def test_an_error_is_told_as_on_the_command_line() -> None:
-    found = asyncio.run(answer(Run(Asked(work=Work.PLAN, model="llama3_9b", **SMALL))))
+    found = asyncio.run(answer(Run(Task(work=Work.PLAN, model="llama3_9b", **SMALL))))
     assert found.is_error
     assert found.text.startswith("error: Model: llama3_9b: there is no such model")
     assert "Did you mean llama3_8b" in found.text
@@ -45,14 +45,14 @@ def test_an_error_is_told_as_on_the_command_line() -> None:
 
 def test_what_does_not_fit_is_said_with_what_lacks() -> None:
     settings = "cluster.accelerator.memory=16GiB"
-    asked = Asked(work=Work.PLAN, model="llama3_70b", settings=settings, **SMALL)
-    found = asyncio.run(answer(Run(asked)))
+    task = Task(work=Work.PLAN, model="llama3_70b", settings=settings, **SMALL)
+    found = asyncio.run(answer(Run(task)))
     assert found.is_error
     assert "lacks" in found.text.lower() or "GiB" in found.text
 
 
 def test_a_fault_is_told_without_a_traceback() -> None:
-    broken = Asked(work=Work.PLAN, model=8, **SMALL)  # type: ignore[arg-type]
+    broken = Task(work=Work.PLAN, model=8, **SMALL)  # type: ignore[arg-type]
     found = asyncio.run(answer(Run(broken)))
     assert "This is a bug of nest-megatron" in found.text
     assert "Traceback" not in found.text

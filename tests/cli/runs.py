@@ -82,13 +82,13 @@ sys.exit(main(sys.argv[1:]))
 
 
 #: For ``interrupted``: the second job of a sweep goes on for ever, in a function of its own.
-SECOND_JOB = "nest_megatron.api.sweep_jobs:second_job"
+SECOND_JOB = "nest_megatron.api.jobs:second_job"
 ENDLESS_SECOND_JOB = """
 import itertools, time
-from nest_megatron.api import sweep_jobs
-outcome, calls = sweep_jobs.outcome, itertools.count()
-sweep_jobs.second_job = lambda: time.sleep(10**6)
-sweep_jobs.outcome = lambda plan: sweep_jobs.second_job() if next(calls) == 1 else outcome(plan)
+from nest_megatron.api import jobs
+outcome, calls = jobs.outcome, itertools.count()
+jobs.second_job = lambda: time.sleep(10**6)
+jobs.outcome = lambda plan: jobs.second_job() if next(calls) == 1 else outcome(plan)
 """
 
 

@@ -10,7 +10,7 @@ import pytest
 from nest_megatron import packages
 from nest_megatron.errors import BAD_INPUT, UserInputError
 from nest_megatron.megatron_core.chain import read_inputs
-from nest_megatron.model.chain import TensorShape
+from nest_megatron.model.graph import TensorShape
 from tests.cli.runs import Run, run
 
 LLAMA = ("extract", "model=llama3_70b", "parallel.tensor_model_parallel_size=8")

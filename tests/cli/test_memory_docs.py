@@ -23,7 +23,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.units import GIB
 from tests import catalogue

@@ -17,11 +17,10 @@ pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from nest_megatron.cli import profile as command
-from nest_megatron.cli.profile_device import measuring_here
-from nest_megatron.cli.profile_request import request_of_plan, request_of_settings
+from nest_megatron.cli.profile_request import measuring_here, request_of_plan, request_of_settings
 from nest_megatron.errors import BAD_INPUT, INTERRUPTED, ProfileError
 from nest_megatron.megatron_core.stage import Where
-from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.execution import Implementation
 from nest_megatron.profile import network, session, store
 from nest_megatron.profile.layer_timer import Measuring
 from nest_megatron.profile.records import SHAPE

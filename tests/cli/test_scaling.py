@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import nest_megatron
 from nest_megatron.errors import UserInputError
-from nest_megatron.report.scaling import pareto_front
+from nest_megatron.report.plan_rows import pareto_front
 from tests.cli.runs import run
 
 JOB = (

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.api.sweep_jobs import SweptCommand
+from nest_megatron.api.jobs import SweptCommand
 from nest_megatron.cli.tuning import TuneOptions
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from nest_megatron.api.sweep_jobs import SweepJob, opened, read_result, write_result
+from nest_megatron.api.jobs import SweepJob, opened, read_result, write_result
 from nest_megatron.layout import plan_file
-from nest_megatron.report.sweep import SweepRow, sweep_chart, to_csv, to_parquet
+from nest_megatron.report.charts import sweep_chart
+from nest_megatron.report.plan_rows import PlanRow, to_csv, to_parquet
 from tests.cli.runs import (
     ENDLESS_SECOND_JOB,
     SECOND_JOB,
@@ -180,9 +181,9 @@ def test_a_launcher_without_a_sweep() -> None:
 
 def test_rows_without_a_plan() -> None:
     rows = [
-        SweepRow(number=0, settings={"a.b": "1", "model": "x"}, status="does not fit",
+        PlanRow(number=0, settings={"a.b": "1", "model": "x"}, status="does not fit",
                  missing_bytes=5),
-        SweepRow(number=1, settings={"a.b": "two", "model": "y"}, status="bad input", told="no"),
+        PlanRow(number=1, settings={"a.b": "two", "model": "y"}, status="bad input", reason="no"),
     ]  # fmt: skip
     lines = to_csv(rows).splitlines()
     assert lines[1].startswith("0,1,x,does not fit,,5,")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import nest_megatron
-from nest_megatron.api.sweep_jobs import opened
+from nest_megatron.api.jobs import opened
 from nest_megatron.cli import main
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.catalogue import read_cluster
@@ -25,7 +25,7 @@ from nest_megatron.integrations.plan_job import rates_of, reliability_of, settin
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.layouts import keep_layout
-from nest_megatron.report.sweep import SweepRow
+from nest_megatron.report.plan_rows import PlanRow
 from nest_megatron.report.whatif import Variant, variants_page
 from tests.cli.runs import ENDLESS_SECOND_JOB, SECOND_JOB, interrupted, run
 
@@ -229,7 +229,7 @@ def test_what_is_wrong_in_some_changes_has_rows_of_its_own(path: Path) -> None:
     _, wrong, right = nest_megatron.whatif(
         path, {"gpus": [0, 32], "search.num_alternatives": 0}
     ).variants
-    assert "at least 1" in wrong.told
+    assert "at least 1" in wrong.refusal
     assert right.row.plan is not None
 
 
@@ -241,8 +241,8 @@ def test_a_longer_step_has_a_reason_where_the_present_layout_is_shorter(
     )
 
     def notes(kept: ParallelPlan, found: ParallelPlan) -> str:
-        first = SweepRow(number=0, settings={}, status="ok", plan=plan)
-        row = SweepRow(number=1, settings={"a.x": "1"}, status="ok", plan=found)
+        first = PlanRow(number=0, settings={}, status="ok", plan=plan)
+        row = PlanRow(number=1, settings={"a.x": "1"}, status="ok", plan=found)
         rows = [Variant(row=first, kept=plan), Variant(row=row, kept=kept)]
         return variants_page(plan, rows)
 
@@ -288,10 +288,10 @@ def test_the_page_has_a_heat_map_of_each_figure(path: Path, tmp_path: Path) -> N
 def combinations(plan: ParallelPlan, settings: int) -> list[Variant]:
     """A job unchanged, and every combination of two values of some settings; one does not fit."""
     keys = [f"a.{name}" for name in "xyz"[:settings]]
-    rows = [SweepRow(number=0, settings={}, status="ok", plan=plan)]
+    rows = [PlanRow(number=0, settings={}, status="ok", plan=plan)]
     for number, values in enumerate(itertools.product("12", repeat=settings), 1):
         fits = number != 2
-        row = SweepRow(
+        row = PlanRow(
             number=number,
             settings=dict(zip(keys, values, strict=True)),
             status="ok" if fits else "does not fit",

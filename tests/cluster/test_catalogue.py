@@ -14,8 +14,13 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from nest_megatron.catalogue_files import catalogue_names
-from nest_megatron.cluster.catalogue import accelerator_from_mapping, cluster_from_mapping
-from nest_megatron.cluster.records import Cluster, CollectiveKind, Precision
+from nest_megatron.cluster.records import (
+    Cluster,
+    CollectiveKind,
+    Precision,
+    accelerator_from_mapping,
+    cluster_from_mapping,
+)
 from nest_megatron.errors import UserInputError
 
 CONFIGS = Path(__file__).parents[2] / "hydra_configs"

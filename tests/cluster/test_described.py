@@ -9,9 +9,7 @@ import pytest
 
 from nest_megatron.cluster.described import described, require_alike
 from nest_megatron.cluster.discovery import LocalGpus
-from nest_megatron.cluster.host_outputs import Adapter
-from nest_megatron.cluster.hosts import Host, kinds, shown_names
-from nest_megatron.cluster.programs import output_of
+from nest_megatron.cluster.hosts import Adapter, Host, kinds, output_of, shown_names
 from nest_megatron.cluster.topology import Topology
 from nest_megatron.config import cluster_detection
 from nest_megatron.config.cluster_detection import find_cluster, processes_per_host

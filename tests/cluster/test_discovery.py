@@ -14,7 +14,7 @@ from nest_megatron.config.cluster_detection import find_cluster
 from nest_megatron.config.overrides import Setting
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm import measure
-from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.execution import Implementation
 from tests import catalogue
 
 MIB = 2**20

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nest_megatron.cluster import host_outputs, sources, topology
-from nest_megatron.cluster.host_outputs import Adapter, GpuMatrix
-from nest_megatron.cluster.hosts import gpu_adapters
+from nest_megatron.cluster import hosts, sources, topology
+from nest_megatron.cluster.hosts import Adapter, GpuMatrix, gpu_adapters
 from nest_megatron.cluster.topology import host_file, hosts_of, parse_host_file, tasks_per_node
 from nest_megatron.errors import UserInputError
 
@@ -23,14 +22,14 @@ def captured(name: str) -> str:
 
 
 def test_gpus_and_the_adapters_beside_them() -> None:
-    found = host_outputs.parse_gpu_matrix(captured("topo_h100.txt"))
+    found = hosts.parse_gpu_matrix(captured("topo_h100.txt"))
     assert (found.num_gpus, found.nvlinks) == (8, 18)
     # NIC3 is on the switch of no GPU; the rows of the last two GPUs are not in the capture
     assert found.near_adapters == tuple(f"mlx5_{i}" for i in (0, 1, 2, 4, 5, 6))
 
 
 def test_gpus_without_nvlink() -> None:
-    found = host_outputs.parse_gpu_matrix(captured("topo_4090.txt"))
+    found = hosts.parse_gpu_matrix(captured("topo_4090.txt"))
     assert found == GpuMatrix(num_gpus=8, nvlinks=0, near_adapters=())
 
 
@@ -38,17 +37,17 @@ def test_escapes_of_a_terminal_are_no_part_of_the_matrix() -> None:
     text = (
         "\t\x1b[4mGPU0\tGPU1\tCPU Affinity\x1b[0m\nGPU0\t X \tNV12\t0-23\nGPU1\tNV12\t X \t0-23\n"
     )
-    assert host_outputs.parse_gpu_matrix(text).nvlinks == 12
+    assert hosts.parse_gpu_matrix(text).nvlinks == 12
 
 
 def test_nccl_s_topology() -> None:
-    found = host_outputs.parse_nccl_topology(captured("nccl_h200.xml"))
+    found = hosts.parse_nccl_topology(captured("nccl_h200.xml"))
     assert (found.num_gpus, found.nvlinks) == (1, 18)
     assert found.adapters == (Adapter(name="mlx5_0", rate_bits_per_s=4e11),)
 
 
 def test_an_adapter_on_no_switch_with_a_gpu_is_left_out() -> None:
-    found = host_outputs.parse_nccl_topology(captured("nccl_a100_storage.xml"))
+    found = hosts.parse_nccl_topology(captured("nccl_a100_storage.xml"))
     assert [each.name for each in found.adapters] == ["mlx5_0"]
 
 
@@ -63,14 +62,14 @@ def test_an_adapter_on_no_switch_with_a_gpu_is_left_out() -> None:
 )
 def test_other_xml_is_refused(text: str) -> None:
     with pytest.raises(UserInputError, match="NCCL topology"):
-        host_outputs.parse_nccl_topology(text)
+        hosts.parse_nccl_topology(text)
 
 
 def test_ibstat_tells_active_ports() -> None:
     text = captured("ibstat.txt")
     port = Adapter(name="mlx4_0", rate_bits_per_s=4e10, link_layer="InfiniBand")
-    assert host_outputs.parse_ibstat(text) == (port,)
-    assert host_outputs.parse_ibstat(text.replace("State: Active", "State: Down")) == ()
+    assert hosts.parse_ibstat(text) == (port,)
+    assert hosts.parse_ibstat(text.replace("State: Active", "State: Down")) == ()
 
 
 def test_linux_tells_the_same(tmp_path: Path) -> None:
@@ -83,9 +82,9 @@ def test_linux_tells_the_same(tmp_path: Path) -> None:
         port.mkdir(parents=True)
         for file, text in (("state", state), ("rate", rate), ("link_layer", layer)):
             (port / file).write_text(f"{text}\n")
-    found = host_outputs.adapters_of_host(tmp_path)
+    found = hosts.adapters_of_host(tmp_path)
     assert found == (Adapter(name="mlx5_0", rate_bits_per_s=4e11, link_layer="InfiniBand"),)
-    assert host_outputs.adapters_of_host(tmp_path / "none") == ()
+    assert hosts.adapters_of_host(tmp_path / "none") == ()
 
 
 def adapters(count: int, gbits: float, first: int = 0) -> list[Adapter]:
@@ -174,12 +173,12 @@ def test_slices_of_slurm_are_no_gpus() -> None:
 
 def test_the_list_of_gpus_names_slices() -> None:
     whole = "".join(f"GPU {n}: NVIDIA H100 80GB HBM3 (UUID: GPU-{n}f-1)\n" for n in range(2))
-    assert host_outputs.parse_gpu_list(whole) == ("NVIDIA H100 80GB HBM3",) * 2
+    assert hosts.parse_gpu_list(whole) == ("NVIDIA H100 80GB HBM3",) * 2
     sliced = f"{whole}  MIG 1g.10gb     Device  0: (UUID: MIG-1)\n  MIG 3g.40gb     Device  1: (UU"
     with pytest.raises(UserInputError, match=r"2 slices: MIG 1g\.10gb, MIG 3g\.40gb.*whole GPUs"):
-        host_outputs.parse_gpu_list(sliced)
+        hosts.parse_gpu_list(sliced)
     with pytest.raises(UserInputError, match="it lists no GPU"):
-        host_outputs.parse_gpu_list("No devices found.\n")
+        hosts.parse_gpu_list("No devices found.\n")
 
 
 def test_labels_of_kubernetes() -> None:
@@ -221,9 +220,9 @@ def test_tasks_of_nodes() -> None:
 @given(st.text(alphabet='SwitchName=Level Nodes[]0123-,()"#\n\tGPUNVX<>{}:', max_size=200))
 def test_any_text_is_read_or_refused(text: str) -> None:
     for parse in (
-        host_outputs.parse_gpu_matrix,
-        host_outputs.parse_nccl_topology,
-        host_outputs.parse_ibstat,
+        hosts.parse_gpu_matrix,
+        hosts.parse_nccl_topology,
+        hosts.parse_ibstat,
         topology.parse_slurm_topology,
         topology.parse_slurm_nodes,
         topology.parse_ibnetdiscover,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nest_megatron.cluster.sources import Sources, read_hosts, saved_output
-from nest_megatron.config.cluster_file import DiscoveredCluster, discovered
+from nest_megatron.config.cluster_detection import DiscoveredCluster, discovered
 from nest_megatron.config.launch import MixedGpus
 from nest_megatron.errors import UserInputError
 from nest_megatron.plain import to_plain

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.layout.dims import ParallelDims, RankOrder
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.rank_order import GroupKind, group_of_rank
 from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
+from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.megatron_core.stage import as_rank, transformer_config
+from nest_megatron.model.block_parameters import encoder_of
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
-from nest_megatron.model.stacks import encoder_of
 from tests.contract.megatron_shims import DuplicatedLinear, meta_megatron, torch
 
 

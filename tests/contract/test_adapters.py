@@ -16,10 +16,9 @@ from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_launch
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, Recompute
-from nest_megatron.layout.stage_layout import uniform_partition
+from nest_megatron.layout.stage_layout import StagePartition, uniform_partition
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import PLAIN, Execution
 from tests import catalogue

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import pytest
 
 from nest_megatron.layout.dims import ParallelDims, RankOrder
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.recompute import (
     NO_RECOMPUTE,
     Recompute,
@@ -16,7 +15,7 @@ from nest_megatron.layout.recompute import (
     RecomputeMethod,
 )
 from nest_megatron.layout.rulebook import is_legal_grid
-from nest_megatron.layout.stage_layout import parse_layout, uniform_partition
+from nest_megatron.layout.stage_layout import StagePartition, parse_layout, uniform_partition
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.spec import TransformerSpec
 from tests.contract import megatron_model

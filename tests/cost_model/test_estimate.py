@@ -22,14 +22,13 @@ from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.recompute import (
     Recompute,
     RecomputeGranularity,
     RecomputeMethod,
     RecomputeModule,
 )
-from nest_megatron.layout.stage_layout import uniform_partition
+from nest_megatron.layout.stage_layout import StagePartition, uniform_partition
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.parameters import active_parameters
 from tests import catalogue

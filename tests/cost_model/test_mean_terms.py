@@ -9,7 +9,7 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.stage_layout import StagePartition
 from tests import catalogue
 
 

@@ -8,7 +8,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.unit_cost import optimizer_step
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.profile.lookup import LayerTimes

@@ -9,11 +9,10 @@ import pytest
 import nest_megatron
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.compose import compose
-from nest_megatron.config.job import Job
+from nest_megatron.config.job import CostInputs, Job, read_target
 from nest_megatron.config.layout import estimate_layout
 from nest_megatron.config.overrides import expand, parse
 from nest_megatron.config.request import request_of
-from nest_megatron.config.target import CostInputs, read_target
 from nest_megatron.cost_model.settings import restored_settings, stored_settings
 from nest_megatron.cost_model.target_defaults import (
     DEFAULT_TARGET,

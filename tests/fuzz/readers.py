@@ -185,7 +185,7 @@ def _cluster_seeds() -> tuple[str, ...]:
 
 
 def _cluster(text: str) -> object:
-    from nest_megatron.cluster.catalogue import cluster_from_mapping
+    from nest_megatron.cluster.records import cluster_from_mapping
     from nest_megatron.config.catalogue import require_plausible
     from nest_megatron.config.compose import read_mapping
 

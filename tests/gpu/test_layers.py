@@ -20,7 +20,7 @@ from nest_megatron.integrations.megatron_lm import measure_child
 from nest_megatron.integrations.megatron_lm.measure_child import JobArguments, Orders
 from nest_megatron.megatron_core import units
 from nest_megatron.megatron_core.stage import Where, staged
-from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.execution import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.profile import layer_timer, session
 from nest_megatron.profile.layer_timer import time_block

@@ -20,14 +20,13 @@ import torch
 import yaml
 
 from nest_megatron.cli.profile import shape_of
-from nest_megatron.cli.profile_device import measuring_here
-from nest_megatron.cli.profile_request import request_of_plan
+from nest_megatron.cli.profile_request import measuring_here, request_of_plan
 from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.errors import ProfileError, UserInputError
 from nest_megatron.integrations import recorder
 from nest_megatron.integrations.megatron_lm import measure, measure_child
 from nest_megatron.megatron_core.stage import Where
-from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.execution import Implementation
 from nest_megatron.profile import network, session, store
 from nest_megatron.profile.clock import job_clock
 from nest_megatron.profile.collectives import Caller

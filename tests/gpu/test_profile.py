@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nest_megatron.megatron_core.stage import Where
-from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.execution import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.profile.layer_timer import Measuring, time_block

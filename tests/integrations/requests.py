@@ -7,7 +7,6 @@ from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.layout.dims import ParallelDims, RankOrder
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.recompute import (
     Recompute,
     RecomputeGranularity,
@@ -16,10 +15,9 @@ from nest_megatron.layout.recompute import (
 )
 from nest_megatron.layout.rulebook import RULES
 from nest_megatron.layout.rulebook.facts import Facts, LaunchRequest
-from nest_megatron.layout.stage_layout import parse_layout, uniform_partition
+from nest_megatron.layout.stage_layout import StagePartition, parse_layout, uniform_partition
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.model.adapters import Adapters
-from nest_megatron.model.encoder import EncoderSpec
+from nest_megatron.model.encoder import Adapters, EncoderSpec
 from nest_megatron.model.execution import (
     ContextTraffic,
     Execution,

@@ -21,7 +21,7 @@ from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.integrations.megatron_lm.write import planned_arguments
 from nest_megatron.integrations.nemo import NemoRecipe
 from nest_megatron.layout.diff import Change
-from nest_megatron.layout.execution_arguments import execution_arguments
+from nest_megatron.layout.execution_rules import execution_arguments
 from nest_megatron.layout.knobs import KNOBS
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.model.execution import (

@@ -14,13 +14,17 @@ from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.write import model_argv, parallel_argv, script_name
 from nest_megatron.layout.dims import ParallelDims
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import FULL_RECOMPUTE
 from nest_megatron.layout.rulebook import check
 from nest_megatron.layout.rulebook.facts import LaunchRequest
-from nest_megatron.layout.rulebook.stages import mtp_chunk
-from nest_megatron.layout.stage_layout import is_uniform, layout_string, parse_layout
+from nest_megatron.layout.rulebook.schedule import mtp_chunk
+from nest_megatron.layout.stage_layout import (
+    StagePartition,
+    is_uniform,
+    layout_string,
+    parse_layout,
+)
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Request, plan

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from nest_megatron.cluster.catalogue import cluster_from_mapping
+from nest_megatron.cluster.records import cluster_from_mapping
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewrite_command, with_command

@@ -7,7 +7,7 @@ import pytest
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.rulebook import RULES, check, is_legal_grid, require_launchable
 from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
-from nest_megatron.layout.rulebook.rule import Rule, violations
+from nest_megatron.layout.rulebook.facts import Rule, violations
 from nest_megatron.model.execution import GraphImpl
 from tests.contract.hand_models import LLAMA, MIXTRAL
 from tests.integrations.requests import BROKEN, IMPOSSIBLE, OPTIONED, SECOND, SOUND, carried, dims

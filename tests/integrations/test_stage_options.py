@@ -14,9 +14,8 @@ from hypothesis import given, settings
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.layout_arguments import STAGE_OPTIONS, user_partition
-from nest_megatron.layout.partition import StagePartition
-from nest_megatron.layout.rulebook.stages import decoder_layers, mtp_chunk, mtp_chunk_fits
-from nest_megatron.layout.stage_layout import layout_string
+from nest_megatron.layout.rulebook.schedule import decoder_layers, mtp_chunk, mtp_chunk_fits
+from nest_megatron.layout.stage_layout import StagePartition, layout_string
 from nest_megatron.model.spec import TransformerSpec
 from tests.layout.cut_models import cut_models, make_spec
 

@@ -18,12 +18,12 @@ from nest_megatron.integrations.megatron_lm.write import (
     parallel_argv,
     pattern_text,
 )
-from nest_megatron.layout.execution_arguments import execution_arguments
+from nest_megatron.layout.execution_rules import execution_arguments
 from nest_megatron.layout.rulebook import check
 from nest_megatron.layout.rulebook.facts import RELEASES
-from nest_megatron.layout.rulebook.job import ACTIVATION_FLAGS
+from nest_megatron.layout.rulebook.options import ACTIVATION_FLAGS
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.model.sizes import DELTA_NET_SIZES, LATENT_SIZES, MAMBA_SIZES
+from nest_megatron.model.spec import DELTA_NET_SIZES, LATENT_SIZES, MAMBA_SIZES
 from tests.contract import hand_models
 from tests.contract.hand_models import DEEPSEEK, LLAMA
 from tests.integrations.requests import SOUND, dims, request

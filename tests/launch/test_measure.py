@@ -39,7 +39,7 @@ from nest_megatron.integrations.megatron_lm.measure_child import (
 )
 from nest_megatron.integrations.megatron_lm.planning import decide
 from nest_megatron.megatron_core.stage import Where
-from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.execution import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.profile import store

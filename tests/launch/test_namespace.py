@@ -23,9 +23,10 @@ from nest_megatron.integrations.megatron_lm.planning import (
     command_of,
     require_planned,
 )
-from nest_megatron.integrations.megatron_lm.write import WRITABLE, has_activation_flag
+from nest_megatron.integrations.megatron_lm.write import WRITABLE
 from nest_megatron.layout.rulebook import check
 from nest_megatron.layout.rulebook.facts import known_release
+from nest_megatron.layout.rulebook.options import has_activation_flag
 from nest_megatron.layout.stage_layout import expand_layout
 from nest_megatron.model.parameters import total_parameters
 from nest_megatron.model.spec import ModelFamily

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.model.spec import TransformerSpec
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.stage_layout import (
+    StagePartition,
     expand_layout,
     layout_string,
     parse_layout,

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from nest_megatron.megatron_core import cache, layers
 from nest_megatron.megatron_core.layers import ExtractedLayer
-from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.execution import Implementation
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.shard import LayerShard
 from tests import catalogue

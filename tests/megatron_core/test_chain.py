@@ -8,8 +8,7 @@ import pytest
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.megatron_core.chain import extract_chain
-from nest_megatron.model.chain import ChainGraph, TensorShape
-from nest_megatron.model.graph import OperatorKind
+from nest_megatron.model.graph import ChainGraph, OperatorKind, TensorShape
 from nest_megatron.plain import to_plain
 from tests.megatron_core.modules import Attention, Layer, LlamaLike, torch
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from nest_megatron.megatron_core.chain import extract_chain
-from nest_megatron.model.chain import ChainBlock, ChainGraph, TensorShape
-from nest_megatron.model.graph import OperatorKind
+from nest_megatron.model.graph import ChainBlock, ChainGraph, OperatorKind, TensorShape
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.shard import LayerShard

@@ -9,7 +9,7 @@ import pytest
 
 from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.megatron_core.chain import extract_chain
-from nest_megatron.model.chain import TensorShape
+from nest_megatron.model.graph import TensorShape
 from tests.megatron_core.modules import torch
 
 nn = torch.nn

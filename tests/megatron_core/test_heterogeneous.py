@@ -15,13 +15,13 @@ from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.rulebook import is_legal_grid
 from nest_megatron.megatron_core.layers import extract_layer
 from nest_megatron.megatron_core.stage import transformer_config
+from nest_megatron.model.block_parameters import sized
 from nest_megatron.model.graph import LayerCollective
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.operators import block_graph, layer_graph
 from nest_megatron.model.parameters import layer_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.model.stacks import sized
 from tests.megatron_core.local_layers import local_attention
 
 pytestmark = pytest.mark.megatron_lm

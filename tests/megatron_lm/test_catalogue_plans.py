@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nest_megatron.integrations.megatron_lm.attach import launch_request
-from nest_megatron.layout.rulebook.stages import decoder_layers
+from nest_megatron.layout.rulebook.schedule import decoder_layers
 from tests.contract.test_catalogue_plans import JOBS, every_job, planned
 from tests.megatron_lm.ask import ask_megatron, megatron_case
 

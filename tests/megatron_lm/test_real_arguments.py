@@ -13,7 +13,7 @@ import pytest
 
 from nest_megatron.errors import NestError
 from nest_megatron.layout.rulebook import check
-from nest_megatron.layout.rulebook.stages import decoder_layers
+from nest_megatron.layout.rulebook.schedule import decoder_layers
 from tests.integrations.requests import BROKEN, SOUND
 from tests.megatron_lm.ask import ask_megatron, checkout_version, megatron_case
 

@@ -13,8 +13,8 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.model.adapters import Adapters, PeftScheme
 from nest_megatron.model.block_parameters import ParameterCount
+from nest_megatron.model.encoder import Adapters, PeftScheme
 from nest_megatron.model.graph import LayerGraph
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.operators import block_graph, layer_graph

@@ -12,9 +12,8 @@ import yaml
 from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.catalogue import CHOICES, known_keys, spec_from_mapping
-from nest_megatron.model.frequency import moe_layer_pattern
 from nest_megatron.model.hugging_face import read_hf_model
-from nest_megatron.model.layer_pattern import LayerKind
+from nest_megatron.model.layer_pattern import LayerKind, moe_layer_pattern
 from nest_megatron.model.parameters import total_parameters
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 

@@ -12,7 +12,7 @@ import pytest
 from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.integrations import megatron_bridge
 from nest_megatron.model.encoder import EncoderSpec
-from nest_megatron.model.hugging_face_vision import read_vision_config
+from nest_megatron.model.hugging_face import read_vision_config
 from nest_megatron.model.parameters import unit_parameters
 from tests import catalogue
 from tests.nemo import substitutes

@@ -13,8 +13,8 @@ from nest_megatron.errors import NestError
 from nest_megatron.integrations.restore import read_adapters
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.megatron_core.stage import as_rank, transformer_config
-from nest_megatron.model.adapters import Adapters, PeftScheme
 from nest_megatron.model.block_parameters import ParameterCount
+from nest_megatron.model.encoder import Adapters, PeftScheme
 from nest_megatron.model.parameters import unit_parameters
 from nest_megatron.model.spec import TransformerSpec
 from tests.nemo import substitutes

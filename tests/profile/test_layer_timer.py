@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nest_megatron.megatron_core.stage import Where
-from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.execution import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.parameters import unit_parameters
 from nest_megatron.model.shard import LayerShard

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from nest_megatron.model.chain import (
+from nest_megatron.model.graph import (
     ChainBlock,
     ChainEdge,
     ChainGraph,
     ChainOperator,
+    LayerGraph,
+    OperatorKind,
     TensorShape,
 )
-from nest_megatron.model.graph import LayerGraph, OperatorKind
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.shard import LayerShard

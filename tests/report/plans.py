@@ -8,8 +8,8 @@ from itertools import pairwise
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.planner import NoPlan, Request, plan
 from tests import catalogue
 from tests.estimates import estimate_plan

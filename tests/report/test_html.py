@@ -19,7 +19,7 @@ from rich.console import Console
 
 from nest_megatron.cost_model.settings import OF_EXPERTS, CostSettings, stored_settings
 from nest_megatron.layout.plan import LaunchCommand, ParallelPlan
-from nest_megatron.model.adapters import Adapters
+from nest_megatron.model.encoder import Adapters
 from nest_megatron.report.charts import IDLE, INK
 from nest_megatron.report.html import (
     _model_words,

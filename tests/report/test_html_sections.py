@@ -14,8 +14,7 @@ import pytest
 from nest_megatron.api import planned_command
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.layout.before_after import BeforeAfter
-from nest_megatron.layout.objective import MechanismChange, Shortlist, SiteChange
+from nest_megatron.layout.estimate import BeforeAfter, MechanismChange, Shortlist, SiteChange
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.pins import PinnedPlan, read_pinned
 from nest_megatron.report.before_after import before_after_section, sum_words, verdict

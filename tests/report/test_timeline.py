@@ -14,9 +14,8 @@ import pytest
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.report.schedule_view import schedule_view
+from nest_megatron.report.schedule_view import chrome_trace, schedule_view
 from nest_megatron.report.timeline import draw_timeline
-from nest_megatron.report.trace import chrome_trace
 from nest_megatron.units import GIB
 from tests.report.plans import SHAPES, hand_plan
 

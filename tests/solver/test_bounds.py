@@ -17,7 +17,7 @@ from nest_megatron.layout.recompute import (
     RecomputeGranularity,
     RecomputeMethod,
 )
-from nest_megatron.model.adapters import Adapters
+from nest_megatron.model.encoder import Adapters
 from nest_megatron.solver import backend
 from nest_megatron.solver.bounds import Bounds
 from nest_megatron.solver.grids import GridSpace

@@ -10,8 +10,7 @@ import pytest
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.errors import UserInputError
-from nest_megatron.layout.partition import StagePartition
-from nest_megatron.layout.stage_layout import uniform_partition
+from nest_megatron.layout.stage_layout import StagePartition, uniform_partition
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner.assemble import describe_space
 from nest_megatron.solver.ranking import SolvedLayout

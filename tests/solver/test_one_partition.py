@@ -13,7 +13,6 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost, evaluate
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.recompute import (
     NO_RECOMPUTE,
     Recompute,
@@ -21,7 +20,8 @@ from nest_megatron.layout.recompute import (
     RecomputeMethod,
     RecomputeModule,
 )
-from nest_megatron.layout.rulebook.stages import decoder_layers, mtp_chunk, mtp_chunk_fits
+from nest_megatron.layout.rulebook.schedule import decoder_layers, mtp_chunk, mtp_chunk_fits
+from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner.assemble import describe_space
 from nest_megatron.solver import backend

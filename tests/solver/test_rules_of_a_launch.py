@@ -20,7 +20,7 @@ from nest_megatron.layout.rulebook.execution import (
     allows_execution,
     decisive_modules,
 )
-from nest_megatron.layout.rulebook.rule import violations
+from nest_megatron.layout.rulebook.facts import violations
 from nest_megatron.layout.rulebook.search import is_searched
 from nest_megatron.model.execution import PLAIN, Execution, GraphImpl
 from nest_megatron.solver.executions import has_graphs, kind_of, launched

@@ -16,7 +16,7 @@ import pytest
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rank_order import GroupKind, group_of_rank
 from nest_megatron.layout.recompute import RecomputeGranularity, RecomputeMethod
-from nest_megatron.layout.rulebook.stages import decoder_layers
+from nest_megatron.layout.rulebook.schedule import decoder_layers
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.layer_pattern import LayerKind
 from tests.training.layouts import LAYOUTS, STEPS, Layout, planned

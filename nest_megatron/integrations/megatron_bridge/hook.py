@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nest_megatron.config.job import installed_packages
 from nest_megatron.config.launch import (
     LaunchWords,
     MixedGpus,
@@ -25,7 +26,6 @@ from nest_megatron.config.launch import (
     split_words,
 )
 from nest_megatron.config.overrides import leaves
-from nest_megatron.config.target import installed_packages
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import OK, UserInputError
 from nest_megatron.integrations.megatron_bridge import BridgeConfig, apply_plan, read_recipe
@@ -59,7 +59,7 @@ from nest_megatron.integrations.recipe_plan import (
 )
 from nest_megatron.integrations.run_record import auditing_refusals
 from nest_megatron.layout import plan_file
-from nest_megatron.layout.execution_arguments import EXECUTION_FIELDS, execution_environment
+from nest_megatron.layout.execution_rules import EXECUTION_FIELDS, execution_environment
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.report.console import show
 

@@ -40,10 +40,8 @@ from nest_megatron.layout.plan import MEGATRON_LM, LaunchCommand, ParallelPlan
 from nest_megatron.layout.recompute import NO_RECOMPUTE
 from nest_megatron.layout.rulebook import RULES, require_launchable
 from nest_megatron.layout.rulebook.devices import has_multicast
-from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, LaunchRequest
-from nest_megatron.layout.rulebook.job import JOB_RULES, has_activation_flag
-from nest_megatron.layout.rulebook.options import contradicted
-from nest_megatron.layout.rulebook.rule import violations
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, LaunchRequest, violations
+from nest_megatron.layout.rulebook.options import JOB_RULES, contradicted, has_activation_flag
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import TransformerSpec
 

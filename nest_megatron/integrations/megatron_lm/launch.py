@@ -75,8 +75,7 @@ from nest_megatron.integrations.restore import restored_by_command
 from nest_megatron.integrations.run_record import auditing_refusals
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.dims import ParallelDims
-from nest_megatron.layout.launch import launch_words
-from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.plan import ParallelPlan, launch_words
 from nest_megatron.layout.policy import OnMismatch
 from nest_megatron.layout.rulebook.facts import known_release
 from nest_megatron.plain import from_plain

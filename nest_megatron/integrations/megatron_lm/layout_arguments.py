@@ -12,10 +12,9 @@ from typing import Any
 
 from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError
-from nest_megatron.layout.execution_arguments import EXECUTION_ARGUMENTS
-from nest_megatron.layout.partition import StagePartition
-from nest_megatron.layout.rulebook.stages import misplaced_mtp_chunk
-from nest_megatron.layout.stage_layout import parse_layout, uniform_partition
+from nest_megatron.layout.execution_rules import EXECUTION_ARGUMENTS
+from nest_megatron.layout.rulebook.schedule import misplaced_mtp_chunk
+from nest_megatron.layout.stage_layout import StagePartition, parse_layout, uniform_partition
 from nest_megatron.model.spec import TransformerSpec
 
 #: Megatron's arguments by destination.

@@ -42,7 +42,7 @@ from nest_megatron.integrations.process_variables import Environment
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.megatron_core.stage import Where
-from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.execution import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec

@@ -43,7 +43,7 @@ from nest_megatron.integrations.process_variables import set_variables
 from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
 from nest_megatron.megatron_core.stage import Where, smallest_dims
 from nest_megatron.megatron_core.units import Layers, described_layers
-from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.execution import Implementation
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.plain import from_plain, to_plain

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from nest_megatron.config.keywords import read_layout
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.plan_job import SEARCH_S, PlannedJob
-from nest_megatron.layout.before_after import Difference
 from nest_megatron.layout.dims import SHORT_DEGREES
+from nest_megatron.layout.estimate import Difference
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.stage_layout import spread_partition
 from nest_megatron.plain import to_plain
@@ -20,9 +20,9 @@ from nest_megatron.planner import EndedEarly, NoPlan
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.planner.layouts import Variant
 from nest_megatron.profile.lookup import LayerTimes
+from nest_megatron.report.before_after import peak_stage
 from nest_megatron.report.console import Shown
 from nest_megatron.report.memory_words import plan_verdict
-from nest_megatron.report.versus import peak_stage
 from nest_megatron.report.words import term_words
 from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Bytes, Seconds, format_gib, format_seconds
@@ -68,8 +68,8 @@ class Versus(Shown):
 
     def report(self) -> Iterator[RenderableType]:
         """The tables that ``explain --versus`` prints."""
+        from nest_megatron.report.before_after import versus_report
         from nest_megatron.report.terminal import notes_report
-        from nest_megatron.report.versus import versus_report
 
         yield versus_report(self.plan, self.other, self.difference, self.terms, self.memory)
         yield notes_report(self.notes)
@@ -128,9 +128,9 @@ class WhyNot(Shown):
         """What ``explain --why-not`` prints."""
         from rich.text import Text
 
+        from nest_megatron.report.before_after import layout_words, stages_table
         from nest_megatron.report.tables import heading, indented
         from nest_megatron.report.terminal import notes_report
-        from nest_megatron.report.versus import layout_words, stages_table
 
         asked = ", ".join(
             f"{SHORT_DEGREES.get(name, name)} {value}" for name, value in self.asked.items()
@@ -307,7 +307,7 @@ def _notes(plan: ParallelPlan, own: ParallelPlan) -> Iterator[str]:
 
 
 def _nearest_words(found: WhyNot) -> str:
-    from nest_megatron.report.versus import layout_words
+    from nest_megatron.report.before_after import layout_words
 
     if (nearest := found.nearest) is None:
         said = "was found that makes" if found.bounded else "makes"

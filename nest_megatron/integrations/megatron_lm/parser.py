@@ -29,7 +29,7 @@ from nest_megatron.integrations.launchers import (
     launched_ranks,
 )
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, RELEASES, is_within, release_number
-from nest_megatron.model.frequency import read_frequency
+from nest_megatron.model.layer_pattern import read_frequency
 
 _NEST_TOKEN = re.compile(r"^\+?\+?nest[.=]")
 

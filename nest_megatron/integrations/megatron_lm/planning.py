@@ -12,9 +12,8 @@ from typing import Any
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.cluster_detection import JobCluster
 from nest_megatron.config.compose import Settings
-from nest_megatron.config.job import FreeParameters, Job, ReadCommand
+from nest_megatron.config.job import FreeParameters, Job, ReadCommand, installed_packages
 from nest_megatron.config.request import request_for
-from nest_megatron.config.target import installed_packages
 from nest_megatron.cost_model.target_defaults import newer_release_notes
 from nest_megatron.errors import NestError
 from nest_megatron.integrations.megatron_lm import checkpoint
@@ -45,8 +44,8 @@ from nest_megatron.integrations.megatron_lm.write import WRITABLE
 from nest_megatron.integrations.process_variables import set_variables
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rulebook.devices import ELEMENTWISE_OPTIMIZERS
 from nest_megatron.layout.rulebook.facts import known_release
-from nest_megatron.layout.rulebook.sharding import ELEMENTWISE_OPTIMIZERS
 from nest_megatron.planner import Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.profile.installed import installed_versions

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import Settings
-from nest_megatron.config.job import Job
-from nest_megatron.config.target import CostInputs
+from nest_megatron.config.job import CostInputs, Job
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import (

@@ -48,12 +48,11 @@ from nest_megatron.layout.recompute import (
     RecomputeMethod,
     selective_recompute,
 )
-from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, Facts, release_number
-from nest_megatron.layout.rulebook.job import ACTIVATION_FLAGS
-from nest_megatron.layout.rulebook.rule import violations
-from nest_megatron.layout.rulebook.sharding import OPTIMIZER_RULES, STATE_FORMATS
+from nest_megatron.layout.rulebook.devices import OPTIMIZER_RULES, STATE_FORMATS
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, Facts, release_number, violations
+from nest_megatron.layout.rulebook.options import ACTIVATION_FLAGS
 from nest_megatron.layout.zero import ZERO_STAGES, DataParallelSharding, ZeroStage
-from nest_megatron.model.arguments import spec_from_arguments
+from nest_megatron.model.catalogue import spec_from_arguments
 from nest_megatron.model.layer_pattern import hybrid_kinds
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 

@@ -26,11 +26,10 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
 )
 from nest_megatron.integrations.megatron_lm.read import pipeline_limits
 from nest_megatron.layout.dims import RankOrder
-from nest_megatron.layout.execution_arguments import EXECUTION_ARGUMENTS
-from nest_megatron.layout.partition import StagePartition
+from nest_megatron.layout.execution_rules import EXECUTION_ARGUMENTS
 from nest_megatron.layout.recompute import NO_RECOMPUTE
-from nest_megatron.layout.rulebook.sharding import AWARE, allows_optimizer
-from nest_megatron.layout.stage_layout import parse_layout
+from nest_megatron.layout.rulebook.devices import AWARE, allows_optimizer
+from nest_megatron.layout.stage_layout import StagePartition, parse_layout
 from nest_megatron.layout.zero import (
     DataParallelSharding,
     ZeroStage,

@@ -32,7 +32,7 @@ from nest_megatron.integrations.megatron_lm.parser import (
 )
 from nest_megatron.layout.diff import Change, reason
 from nest_megatron.layout.dims import RankOrder
-from nest_megatron.layout.execution_arguments import (
+from nest_megatron.layout.execution_rules import (
     EXECUTION_ARGUMENTS,
     EXECUTION_FIELDS,
     WITH_EXPERTS,
@@ -41,23 +41,29 @@ from nest_megatron.layout.execution_arguments import (
 )
 from nest_megatron.layout.knobs import execution_reason
 from nest_megatron.layout.layout import layout_arguments
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
+from nest_megatron.layout.rulebook.devices import initializes_on_meta_device, overlaps_gradients
 from nest_megatron.layout.rulebook.facts import (
     DEFAULT_VERSION,
     LaunchRequest,
     Release,
     release_number,
 )
-from nest_megatron.layout.rulebook.job import ACTIVATION_FLAGS, has_activation_flag
-from nest_megatron.layout.rulebook.options import OPTION_RULES, contradicted
-from nest_megatron.layout.rulebook.sharding import initializes_on_meta_device, overlaps_gradients
-from nest_megatron.layout.stage_layout import is_uniform
+from nest_megatron.layout.rulebook.options import (
+    ACTIVATION_FLAGS,
+    OPTION_RULES,
+    contradicted,
+    has_activation_flag,
+)
+from nest_megatron.layout.stage_layout import StagePartition, is_uniform
 from nest_megatron.layout.zero import STRATEGIES, DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import PLAIN
 from nest_megatron.model.layer_pattern import LayerBlock
-from nest_megatron.model.spec import ModelFamily, TransformerSpec
+from nest_megatron.model.spec import (
+    ModelFamily,
+    TransformerSpec,
+)
 from nest_megatron.plain import to_plain
 from nest_megatron.units import format_gib
 

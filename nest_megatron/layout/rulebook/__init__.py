@@ -12,15 +12,11 @@ from collections.abc import Collection, Iterator
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.rulebook.degrees import DEGREE_RULES
-from nest_megatron.layout.rulebook.devices import DEVICE_RULES
+from nest_megatron.layout.rulebook.devices import DEVICE_RULES, OPTIMIZER_RULES, SHARDING_RULES
 from nest_megatron.layout.rulebook.execution import EXECUTION_RULES, FORMAT_RULES, RECOMPUTE_RULES
-from nest_megatron.layout.rulebook.facts import LaunchRequest
-from nest_megatron.layout.rulebook.job import ENGINE_RULES, JOB_RULES
-from nest_megatron.layout.rulebook.options import OPTION_RULES
-from nest_megatron.layout.rulebook.rule import Rule, violations
-from nest_megatron.layout.rulebook.schedule import SCHEDULE_RULES
-from nest_megatron.layout.rulebook.sharding import OPTIMIZER_RULES, SHARDING_RULES
-from nest_megatron.layout.rulebook.stages import STAGE_RULES
+from nest_megatron.layout.rulebook.facts import LaunchRequest, Rule, violations
+from nest_megatron.layout.rulebook.options import ENGINE_RULES, JOB_RULES, OPTION_RULES
+from nest_megatron.layout.rulebook.schedule import SCHEDULE_RULES, STAGE_RULES
 from nest_megatron.model.spec import TransformerSpec
 
 #: What of a layout is said by its degrees, its batch and its ZeRO stage.

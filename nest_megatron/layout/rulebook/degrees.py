@@ -12,8 +12,7 @@ import math
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.layout.dims import ParallelDims, RankOrder
-from nest_megatron.layout.rulebook.facts import Release
-from nest_megatron.layout.rulebook.rule import Rule
+from nest_megatron.layout.rulebook.facts import Release, Rule
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.shard import fits_fused_attention
 from nest_megatron.model.spec import ModelFamily, TransformerSpec

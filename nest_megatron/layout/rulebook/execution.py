@@ -12,8 +12,14 @@ from collections.abc import Callable
 from nest_megatron.cluster.records import Precision
 from nest_megatron.layout.cuda_graphs import CudaGraphs
 from nest_megatron.layout.recompute import RecomputeModule
-from nest_megatron.layout.rulebook.facts import DEEPEP_RANKS, LaunchRequest, Release, matrix_sides
-from nest_megatron.layout.rulebook.rule import Rule, violations
+from nest_megatron.layout.rulebook.facts import (
+    DEEPEP_RANKS,
+    LaunchRequest,
+    Release,
+    Rule,
+    matrix_sides,
+    violations,
+)
 from nest_megatron.model.execution import (
     ContextTraffic,
     Execution,

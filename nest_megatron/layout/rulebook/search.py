@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
-from nest_megatron.layout.rulebook.facts import Facts
-from nest_megatron.layout.rulebook.rule import Rule
+from nest_megatron.layout.rulebook.facts import Facts, Rule
 
 _DENSE = ("world_size", "tp", "sequence_parallel", "cp")
 _EXPERTS = (*_DENSE, "ep", "etp")

@@ -11,25 +11,29 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
+from nest_megatron.model.block_parameters import decoder_of, encoder_of, sized
 from nest_megatron.model.graph import LayerGraph
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.operators.adapters import adapted, adapted_products
 from nest_megatron.model.operators.attention import attention_graph
 from nest_megatron.model.operators.common import ACT
-from nest_megatron.model.operators.cross_attention import cross_attention_graph
-from nest_megatron.model.operators.ends import around_mtp_graph, embedding_graph, head_graph
+from nest_megatron.model.operators.ends import (
+    around_mtp_graph,
+    embedding_graph,
+    encoder_graph,
+    head_graph,
+    projector_graph,
+)
 from nest_megatron.model.operators.feed_forward import experts_graph, mlp_graph
-from nest_megatron.model.operators.heterogeneous import (
+from nest_megatron.model.operators.mamba import gated_delta_net_graph, mamba_graph
+from nest_megatron.model.operators.variant import (
+    cross_attention_graph,
     linear_for_attention_graph,
     linear_for_mlp_graph,
+    with_variant,
 )
-from nest_megatron.model.operators.linear_attention import gated_delta_net_graph
-from nest_megatron.model.operators.mamba import mamba_graph
-from nest_megatron.model.operators.variant import with_variant
-from nest_megatron.model.operators.vision import encoder_graph, projector_graph
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.model.stacks import decoder_of, encoder_of, sized
 
 __all__ = ["ACT", "adapted_products", "block_graph", "layer_graph"]
 

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from nest_megatron.model.adapters import PROJECTIONS, Adapters, PeftScheme
+from nest_megatron.model.encoder import PROJECTIONS, Adapters, PeftScheme
 from nest_megatron.model.graph import (
     Group,
     LayerCollective,

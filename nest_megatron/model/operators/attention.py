@@ -23,10 +23,10 @@ from nest_megatron.model.operators.common import (
     dropout_mask,
     gathered_block,
     gemm,
+    offloaded_attention,
     row_parallel,
     streaming,
 )
-from nest_megatron.model.operators.offload import offloaded_attention
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 
@@ -51,8 +51,7 @@ def attention_graph(
     """
     if "D" in spec.hybrid_layer_pattern:
         what, limit = f"model {spec.name}: hybrid_layer_pattern", "its work is not known"
-        fix = "nest-megatron models counts its parameters."
-        raise UnplannableModelError(what, "D", limit, fix)
+        raise UnplannableModelError(what, "D", limit, "nest-megatron models counts its parameters.")
     layer = _latent_attention if spec.multi_latent_attention else _attention
     graph = layer(spec, shard, _attention_span(spec, shard, block))
     graph = dataclasses.replace(graph, input_bytes=shard.hidden_bytes(spec))

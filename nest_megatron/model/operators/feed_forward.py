@@ -13,9 +13,9 @@ from nest_megatron.model.operators.common import (
     dropout_mask,
     gathered_block,
     gemm,
+    offloaded_experts,
     streaming,
 )
-from nest_megatron.model.operators.offload import offloaded_experts
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 

@@ -1,14 +1,19 @@
-"""A Mamba-2 layer: norm, input projection, convolution, chunked scan, gated norm, projection.
+"""A Mamba-2 layer and a gated delta net: convolution, scan and gated norm between projections.
 
 Source: ``megatron/core/ssm/mamba_mixer.py`` and ``mamba_context_parallel.py`` of megatron-core
 0.16.1 and 0.20 (the same work in both), whose training pass calls one autograd function of
 mamba_ssm, ``mamba_split_conv1d_scan_combined`` (``ops/triton/ssd_combined.py``). The algorithm is
 section 6 of arXiv 2405.21060: inside a chunk products as in attention, between chunks states.
+
+The gated delta net: ``megatron/core/ssm/gated_delta_net.py`` of 0.16.1 and
+``ssm/gated_delta_net/`` of 0.20, whose rule is a chain of kernels of flash-linear-attention
+(``fla/ops/gated_delta_rule/chunk.py``). Query and key heads are copied before it to as many as
+there are value heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from nest_megatron.model.graph import (
@@ -68,45 +73,69 @@ def _widths(spec: TransformerSpec, shard: LayerShard) -> _Widths:
 
 def mamba_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """A Mamba-2 layer with its norm and residual."""
-    act, hidden = shard.activation_bytes, spec.hidden_size
-    tokens, local = shard.tokens(spec), shard.tokens_between_blocks(spec)
-    hidden_bytes, widths = shard.hidden_bytes(spec), _widths(spec, shard)
-    inner_bytes = tokens * widths.inner * act
-    operators = (
-        streaming("input_norm", Part.SSM, 2 * hidden_bytes),
-        gemm(shard, "in_proj", Part.SSM, tokens, hidden, widths.projected),
-        *exchange_copies(shard, tokens * widths.scanned * act, inner_bytes),
-        _convolution(tokens * (widths.inner + widths.bc) * act),
+    act, tokens, widths = shard.activation_bytes, shard.tokens(spec), _widths(spec, shard)
+    scanned_bytes, inner_bytes = tokens * widths.scanned * act, tokens * widths.inner * act
+    between = (
+        *_exchange_copies(shard, scanned_bytes, inner_bytes),
+        # read and written once; the backward pass first does it again
+        streaming(
+            "conv1d", Part.SSM, 2 * (tokens * (widths.inner + widths.bc) * act), backward=2.5
+        ),
         _scan(widths, tokens, act),
         streaming("gated_norm", Part.SSM, 2 * inner_bytes),
-        gemm(shard, "out_proj", Part.SSM, tokens, widths.inner, hidden),
-        streaming("residual", Part.SSM, 3 * hidden_bytes, backward=0.67),
     )
     saved = (
-        (Part.SSM, local * hidden * shard.input_bytes),
         # what the kernel is given, what it makes before the gate, what the norm is given
         (Part.SSM, tokens * (widths.scanned + 2 * widths.inner) * act),
         (Part.SSM, tokens * widths.groups * FP32),  # one deviation of the norm for each group
-        (Part.SSM, tokens * widths.inner * shard.input_bytes),
-        dropout_mask(spec, local),
     )
-    collectives = (
-        *gathered_block(spec, shard, Part.SSM, Part.SSM, "in_proj", "out_proj"),
-        *exchanges(shard, tokens * widths.scanned * act, inner_bytes, calls=5),
-    )
-    graph = LayerGraph(
-        operators=operators,
-        collectives=collectives,
-        input_bytes=hidden_bytes,
-        saved_bytes=saved,
-        working_bytes=_working_bytes(widths, tokens, act),
+    exchanged = tuple(_exchanges(shard, scanned_bytes, inner_bytes, calls=5))
+    working = _working_bytes(widths, tokens, act)
+    graph = _mixer(
+        spec, shard, (widths.projected, widths.inner), between, exchanged, saved, working
     )
     return with_graph_inputs(graph, shard, "mamba")
 
 
-def _convolution(num_bytes: float) -> Operator:
-    """The causal convolution, read and written once; the backward pass first does it again."""
-    return streaming("conv1d", Part.SSM, 2 * num_bytes, backward=2.5)
+def _mixer(
+    spec: TransformerSpec,
+    shard: LayerShard,
+    widths: tuple[float, float],
+    between: Iterable[Operator],
+    exchanged: Iterable[LayerCollective],
+    saved: Iterable[tuple[Part, float]],
+    working_bytes: float,
+) -> LayerGraph:
+    """Norm, input projection, what lies between, output projection, residual.
+
+    Args:
+        widths: what the first projection puts out, and what the second is given, on one rank.
+        saved: between the projections; what the second is given is kept beside it.
+    """
+    tokens, hidden = shard.tokens(spec), spec.hidden_size
+    local, hidden_bytes = shard.tokens_between_blocks(spec), shard.hidden_bytes(spec)
+    projected, inner = widths
+    return LayerGraph(
+        operators=(
+            streaming("input_norm", Part.SSM, 2 * hidden_bytes),
+            gemm(shard, "in_proj", Part.SSM, tokens, hidden, projected),
+            *between,
+            gemm(shard, "out_proj", Part.SSM, tokens, inner, hidden),
+            streaming("residual", Part.SSM, 3 * hidden_bytes, backward=0.67),
+        ),
+        collectives=(
+            *gathered_block(spec, shard, Part.SSM, Part.SSM, "in_proj", "out_proj"),
+            *exchanged,
+        ),
+        input_bytes=hidden_bytes,
+        saved_bytes=(
+            (Part.SSM, local * hidden * shard.input_bytes),
+            *saved,
+            (Part.SSM, tokens * inner * shard.input_bytes),
+            dropout_mask(spec, local),
+        ),
+        working_bytes=working_bytes,
+    )
 
 
 def _scan(widths: _Widths, tokens: float, act: int) -> Operator:
@@ -145,7 +174,7 @@ def _working_bytes(widths: _Widths, tokens: float, act: int) -> float:
     return tokens * ((widths.scanned + 2 * widths.inner) * act + states)
 
 
-def exchange_copies(shard: LayerShard, into: float, out_of: float) -> Iterator[Operator]:
+def _exchange_copies(shard: LayerShard, into: float, out_of: float) -> Iterator[Operator]:
     """What context parallelism copies: pieces for the exchange, their sum, the order of tokens.
 
     Attention's order is undone before the scan and made again behind it.
@@ -155,7 +184,7 @@ def exchange_copies(shard: LayerShard, into: float, out_of: float) -> Iterator[O
         yield streaming("exchange_copies", Part.SSM, moved, backward=1.0, kernels=20)
 
 
-def exchanges(
+def _exchanges(
     shard: LayerShard, into: float, out_of: float, *, calls: int
 ) -> Iterator[LayerCollective]:
     """Sequence for heads, in so many calls, and back in one, among context-parallel ranks."""
@@ -172,3 +201,118 @@ def exchanges(
                 backward=backward,
                 num_calls=count,
             )
+
+
+#: Tokens of a chunk: the default of ``chunk_gated_delta_rule``.
+DELTA_CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _DeltaWidths:
+    """Channels of a token on one rank.
+
+    Args:
+        heads: of values, and of queries and keys once they are copied.
+        query, value: of all heads together, the former before they are copied.
+        copied: of queries, or of keys, behind that.
+    """
+
+    heads: float
+    query: float
+    value: float
+    copied: float
+
+    @property
+    def convolved(self) -> float:
+        """Queries, keys and values."""
+        return 2 * self.query + self.value
+
+    @property
+    def projected(self) -> float:
+        """What the input projection puts out: those, an output gate and two gates a head."""
+        return self.convolved + self.value + 2 * self.heads
+
+
+def _delta_widths(spec: TransformerSpec, shard: LayerShard) -> _DeltaWidths:
+    tp = shard.tensor_model_parallel_size
+    heads = spec.linear_num_value_heads / tp
+    return _DeltaWidths(
+        heads=heads,
+        query=spec.linear_num_key_heads * spec.linear_key_head_dim / tp,
+        value=heads * spec.linear_value_head_dim,
+        copied=heads * spec.linear_key_head_dim,
+    )
+
+
+def gated_delta_net_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
+    """A gated delta net with its norm and residual."""
+    act, tokens, widths = shard.activation_bytes, shard.tokens(spec), _delta_widths(spec, shard)
+    projected_bytes, value_bytes = tokens * widths.projected * act, tokens * widths.value * act
+    is_copied = spec.linear_num_value_heads > spec.linear_num_key_heads
+    copies = tokens * 2 * widths.copied * act if is_copied else 0.0
+    between = (
+        # transposed, convolved with its activation; back in the order of tokens on the way
+        streaming("conv1d", Part.SSM, 4 * tokens * widths.convolved * act, backward=1.5, kernels=2),
+        *_inputs_of_rule(widths, tokens, act, copies),
+        _rule(spec, widths, tokens, act),
+        streaming("gated_norm", Part.SSM, 4 * value_bytes, kernels=3),
+        *_exchange_copies(shard, projected_bytes, value_bytes),
+    )
+    saved = ((Part.SSM, tokens * _saved_inside(widths, act) + copies),)
+    exchanged = tuple(_exchanges(shard, projected_bytes, value_bytes, calls=1))
+    working = tokens * (2 * widths.projected + 4 * widths.copied) * act
+    graph = _mixer(
+        spec, shard, (widths.projected, widths.value), between, exchanged, saved, working
+    )
+    return with_graph_inputs(graph, shard, "attn")
+
+
+def _saved_inside(widths: _DeltaWidths, act: int) -> float:
+    """Bytes a token between the two projections, copies of heads apart.
+
+    The convolution keeps its input; the norms of queries and keys their output and a deviation; the
+    rule values, one product inside each chunk, a decay (cumulated, float32) and a strength; the
+    decay the input and output of its softplus, the strength its sigmoid; the gated norm its input
+    and output, a deviation and the gate.
+    """
+    inside = widths.convolved + 2 * widths.query + widths.value + widths.heads * DELTA_CHUNK
+    gates = widths.heads * (FP32 + 2 * FP32 + act)
+    norm = 3 * widths.value * act + widths.heads * FP32
+    return inside * act + gates + norm + 2 * widths.heads * FP32
+
+
+def _inputs_of_rule(
+    widths: _DeltaWidths, tokens: float, act: int, copies: float
+) -> Iterator[Operator]:
+    """Queries and keys normed and copied to all heads, values and gates laid out anew."""
+    moved = tokens * (4 * 2 * widths.query + 4 * widths.value) * act + 1.5 * copies
+    yield streaming("rule_inputs", Part.SSM, moved, backward=1.0, kernels=8)
+    gates = tokens * widths.heads * (6 * FP32 + 4 * act)
+    yield streaming("decay", Part.SSM, gates, backward=1.0, kernels=6)
+
+
+def _rule(spec: TransformerSpec, widths: _DeltaWidths, tokens: float, act: int) -> Operator:
+    """The gated delta rule over chunks, and its gradient (``chunk_gated_delta_rule_fwd``).
+
+    Forward, for each value head with keys of ``K`` and values of ``V``: keys with keys, the inverse
+    of that triangle, what it makes of keys and values (``w``, ``u``); states against ``w`` and with
+    keys; queries with states and keys, and those scores with values. The backward pass makes
+    ``w``, ``u`` and states again, then the gradient of each product.
+    """
+    key, value, heads = widths.copied, spec.linear_value_head_dim, widths.heads
+    states = key * value  # of all heads, a product with them for each token
+    inside = DELTA_CHUNK * key, DELTA_CHUNK * widths.value, heads * DELTA_CHUNK * DELTA_CHUNK
+    state_bytes = states / DELTA_CHUNK * act
+    return Operator(
+        name="delta_rule",
+        part=Part.SSM,
+        kind=OperatorKind.SCAN,
+        flops=tokens * (6 * states + 6 * inside[0] + 4 * inside[1] + inside[2] / 3),
+        bytes_moved=tokens
+        * ((7 * key + 6 * widths.value + 2 * heads * DELTA_CHUNK) * act + 2 * state_bytes),
+        backward_flops=tokens * (16 * states + 18 * inside[0] + 10 * inside[1] + 4 * inside[2]),
+        backward_bytes_moved=tokens
+        * ((21 * key + 15 * widths.value + 2 * heads * DELTA_CHUNK) * act + 4 * state_bytes),
+        num_kernels=5,
+        has_weight=False,
+    )

@@ -1,4 +1,4 @@
-"""How the work of a block differs where a model differs from Megatron-LM's own layers.
+"""Blocks that few models have, and how work differs from that of Megatron-LM's own layers.
 
 Closed forms by the rules of the other operators, for layers that no framework measured here builds:
 a norm is a streaming kernel that keeps its input, a cap one over what it caps.
@@ -7,14 +7,107 @@ a norm is a streaming kernel that keeps its input, a cap one over what it caps.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 
-from nest_megatron.model.graph import LayerCollective, LayerGraph, Operator, Part
+from nest_megatron.model.block_parameters import decoder_of, encoder_of
+from nest_megatron.model.graph import LayerCollective, LayerGraph, Part
 from nest_megatron.model.layer_pattern import LayerBlock
-from nest_megatron.model.operators.common import FP32, gemm, streaming
+from nest_megatron.model.operators.attention import core_attention
+from nest_megatron.model.operators.common import (
+    FP32,
+    column_parallel,
+    dropout_mask,
+    gathered_block,
+    gemm,
+    streaming,
+)
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.model.variant import NormPlacement
+
+
+def cross_attention_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
+    """Each decoder token attends to all of the encoder's.
+
+    The encoder's output, which keys and values are made of, is one tensor for all layers: the head
+    counts it. The norm stands alone, and keeps its input beside what the query's projection keeps.
+
+    Source: ``megatron.core.transformer.attention.CrossAttention``, ``T5.t5_spec``.
+    """
+    act, decoder, encoder = shard.activation_bytes, decoder_of(spec), encoder_of(spec)
+    hidden, head_dim = spec.hidden_size, spec.head_dim
+    heads = spec.num_attention_heads / shard.tensor_model_parallel_size
+    queries, keys, width = shard.tokens(decoder), shard.tokens(encoder), heads * head_dim
+    local, hidden_bytes = shard.tokens_between_blocks(decoder), shard.hidden_bytes(decoder)
+    context_bytes = keys * hidden * act
+    around = LayerGraph(
+        operators=(
+            streaming("cross_norm", Part.RESIDUAL, 2 * hidden_bytes),
+            gemm(shard, "cross_query", Part.QKV, queries, hidden, width),
+            gemm(shard, "cross_key_value", Part.QKV, keys, hidden, 2 * width),
+            gemm(shard, "cross_projection", Part.PROJECTION, queries, width, hidden),
+            streaming("cross_residual", Part.RESIDUAL, 3 * hidden_bytes, backward=0.67),
+        ),
+        collectives=(
+            *gathered_block(
+                decoder, shard, Part.QKV, Part.PROJECTION, "cross_query", "cross_projection"
+            ),
+            *column_parallel(shard, Part.QKV, "cross_key_value", context_bytes),
+        ),
+        saved_bytes=(
+            (Part.RESIDUAL, hidden_bytes + local * hidden * shard.input_bytes),
+            (Part.QKV, (queries + 2 * keys) * width * act),
+            (Part.PROJECTION, queries * width * (act + shard.cast_bytes)),
+            dropout_mask(spec, local),
+        ),
+    )
+    core = core_attention(
+        decoder, shard, encoder.seq_length, head_dim, head_dim, heads, keys=encoder.seq_length
+    )
+    return around + core
+
+
+def linear_for_attention_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
+    """Norm, a projection of the hidden size to itself, residual; its input is the layer's."""
+    graph = _linear(spec, shard, Part.INPUT_NORM, Part.PROJECTION)
+    return graph + LayerGraph(operators=(), input_bytes=shard.hidden_bytes(spec))
+
+
+def linear_for_mlp_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
+    """The same behind attention, whose output the residual keeps."""
+    graph = _linear(spec, shard, Part.MLP_NORM, Part.MLP)
+    return graph + LayerGraph(
+        operators=(), saved_bytes=((Part.RESIDUAL, shard.hidden_bytes(spec)),)
+    )
+
+
+def _linear(spec: TransformerSpec, shard: LayerShard, norm: Part, part: Part) -> LayerGraph:
+    """One linear layer, whose columns tensor-parallel ranks gather.
+
+    With sequence parallelism it does not run (``linear_replacements`` of the rulebook). Source:
+    ``megatron.core.transformer.heterogeneous.linear_replacements``.
+    """
+    tokens, local = shard.tokens(spec), shard.tokens_between_blocks(spec)
+    hidden, hidden_bytes = spec.hidden_size, shard.hidden_bytes(spec)
+    whole = tokens * hidden * shard.activation_bytes
+    name, columns = f"{part}_linear", hidden / shard.tensor_model_parallel_size
+    gathered = LayerCollective(f"{name}.columns", part, "all_gather", whole)
+    return LayerGraph(
+        operators=(
+            streaming(f"{name}_norm", norm, 2 * hidden_bytes),
+            gemm(shard, name, part, tokens, hidden, columns),
+            streaming(f"{name}_residual", Part.RESIDUAL, 3 * hidden_bytes, backward=0.67),
+        ),
+        collectives=(
+            *column_parallel(shard, part, name, whole),
+            *((gathered,) if shard.tensor_model_parallel_size > 1 else ()),
+        ),
+        saved_bytes=(
+            (norm, local * hidden * shard.input_bytes),
+            dropout_mask(spec, local),
+        ),
+        working_bytes=3 * whole,
+    )
+
 
 _OF_EACH_TOKEN = (LayerBlock.DENSE, LayerBlock.EXPERTS)
 
@@ -32,15 +125,19 @@ def with_variant(
     if block is LayerBlock.MTP:
         return graph
     if spec.variant.parallel_attention and block in _OF_EACH_TOKEN:
-        graph = _beside_attention(graph, spec, shard)
+        graph = _parallel_attention(graph, spec, shard)
     if spec.variant.norm_placement is NormPlacement.SANDWICH:
-        graph += _norm_behind(spec, shard)
+        size = shard.hidden_bytes(spec)
+        graph += LayerGraph(
+            operators=(streaming("norm_behind", Part.RESIDUAL, 2 * size),),
+            saved_bytes=((Part.RESIDUAL, size),),
+        )
     if spec.variant.qk_norm_full_width and block.mixes_tokens and spec.qk_layernorm:
         graph += _qk_sums(spec, shard)
     return graph
 
 
-def _beside_attention(graph: LayerGraph, spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
+def _parallel_attention(graph: LayerGraph, spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """An MLP that reads what attention reads: its output joins attention's before both are summed.
 
     It keeps no residual of its own, and adds to the one sum of the layer. With a shared norm its
@@ -56,31 +153,13 @@ def _beside_attention(graph: LayerGraph, spec: TransformerSpec, shard: LayerShar
     return dataclasses.replace(
         graph,
         operators=(
-            *_without(graph.operators, dropped),
+            *(each for each in graph.operators if each.name not in dropped),
             streaming("mlp_residual", Part.RESIDUAL, hidden_bytes, backward=0.0),
         ),
-        collectives=_silent(graph.collectives, silent),
+        collectives=tuple(
+            each for each in graph.collectives if each.name.split(".")[0] not in silent
+        ),
         saved_bytes=(*graph.saved_bytes, *saved),
-    )
-
-
-def _without(operators: tuple[Operator, ...], names: Collection[str]) -> tuple[Operator, ...]:
-    return tuple(each for each in operators if each.name not in names)
-
-
-def _silent(
-    collectives: tuple[LayerCollective, ...], projections: Collection[str]
-) -> tuple[LayerCollective, ...]:
-    """The traffic but for that of some projections, which is attention's too."""
-    return tuple(each for each in collectives if each.name.split(".")[0] not in projections)
-
-
-def _norm_behind(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
-    """A norm of what a block puts out, before the residual."""
-    size = shard.hidden_bytes(spec)
-    return LayerGraph(
-        operators=(streaming("norm_behind", Part.RESIDUAL, 2 * size),),
-        saved_bytes=((Part.RESIDUAL, size),),
     )
 
 

@@ -16,8 +16,8 @@ from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, Recompute
+from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.solver.grids import GridSpace

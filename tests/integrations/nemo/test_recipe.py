@@ -20,7 +20,7 @@ from nest_megatron.integrations.nemo import (
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import RecomputeGranularity
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.model.adapters import Adapters
+from nest_megatron.model.encoder import Adapters
 from nest_megatron.report.failure import NothingFitsError
 from tests import catalogue
 from tests.contract.test_adapters import laid_out

@@ -9,8 +9,8 @@ from functools import cache, partial
 import pytest
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.layout.partition import StagePartition
 from nest_megatron.layout.recompute import NO_RECOMPUTE
+from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.research.baselines import aceso, mcmc
 from nest_megatron.research.baselines.job import NOTHING_FITS, ComparisonJob

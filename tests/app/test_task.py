@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nest_megatron.app.asked import Answer, Asked, Work
-from nest_megatron.app.form import (
+from nest_megatron.app.task import (
     BATCH,
     CLUSTER,
     CLUSTER_FILE,
@@ -20,7 +19,10 @@ from nest_megatron.app.form import (
     MODEL_FILE,
     RELEASE,
     SETTINGS,
+    Answer,
     MistakesError,
+    Task,
+    Work,
 )
 from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.errors import UserInputError
@@ -37,7 +39,7 @@ SMALL = {"cluster": "dgx_h100", "num_gpus": "8", "global_batch_size": "64"}
 
 
 def answer(work: Work = Work.PLAN, **fields: object) -> Answer:
-    return Asked(work=work, **{**SMALL, **fields}).answer()
+    return Task(work=work, **{**SMALL, **fields}).answer()
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +81,8 @@ def test_a_flag_that_megatron_lacks_is_named() -> None:
 
 def test_a_sweep_has_a_row_for_each_change(planned: Answer) -> None:
     told: list[str] = []
-    asked = Asked(work=Work.WHATIF, plan_file=planned.plan_file, changes="memory=141GiB")
-    found = asked.answer(on_part=told.append)
+    task = Task(work=Work.WHATIF, plan_file=planned.plan_file, changes="memory=141GiB")
+    found = task.answer(on_part=told.append)
     changed = "cluster.accelerator.memory_bytes=141GiB"
     assert told == ["planning 1 of 2: unchanged", f"planning 2 of 2: {changed}"]
     assert "unchanged" in found.text
@@ -97,8 +99,8 @@ def test_a_sweep_of_a_command_says_what_runs_today_there() -> None:
 
 def test_several_numbers_of_gpus_have_a_table_and_their_plans() -> None:
     told: list[str] = []
-    asked = Asked(work=Work.SIZES, model="llama3_8b", **{**SMALL, "num_gpus": "8..16:4"})
-    found = asked.answer(on_part=told.append)
+    task = Task(work=Work.SIZES, model="llama3_8b", **{**SMALL, "num_gpus": "8..16:4"})
+    found = task.answer(on_part=told.append)
     assert told == [f"planning for {size} GPUs" for size in (8, 12, 16)]
     assert "job takes" in found.text  # whole nodes, and 12 is one and a half
     assert list(found.plans) == [8, 16]
@@ -120,13 +122,13 @@ def test_several_numbers_of_gpus_have_a_table_and_their_plans() -> None:
 def test_what_is_not_asked_of_several_is_said(fields: dict[str, object], what: str) -> None:
     asked = {**SMALL, "work": Work.SIZES, "model": "llama3_8b", "num_gpus": "8..16", **fields}
     with pytest.raises((UserInputError, MistakesError), match=what):
-        Asked(**asked).answer()  # type: ignore[arg-type]
+        Task(**asked).answer()  # type: ignore[arg-type]
 
 
 def test_planners_are_compared_on_the_page_of_compare() -> None:
     told: list[str] = []
-    asked = Asked(work=Work.PLANNERS, model="gpt3_126m", **SMALL)
-    found = asked.answer(on_part=told.append)
+    task = Task(work=Work.PLANNERS, model="gpt3_126m", **SMALL)
+    found = task.answer(on_part=told.append)
     assert told == [f"planning: {name}" for name in PLANNERS]
     assert "Why each is where it is" in found.text
     assert "default-src 'none'" in found.page
@@ -134,7 +136,7 @@ def test_planners_are_compared_on_the_page_of_compare() -> None:
 
 def test_settings_are_those_of_the_command_line() -> None:
     lines = "\n parallel.tensor_model_parallel_size = 2\n\ncluster.levels.node.latency=2us\n"
-    assert Asked(work=Work.PLAN, num_gpus=" 16 ", settings=lines).keywords() == {
+    assert Task(work=Work.PLAN, num_gpus=" 16 ", settings=lines).keywords() == {
         "cluster.num_gpus": "16",
         "parallel.tensor_model_parallel_size": "2",
         "cluster.levels.node.latency": "2us",

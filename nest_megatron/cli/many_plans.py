@@ -1,0 +1,198 @@
+"""The work of ``plan -m``, ``--for-nodes`` and ``--for-gpus``, and of ``whatif``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from nest_megatron.api import PlanTable, table_job
+from nest_megatron.api.jobs import sweep_job
+from nest_megatron.api.results import Scaling
+from nest_megatron.api.sweep import SweepOptions, Swept, run_jobs
+from nest_megatron.api.variants import command_variants, parse_changes, plan_variants
+from nest_megatron.cli.command_kinds import forced
+from nest_megatron.cli.planning import FreeingOptions, PlanOptions, composed_settings
+from nest_megatron.config.compose import Settings, compose
+from nest_megatron.config.defaults import with_defaults
+from nest_megatron.config.overrides import (
+    Setting,
+    expand,
+    read_counts,
+    refuse_sweeps,
+    split_launcher,
+    swept,
+)
+from nest_megatron.errors import OK, UserInputError
+from nest_megatron.files import is_standard_output, write_text
+from nest_megatron.integrations.megatron_lm.node_counts import (
+    TableJob,
+    plan_for_nodes,
+    settings_for_nodes,
+)
+from nest_megatron.integrations.typed_command import command_of_plan, read_request
+from nest_megatron.report.console import print_notes, progress, say, show, show_json
+from nest_megatron.report.plan_rows import (
+    scaling_page,
+    sweep_page,
+    sweep_report,
+)
+
+_FOR_NODES, _FOR_GPUS, _SIZE = "--for-nodes", "--for-gpus", "cluster.num_gpus"
+_EITHER = "Leave one of the two out."
+
+
+def run_plan_table(options: PlanOptions, nodes: str) -> int:
+    """Plan one job for each number of nodes and print the table."""
+    settings, launcher = options.settings()
+    counts = read_counts(nodes, _FOR_NODES)
+    _refuse_other_jobs(options, _FOR_NODES)
+    for setting in launcher:
+        limit = "a launcher runs the jobs of a sweep"
+        raise UserInputError(setting.key, setting.value, limit, fix="Leave it out.")
+    composed = settings_for_nodes(composed_settings(settings, options.config_dir), counts)
+    with progress() as report:
+        job = _table_job(composed, options)
+        made = plan_for_nodes(dataclasses.replace(job, on_progress=report), counts)
+    found = PlanTable(record=made, notes=job.request.notes)
+    out = composed.out
+    if out is not None:
+        found.save(Path(out), force=True)  # checked before the search
+    if options.as_json:
+        show_json(found.to_dict())
+        return OK
+    show(*found.report())
+    if out is not None:
+        say(f"Written to {out}; `nest-megatron pin {out}` freezes it for +nest=pinned.")
+    return OK
+
+
+def _table_job(composed: Settings, options: PlanOptions) -> TableJob:
+    if (text := options.command()) is None:
+        return table_job(composed)
+    version = options.megatron_version
+    job, request = read_request(
+        text, composed, free=options.freed, version=version, strict=options.strict
+    )
+    return TableJob(
+        request=request,
+        version=job.version,
+        values=job.values,
+        finished=lambda found: command_of_plan(job, request, composed, found).plan,
+    )
+
+
+def _refuse_other_jobs(options: PlanOptions, option: str) -> None:
+    """Refuse options that mean one plan, or other jobs."""
+    for name, is_set in (
+        ("--multirun", options.multirun),
+        ("--shortlist", options.shortlist),
+        (_FOR_GPUS, options.for_gpus is not None and option != _FOR_GPUS),
+    ):
+        if is_set:
+            raise UserInputError(name, option, limit="the table is of one job", fix=_EITHER)
+
+
+def run_sweep(options: PlanOptions) -> int:
+    """Plan each job that the folder of ``out`` does not hold yet, and print one row a job."""
+    settings, launcher = options.settings()
+    keys = swept(settings)
+    each = expand([s for s in settings if s.key != "out"])
+    jobs = [sweep_job(job, keys, options.config_dir) for job in each]
+    found = run_jobs(jobs, _sweep_options(settings, launcher))
+    same = " ".join(str(s) for s in settings if s.key not in {"out", *keys})
+    if options.html is not None:
+        write_text(options.html, sweep_page(same, found.rows))
+    done = [{"overrides": [*map(str, job.varied)], **result} for job, result in found.done]
+    _print_rows({"jobs": done}, sweep_report(same, found.rows), found, as_json=options.as_json)
+    return found.exit_code()
+
+
+def _sweep_options(settings: Sequence[Setting], launcher: Sequence[Setting]) -> SweepOptions:
+    """Where jobs run by their settings, whose ``out`` is the folder."""
+    out = next((s.value for s in settings if s.key == "out" and s.value != "null"), None)
+    return SweepOptions(launcher=launcher, out=out, force=forced())
+
+
+def _print_rows(
+    document: Mapping[str, Any], parts: Iterable[RenderableType], found: Swept, *, as_json: bool
+) -> None:
+    """Print what jobs came to, and which files were written."""
+    if as_json:
+        show_json(document)
+        return
+    show(*parts)
+    if files := found.files:
+        say(f"Plans written to {Path(files[0]).parent}, all of them in {', '.join(files)}.")
+
+
+def run_scaling(options: PlanOptions, gpus: str) -> int:
+    """Plan one job for each number of GPUs and print one row each."""
+    settings, launcher = options.settings()
+    sizes = read_counts(gpus, _FOR_GPUS, doubling=True)
+    _refuse_other_jobs(options, _FOR_GPUS)
+    refuse_sweeps(settings)
+    if (value := {setting.key: setting.value for setting in settings}.get(_SIZE)) is not None:
+        raise UserInputError(_SIZE, value, limit=f"{_FOR_GPUS} says it", fix=_EITHER)
+    same = tuple(setting for setting in settings if setting.key != "out")
+    each = [(*same, Setting(key=_SIZE, value=str(size))) for size in sizes]
+    command = options.swept_command()
+    if command is not None:
+        command = command.recorded(compose(with_defaults(each[0]), options.config_dir))
+        print_notes(command.notes)
+    jobs = [sweep_job(job, [_SIZE], options.config_dir, command) for job in each]
+    if command is not None:
+        command.content(jobs[0].composed())  # what cannot be read is so in all
+    swept_jobs = run_jobs(jobs, _sweep_options(settings, launcher))
+    found, job = Scaling(rows=tuple(swept_jobs.rows)), " ".join(map(str, same))
+    if options.html is not None:
+        write_text(options.html, scaling_page(job, found.rows))
+    _print_rows(found.to_dict(), (job, *found.report()), swept_jobs, as_json=options.as_json)
+    code = swept_jobs.exit_code()
+    return OK if found.plans() else code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIfOptions(FreeingOptions):
+    """What ``whatif`` was told; each field is an option.
+
+    Args:
+        overrides: the changes, behind the plan file where there is one.
+        html: the page that is written.
+        out: the folder that keeps the plans.
+    """
+
+    html: Path | None
+    out: Path | None
+
+
+def run_whatif(options: WhatIfOptions) -> int:
+    """Plan each change of a job, and print one row a change."""
+    options.require_command()
+    words, command = list(options.overrides), options.swept_command()
+    path = Path(words.pop(0)) if words and command is None else None
+    if command is None and (path is None or ("=" in path.name and not path.exists())):
+        limit, fix = "no job is named", "Put a plan file before the changes, or add --from COMMAND."
+        raise UserInputError("whatif", str(path or ""), limit, fix)
+    texts, launcher = split_launcher(words)
+    changes = parse_changes(texts)
+    out = None if options.out is None else str(options.out)
+    where = SweepOptions(launcher=launcher, out=out, force=forced())
+    if command is not None:
+        found = command_variants(command, changes, where)
+    else:
+        assert path is not None
+        found = plan_variants(path, changes, where)
+    if not found.variants:
+        return found.swept.exit_code()
+    html = options.html
+    if html is not None:
+        found.write_html(html, force=True)  # checked before the search
+    _print_rows(found.to_dict(), found.report(), found.swept, as_json=options.as_json)
+    if html is not None and not (options.as_json or is_standard_output(html)):
+        say(f"Written to {html}.")
+    return found.swept.exit_code()

@@ -1,0 +1,423 @@
+"""Plans of several jobs, a row each: of a sweep, for numbers of GPUs, for numbers of nodes."""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nest_megatron.documents import csv_text
+from nest_megatron.layout.dims import DEGREES
+from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.planner.plan_table import PlanTable
+from nest_megatron.report.memory_words import price_cells
+from nest_megatron.report.words import degrees
+from nest_megatron.units import Bytes, counted, format_gib, format_seconds, without_suffix
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Column
+
+    from nest_megatron.report.tables import FittingTable
+
+#: Certificates of searches that ended by themselves.
+_PROVEN = ("optimal", "chosen")
+#: Columns of words; all others but those of a sweep hold figures.
+_WORDS = ("Layout", "Pareto", "Change", "Best layout", "Chosen layout")
+#: Columns of what plans cost.
+_PRICES = ("Tokens/$", "Run $", "MWh")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow:
+    """One job of several.
+
+    Args:
+        settings: what varies, as typed, by key.
+        status: ``ok``, ``does not fit``, ``bad input`` or ``ended early`` (without a plan).
+        reason: what is wrong with the input, or known of a search that ended early; of missing
+            bytes, ``at most`` where time ended their analysis.
+    """
+
+    number: int
+    settings: Mapping[str, str]
+    status: str
+    plan: ParallelPlan | None = None
+    missing_bytes: Bytes | None = None
+    reason: str = ""
+
+    def words(self, between: str = ", ", *, but: str | None = None) -> str:
+        """The settings; ``but`` is the key of one that is left out."""
+        named = ((key, value) for key, value in self.settings.items() if key != but)
+        return between.join(f"{short_key(key)}={value}" for key, value in named)
+
+    def value(self, key: str) -> float | None:
+        """A setting that is a number; ``None`` for others."""
+        try:
+            return float(self.settings[key])
+        except ValueError:
+            return None
+
+    def cells(self) -> dict[str, str]:
+        """The row's cells for people, by the heads of their columns."""
+        if self.plan is not None:
+            return plan_cells(self.plan)
+        if self.missing_bytes is None:
+            return {"Step": self.status, "Layout": self.reason}
+        missing = f"{self.reason} {format_gib(self.missing_bytes)}".lstrip()
+        return {"Step": "-", "Layout": f"{self.status}: {missing} missing"}
+
+    def fields(self, keys: Iterable[str] = ()) -> dict[str, Any]:
+        """The row's cells for a program: SI units, and empty where there is no plan.
+
+        Args:
+            keys: of settings that vary in other rows.
+        """
+        row: dict[str, Any] = {"number": self.number, **dict.fromkeys(keys)}
+        for key, text in self.settings.items():
+            value = self.value(key)
+            whole = value is not None and value.is_integer() and "." not in text
+            row[key] = text if value is None else int(value) if whole else value
+        row |= {"status": self.status, "told": self.reason, "missing_bytes": self.missing_bytes}
+        plan = self.plan
+        return row | {name: plan and _read(plan, path) for name, path in _COLUMNS.items()}
+
+    def throughput(self) -> float | None:
+        """Tokens per second and GPU; ``None`` without a plan."""
+        return None if self.plan is None else self.plan.predicted.tokens_per_s_per_gpu
+
+
+def short_key(key: str) -> str:
+    """A setting's name in a table: its last part, that of a network level beside the level's.
+
+    >>> short_key("cluster.num_gpus"), short_key("cluster.levels.leaf.bandwidth_bytes_per_s")
+    ('num_gpus', 'leaf.bandwidth')
+    """
+    name = key.rpartition(".")[2]
+    if key.startswith("cluster.levels."):
+        return without_suffix(key.removeprefix("cluster.levels."))
+    return without_suffix(name) if key.startswith("cluster.accelerator.") else name
+
+
+def tokens_per_s(plan: ParallelPlan) -> float:
+    """Throughput of all GPUs that a plan uses."""
+    return plan.predicted.tokens_per_s_per_gpu * plan.layout.num_gpus
+
+
+def plan_cells(plan: ParallelPlan) -> dict[str, str]:
+    """Cells of a plan, by the heads of their columns."""
+    predicted, virtual = plan.predicted, plan.layout.dims.virtual_pipeline_model_parallel_size
+    sizes: dict[str, object] = {**degrees(plan.layout)}
+    sizes["PP"] = f"{sizes['PP']}x{virtual}" if virtual > 1 else sizes["PP"]
+    names = ("TP", "PP", "CP", "DP", *(["EP"] if plan.model.is_moe else []))
+    return {
+        "Step": format_seconds(predicted.iteration_time_s),
+        "Tokens/s": f"{tokens_per_s(plan):,.0f}",
+        "Tok/s/GPU": f"{predicted.tokens_per_s_per_gpu:,.0f}",
+        "MFU": f"{100 * predicted.mfu:.1f} %",
+        "Memory": format_gib(predicted.peak_memory_bytes),
+        "Layout": " ".join(f"{name} {sizes[name]}" for name in names),
+        "Proof": plan.search.certificate if plan.search.certificate in _PROVEN else "gap",
+        **price_cells(plan),
+    }
+
+
+def _below(section: str, *names: str) -> dict[str, str]:
+    return {name: f"{section}.{name}" for name in names}
+
+
+def _read(plan: ParallelPlan, path: str) -> Any:
+    """What lies at a path: of fields, of keys of a mapping, of calls without arguments."""
+    found: Any = plan
+    for name in path.split("."):
+        if found is None:
+            return None
+        found = found.get(name, 0.0) if isinstance(found, Mapping) else getattr(found, name)
+    return found() if callable(found) else found
+
+
+_OF_PRICE = ("tokens_per_dollar", "run_s", "run_dollars", "run_mwh")
+_TERMS = (
+    *("compute", "recompute", "tp_communication", "cp_communication", "ep_communication"),
+    *("pp_communication", "dp_communication", "pipeline_bubble", "optimizer"),
+    *("embedding_sync", "stragglers", "host"),
+)
+#: Columns of a plan, in their order, with the paths of their values.
+_COLUMNS: Mapping[str, str] = {
+    "model_name": "model.name",
+    "cluster_name": "cluster.name",
+    **_below("layout", "num_gpus", "global_batch_size"),
+    **_below("train", "seq_length"),
+    **_below("predicted", "iteration_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu"),
+    **_below("predicted", "mfu", "peak_memory_bytes", "capacity_bytes"),
+    **_below("price", *_OF_PRICE),
+    **_below("uncertainty", "low_s", "high_s", "out_of_memory"),
+    **_below("arguments", *DEGREES, "sequence_parallel", "pipeline_model_parallel_layout"),
+    **_below("layout", "micro_batch_size"),
+    "rank_order": "layout.dims.rank_order.value",
+    "recompute": "layout.recompute.label",
+    "zero_stage": "layout.zero.value",
+    **{f"{name}_s": f"predicted.terms.{name}" for name in _TERMS},
+    **_below("search", "certificate", "gap_percent"),
+    "search_seconds": "search.seconds",
+}
+#: Columns that may hold nothing in every row, and their types.
+_OFTEN_EMPTY = {
+    "missing_bytes": "int64",
+    **dict.fromkeys(_OF_PRICE, "float64"),
+    "virtual_pipeline_model_parallel_size": "int64",
+    "pipeline_model_parallel_layout": "string",
+}
+
+
+def price_heads(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Columns of what plans cost, as far as that is known."""
+    return [head for head in _PRICES if any(head in row for row in rows)]
+
+
+def filled_table(
+    columns: Sequence[Column], rows: Iterable[Mapping[str, str]], missing: str = "-"
+) -> FittingTable:
+    """A table of rows whose cells are named by the heads of the columns."""
+    from nest_megatron.report.tables import FittingTable
+
+    return FittingTable(
+        *columns, rows=([row.get(str(each.header), missing) for each in columns] for row in rows)
+    )
+
+
+def rows_report(
+    heads: Sequence[str], rows: Sequence[Mapping[str, str]], notes: Iterable[str]
+) -> Iterator[RenderableType]:
+    """A table for a terminal, and what is to be said of its rows.
+
+    Args:
+        rows: cells by the heads of their columns.
+    """
+    from nest_megatron.report.tables import figure_columns, word_columns
+    from nest_megatron.report.terminal import notes_report
+
+    columns = [(word_columns if h in _WORDS else figure_columns)(h)[0] for h in heads]
+    yield filled_table(columns, rows)
+    yield notes_report(notes)
+
+
+def rows_page(
+    title: str,
+    job: str,
+    rows: Sequence[PlanRow],
+    heads: Sequence[str],
+    cells: Sequence[Mapping[str, str]],
+    notes: Sequence[str],
+) -> str:
+    """Jobs as one self-contained page: a bar for the throughput of a GPU, and a table.
+
+    Args:
+        job: what all rows have in common.
+        cells: of each row, by the heads of their columns.
+    """
+    from nest_megatron.report.page import render_page
+
+    most = max((row.throughput() or 0.0 for row in rows), default=0.0)
+    shown = [
+        {
+            "share": (row.throughput() or 0.0) / (most or 1.0),
+            "throughput": own.get("Tok/s/GPU", "-"),
+            "cells": [own.get(name, "-").replace("\n", ", ") for name in heads],
+        }
+        for row, own in zip(rows, cells, strict=True)
+    ]
+    return render_page("rows.html", title, job=job, head=[*heads], rows=shown, notes=[*notes])
+
+
+_SWEEP = ("#", "Job", "Step", "MFU", "Memory", "Layout", "Proof")
+
+
+def _sweep_cells(row: PlanRow) -> dict[str, str]:
+    return {"#": str(row.number), "Job": row.words("\n"), **row.cells()}
+
+
+def sweep_page(job: str, rows: Sequence[PlanRow]) -> str:
+    """A sweep as one page; ``job`` is what all rows have in common."""
+    notes = [
+        f"{key} changes nothing: each of its values gives the same step."
+        for key in without_effect(rows)
+    ]
+    return rows_page("A sweep", job, rows, _SWEEP, [*map(_sweep_cells, rows)], notes)
+
+
+def sweep_report(job: str, rows: Sequence[PlanRow]) -> Iterator[RenderableType]:
+    """What all rows have in common, one row a job, and which settings change nothing."""
+    from rich.text import Text
+
+    from nest_megatron.report.tables import figure_columns, name_columns, word_columns
+
+    yield Text(job)
+    columns = (
+        *name_columns("#", "Job"),
+        *figure_columns("Step", min_width=9),
+        *figure_columns("MFU", min_width=7),
+        *figure_columns("Memory", min_width=9),
+        *word_columns("Layout"),
+        *name_columns("Proof", min_width=7),
+    )
+    cells = map(_sweep_cells, rows)
+    yield filled_table(columns, ({**c, "Job": broken_lines(c["Job"])} for c in cells), "")
+    for key in without_effect(rows):
+        yield f"\nnote: {key} changes nothing: the step takes as long with each of its values."
+
+
+#: Widest line of a setting on a terminal; the value of a longer one has its own line.
+SETTING_WIDTH = 18
+
+
+def broken_lines(settings: str) -> str:
+    """Settings, one a line, those that are too wide behind the equals sign.
+
+    >>> broken_lines("global_batch_size=128").splitlines()
+    ['global_batch_size=', '128']
+    """
+    return "\n".join(
+        each if len(each) <= SETTING_WIDTH else each.replace("=", "=\n", 1)
+        for each in settings.splitlines()
+    )
+
+
+def without_effect(rows: Sequence[PlanRow]) -> list[str]:
+    """Settings whose values all give the same step, whatever the other settings are."""
+    if any(row.plan is None for row in rows):
+        return []
+    return [key for key in (rows[0].settings if rows else ()) if not _matters(key, rows)]
+
+
+def _matters(key: str, rows: Sequence[PlanRow]) -> bool:
+    found: defaultdict[tuple[str, ...], set[float]] = defaultdict(set)
+    for row in rows:
+        assert row.plan is not None
+        others = tuple(value for name, value in row.settings.items() if name != key)
+        found[others].add(row.plan.predicted.iteration_time_s)
+    return any(len(steps) > 1 for steps in found.values())
+
+
+def _records(rows: Sequence[PlanRow]) -> list[dict[str, Any]]:
+    """The rows with the same columns in all of them."""
+    keys = dict.fromkeys(key for row in rows for key in row.settings)
+    return [row.fields(keys) for row in rows]
+
+
+def to_csv(rows: Sequence[PlanRow]) -> str:
+    """The rows as CSV with a head; what there is none of is empty."""
+    return csv_text(_records(rows))
+
+
+def to_parquet(rows: Sequence[PlanRow]) -> bytes:
+    """The rows as a Parquet file.
+
+    A setting that is a number in some rows and text in others is text in all.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    table = _records(rows)
+    columns = {name: _one_type([row[name] for row in table]) for name in table[0]}
+    kinds = {name: getattr(pyarrow, kind)() for name, kind in _OFTEN_EMPTY.items()}
+    arrays = {name: pyarrow.array(c, type=kinds.get(name)) for name, c in columns.items()}
+    stream = io.BytesIO()
+    parquet.write_table(pyarrow.table(arrays), stream)
+    return stream.getvalue()
+
+
+def _one_type(values: list[Any]) -> list[Any]:
+    kinds = {type(value) for value in values if value is not None}
+    return [None if v is None else str(v) for v in values] if len(kinds) > 1 else values
+
+
+def pareto_front(points: Sequence[tuple[float, ...]]) -> list[bool]:
+    """Which points no other one dominates: as little of everything, and less of something.
+
+    >>> pareto_front([(1, 8), (2, 4), (2, 8), (2, 4)])
+    [True, True, False, True]
+    """
+
+    def dominates(other: tuple[float, ...], point: tuple[float, ...]) -> bool:
+        return other != point and all(a <= b for a, b in zip(other, point, strict=True))
+
+    return [not any(dominates(other, point) for other in points) for point in points]
+
+
+def costs(plan: ParallelPlan) -> tuple[float, float, float]:
+    """What a plan has the less of the better: step, GPUs, GPU seconds of a step that is kept."""
+    step_s, num_gpus = plan.predicted.iteration_time_s, plan.layout.num_gpus
+    kept = 1.0 if plan.goodput is None else plan.goodput.share
+    return step_s, num_gpus, step_s * num_gpus / kept if kept else float("inf")
+
+
+def _scaled(rows: Sequence[PlanRow]) -> list[tuple[PlanRow, float | None, bool]]:
+    """Rows with their efficiency against the fewest GPUs that have a plan, and their verdict."""
+    plans = [row.plan for row in rows if row.plan is not None]
+    front = iter(pareto_front([costs(plan) for plan in plans]))
+    least = min(plans, key=lambda plan: plan.layout.num_gpus, default=None)
+    found: list[tuple[PlanRow, float | None, bool]] = []
+    for row in rows:
+        if row.plan is None or least is None:
+            found.append((row, None, False))
+            continue
+        per_gpu = row.plan.predicted.tokens_per_s_per_gpu
+        share = per_gpu / least.predicted.tokens_per_s_per_gpu
+        found.append((row, share, next(front)))
+    return found
+
+
+_NOTE = (
+    "Scaling is the throughput of a GPU against that of the fewest GPUs that have a plan; "
+    "the batch stays. Yes, on the Pareto front: no other number of GPUs takes as little "
+    "time, GPUs and GPU hours of a step, and less of one of them."
+)
+
+
+def scaling_report(rows: Sequence[PlanRow]) -> Iterator[RenderableType]:
+    """The table of ``plan --for-gpus``."""
+    return rows_report(*_scaling_table(rows), [_NOTE])
+
+
+def scaling_page(job: str, rows: Sequence[PlanRow]) -> str:
+    """The same as one page; ``job`` is what all rows have in common."""
+    title = "One job on several numbers of GPUs"
+    return rows_page(title, job, rows, *_scaling_table(rows), [_NOTE])
+
+
+def _scaling_table(rows: Sequence[PlanRow]) -> tuple[list[str], list[dict[str, str]]]:
+    """Heads of columns, and the cells of each row by them."""
+    table = []
+    for row, share, best in _scaled(rows):
+        cells = {"GPUs": next(iter(row.settings.values())), **row.cells()}
+        if share is not None:
+            cells |= {"Scaling": f"{100 * share:.1f} %", "Pareto": "yes" if best else "no"}
+        table.append(cells)
+    heads = ["GPUs", "Layout", "Step", "Tokens/s", "Scaling", *price_heads(table), "Pareto"]
+    return heads, table
+
+
+def scaling_document(rows: Sequence[PlanRow]) -> dict[str, Any]:
+    """What ``plan --for-gpus --json`` prints."""
+    return {
+        "rows": [
+            {**row.fields(), "scaling_efficiency": share, "is_pareto_optimal": best}
+            for row, share, best in _scaled(rows)
+        ]
+    }
+
+
+def plan_table_report(table: PlanTable) -> Iterator[RenderableType]:
+    """A row for each number of nodes, and what the table says of single rows."""
+    rows, notes = [], []
+    for entry in table.entries:
+        plan, nodes = table.plan_of(entry), entry.num_nodes
+        cells = {"Layout": "no plan"} if plan is None else plan_cells(plan)
+        rows.append({**cells, "Nodes": str(nodes), "GPUs": str(entry.num_gpus)})
+        if entry.told:
+            notes.append(f"{counted(nodes, 'node')}: {entry.told}")
+    heads = ("Nodes", "GPUs", "Layout", "Step", "Tokens/s", "MFU", "Memory")
+    return rows_report(heads, rows, (*notes, *table.notes))
