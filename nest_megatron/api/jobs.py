@@ -34,7 +34,7 @@ from nest_megatron.config.schema import PlanConfig
 from nest_megatron.documents import read_json
 from nest_megatron.errors import BAD_INPUT, ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import expanded, write_text
-from nest_megatron.integrations.megatron_lm.attach import with_launch
+from nest_megatron.integrations.megatron_lm.attach import unstated_parts, with_launch
 from nest_megatron.integrations.plan_job import RecipeJob
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
@@ -74,13 +74,19 @@ def plan_job(
         request = source_job.request(settings)
         request = dataclasses.replace(request, begun_s=begun_s, shortlist=shortlist)
     found = require_plan(find_plan(request, on_progress), request.notes)
-    return Plan(record=with_launch(found, notes=request.notes), notes=request.notes)
+    return _launchable(found, request.notes)
 
 
 def estimate_job(settings: Settings) -> Plan:
     """Price a layout of settings: what ``estimate`` does, here and on the command line."""
-    found, notes = estimate_layout(settings)
-    return Plan(record=with_launch(found, notes=notes), notes=notes)
+    return _launchable(*estimate_layout(settings))
+
+
+def _launchable(found: ParallelPlan, notes: tuple[str, ...]) -> Plan:
+    """A plan with its launch command; a note says what of the model no command states."""
+    record = with_launch(found, notes=notes)
+    lacks = unstated_parts(record.model) if record.launch else ""
+    return Plan(record=record, notes=(*notes, *filter(None, [lacks])))
 
 
 _JOBS, _LIST = ".jobs", "list.json"

@@ -41,7 +41,8 @@ def answer_report(
     rows, more = [*_prediction(plan)], [*_choices(plan)]
     if not flags:
         return Group(title(plan), pairs(rows + more))
-    pasted = _Flags(tuple(flags)), *_flag_notes(plan, environment or {})
+    has_stages = any("pipeline-model-parallel-layout" in flag for flag in flags)
+    pasted = _Flags(tuple(flags)), *_flag_notes(plan, environment or {}, has_stages=has_stages)
     return Group(title(plan), pairs(rows), Text(), *pasted, pairs(more))
 
 
@@ -98,14 +99,14 @@ def _changed(plan: ParallelPlan, found: BeforeAfter) -> Iterator[tuple[str, str 
 
 
 def _flag_notes(
-    plan: ParallelPlan, environment: Mapping[str, str | None]
+    plan: ParallelPlan, environment: Mapping[str, str | None], *, has_stages: bool
 ) -> Iterator[RenderableType]:
     """What is said of flags that are to be pasted."""
     given = [f"{name}={value}" for name, value in environment.items() if value is not None]
     unset = [name for name, value in environment.items() if value is None]
     said = [f"with {' '.join(given)}"] if given else []
     said += [f"without {' '.join(unset)}"] if unset else []
-    if plan.layout.dims.pipeline_model_parallel_size > 1:
+    if has_stages:
         said.append(stage_legend(plan.model))
     if said:
         yield indented(Text("; ".join(said), style="dim"))

@@ -137,8 +137,10 @@ def with_launch(plan: ParallelPlan, *, notes: tuple[str, ...] = ()) -> ParallelP
         require_launchable(request, but=OF_THE_COMMAND_LINE)
         return plan
     require_launchable(request, but=STATED_ELSEWHERE)
-    argv, remark = _argv_and_note(request)
-    notes = (*notes, remark, *filter(None, [newest_flags(argv)]))
+    argv, lacks = tuple(parallel_argv(request)), unstated_parts(plan.model)
+    if not lacks:
+        argv = (*model_argv(plan.model, version=request.version), *argv)
+    notes = (*notes, lacks or _COMPLETE_IT, *filter(None, [newest_flags(argv)]))
     return replace(
         plan, launch={**plan.launch, LAUNCHER: _launch_command(plan, request, "", argv, notes)}
     )
@@ -210,9 +212,9 @@ def rewrite_command(
     return found
 
 
-def _argv_and_note(request: LaunchRequest) -> tuple[tuple[str, ...], str]:
-    layout = parallel_argv(request)
-    spec, lacking = request.spec, dict(request.spec.variant.differences())
+def unstated_parts(spec: TransformerSpec) -> str:
+    """Of a model that Megatron-LM's command line cannot state: what of it, and what to do."""
+    lacking = dict(spec.variant.differences())
     if not has_activation_flag(spec):
         lacking["activation"] = spec.activation
     if spec.position_embedding_type == "alibi":
@@ -220,9 +222,9 @@ def _argv_and_note(request: LaunchRequest) -> tuple[tuple[str, ...], str]:
     if spec.vision is not None:
         lacking["vision"] = f"of {spec.vision.num_layers} layers"
     if not lacking:
-        return (*model_argv(spec, version=request.version), *layout), _COMPLETE_IT
+        return ""
     parts = ", ".join(f"{name} {value}" for name, value in lacking.items())
-    return tuple(layout), (
+    return (
         f"Megatron-LM's command line has no flag for a part of {spec.name} ({parts}); only the "
         "layout's flags are written. Launch it through NeMo or Megatron-Bridge where their "
         "configurations can state it."
