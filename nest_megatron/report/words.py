@@ -146,7 +146,7 @@ def short_proof(plan: ParallelPlan) -> str:
     if choice is None or not _is_proven(record):
         return certificate(record, counts=False)
     risk = f"{100 * choice.max_oom_chance:g} % risk"
-    return f"proven: this cost model has none below {_bound(plan)} within {risk}"
+    return f"proven: no layout within {risk} is faster than {_bound(plan)}"
 
 
 def _proven(plan: ParallelPlan, choice: Choice) -> str:

@@ -10,10 +10,14 @@ from nest_megatron.cluster.records import cluster_from_mapping
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewrite_command, with_command
-from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARGUMENTS
+from nest_megatron.integrations.megatron_lm.layout_arguments import (
+    PARALLEL_ARGUMENTS,
+    partition_of_values,
+)
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.stage_layout import uniform_partition
 from nest_megatron.planner import Request, plan
 from tests.integrations.commands import GPT3_175B, LLAMA3_8B, MIXTRAL
 
@@ -57,7 +61,9 @@ def test_a_rewritten_command_reads_back_as_the_plan(name: str) -> None:
     assert values["tensor_model_parallel_size"] == chosen["tensor_model_parallel_size"]
     assert values["pipeline_model_parallel_size"] == chosen["pipeline_model_parallel_size"]
     assert values["context_parallel_size"] == chosen["context_parallel_size"]
-    assert values["pipeline_model_parallel_layout"] == chosen["pipeline_model_parallel_layout"]
+    pp = chosen["pipeline_model_parallel_size"]
+    stages = partition_of_values(found.model, values, pp) or uniform_partition(found.model, pp, 1)
+    assert stages == found.layout.partition
     assert values["micro_batch_size"] == found.layout.micro_batch_size
     assert values["sequence_parallel"] == chosen["sequence_parallel"]
     assert values["use_distributed_optimizer"] == chosen["use_distributed_optimizer"]

@@ -22,6 +22,7 @@ from nest_megatron.layout.execution_rules import execution_arguments
 from nest_megatron.layout.rulebook import check
 from nest_megatron.layout.rulebook.facts import RELEASES
 from nest_megatron.layout.rulebook.options import ACTIVATION_FLAGS
+from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.spec import DELTA_NET_SIZES, LATENT_SIZES, MAMBA_SIZES
 from tests.contract import hand_models
@@ -63,13 +64,20 @@ def test_a_written_plan_is_read_back(name: str) -> None:
     assert job.recompute is None or job.recompute == sound.recompute
 
 
-def test_a_pipeline_always_has_a_layout() -> None:
-    plan = request(DEEPSEEK, dims(pp=4, dp=8, ep=8), partition=None)
+def test_a_layout_is_written_where_megatron_would_make_other_stages() -> None:
+    layout, virtual = "--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"
+    without = request(DEEPSEEK, dims(pp=4, dp=8, ep=8), partition=None)
     with pytest.raises(AssertionError):
-        parallel_argv(plan)
-    argv = parallel_argv(request(grid=dims(pp=2)))
-    assert argv[argv.index("--pipeline-model-parallel-layout") + 1] == "Et*40|t*40L"
-    assert "--pipeline-model-parallel-layout" not in parallel_argv(request())
+        parallel_argv(without)
+    even = parallel_argv(request(grid=dims(pp=2)))
+    assert not {layout, virtual}.intersection(even)
+    interleaved = parallel_argv(request(grid=dims(pp=2, vpp=4)))
+    assert interleaved[interleaved.index(virtual) + 1] == "4"
+    assert layout not in interleaved
+    halves = StagePartition(boundaries=(0, 31, 82), pipeline_model_parallel_size=2)
+    uneven = parallel_argv(request(grid=dims(pp=2), partition=halves))
+    assert uneven[uneven.index(layout) + 1] == "Et*30|t*50L"
+    assert virtual not in uneven
 
 
 def test_fsdp_comes_with_the_options_that_it_needs() -> None:
