@@ -58,9 +58,10 @@ Sides = tuple[Seconds, Seconds]
 
 def _sides(blocks: Iterable[UnitTimes]) -> Sides:
     """Both passes of blocks, one after the other."""
-    passes = zip(*((block.whole_forward, block.backward) for block in blocks), strict=True)
-    forward, backward = (functools.reduce(PassTime.plus, each).total for each in passes)
-    return forward, backward
+    forward = backward = PassTime()
+    for block in blocks:
+        forward, backward = forward.plus(block.whole_forward), backward.plus(block.backward)
+    return forward.total, backward.total
 
 
 def _step_key(_: object, grid: PartialLayout) -> tuple[object, ...]:

@@ -156,9 +156,12 @@ class MegatronLm:
     def degrees(self, written: Any) -> dict[str, Any]:
         values = read_command(["pretrain_gpt.py", *written]).values
         layout = values["pipeline_model_parallel_layout"]
-        stages = 1 if layout is None else len(megatron_stages(layout))
-        virtual = stages // values["pipeline_model_parallel_size"]
-        return {**values, "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None}
+        virtual = values["num_virtual_stages_per_pipeline_rank"]
+        if layout is not None:
+            stages = len(megatron_stages(layout))
+            virtual = stages // values["pipeline_model_parallel_size"]
+        virtual = virtual if virtual != 1 else None
+        return {**values, "virtual_pipeline_model_parallel_size": virtual}
 
 
 class Nemo:
