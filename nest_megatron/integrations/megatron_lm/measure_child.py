@@ -145,13 +145,6 @@ def _answer_stream() -> TextIO:
     return out
 
 
-if __name__ == "__main__":
-    main()
-
-#: What concerns the whole model, other ranks or the run: one layer has Megatron's default.
-_NOT_OF_A_LAYER = (*VIRTUAL_STAGES, *RECOMPUTE, *arguments_of("not_of_a_layer"))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobArguments:
     """What a job's layers are made from, as plain data.
@@ -326,3 +319,10 @@ def _import_spec(spec: Sequence[str]) -> Any:
     from megatron.core.transformer.spec_utils import import_module
 
     return import_module(spec)
+
+
+if __name__ == "__main__":
+    main()
+
+#: What concerns the whole model, other ranks or the run: one layer has Megatron's default.
+_NOT_OF_A_LAYER = (*VIRTUAL_STAGES, *RECOMPUTE, *arguments_of("not_of_a_layer"))
