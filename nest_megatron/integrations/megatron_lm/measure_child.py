@@ -145,6 +145,10 @@ def _answer_stream() -> TextIO:
     return out
 
 
+#: What concerns the whole model, other ranks or the run: one layer has Megatron's default.
+_NOT_OF_A_LAYER = (*VIRTUAL_STAGES, *RECOMPUTE, *arguments_of("not_of_a_layer"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobArguments:
     """What a job's layers are made from, as plain data.
@@ -323,6 +327,3 @@ def _import_spec(spec: Sequence[str]) -> Any:
 
 if __name__ == "__main__":
     main()
-
-#: What concerns the whole model, other ranks or the run: one layer has Megatron's default.
-_NOT_OF_A_LAYER = (*VIRTUAL_STAGES, *RECOMPUTE, *arguments_of("not_of_a_layer"))
