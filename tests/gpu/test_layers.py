@@ -17,7 +17,8 @@ import torch
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.integrations.megatron_lm import measure_child
-from nest_megatron.integrations.megatron_lm.measure_child import JobArguments, Orders
+from nest_megatron.integrations.megatron_lm.measure_child import Orders
+from nest_megatron.integrations.megatron_lm.own_layers import _NOT_OF_A_LAYER, JobArguments
 from nest_megatron.megatron_core import units
 from nest_megatron.megatron_core.stage import Where, staged
 from nest_megatron.model.execution import Implementation
@@ -266,7 +267,7 @@ def test_a_layer_runs_in_the_format_of_the_job(
 def test_tokens_that_pad_a_real_router_s_load_are_not_asked_for() -> None:
     """Balanced counts, which are given, know of none: Megatron's chunks would not add up."""
     padding = {"moe_router_padding_for_fp8", "moe_router_padding_for_quantization"}
-    assert padding <= set(measure_child._NOT_OF_A_LAYER)
+    assert padding <= set(_NOT_OF_A_LAYER)
 
 
 @pytest.mark.parametrize("implementation", Implementation)

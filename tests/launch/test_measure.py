@@ -31,12 +31,8 @@ from nest_megatron.integrations.megatron_lm.measure import (
     tasks_for,
     with_profile,
 )
-from nest_megatron.integrations.megatron_lm.measure_child import (
-    Answer,
-    JobArguments,
-    Orders,
-    job_arguments,
-)
+from nest_megatron.integrations.megatron_lm.measure_child import Answer, JobArguments, Orders
+from nest_megatron.integrations.megatron_lm.own_layers import job_arguments
 from nest_megatron.integrations.megatron_lm.planning import decide
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.execution import Implementation

@@ -37,7 +37,7 @@ from nest_megatron.errors import OK, NestError, RefusedByMegatronError, UserInpu
 from nest_megatron.files import user_folder
 from nest_megatron.integrations.megatron_lm import agreement, attach, planning
 from nest_megatron.integrations.megatron_lm.measure import measure_job
-from nest_megatron.integrations.megatron_lm.measure_child import stand_in_device
+from nest_megatron.integrations.megatron_lm.own_layers import stand_in_device
 from nest_megatron.integrations.megatron_lm.planning import (
     Decision,
     flags_of,

@@ -35,7 +35,8 @@ from nest_megatron.files import now
 from nest_megatron.integrations.megatron_lm import agreement
 from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error
-from nest_megatron.integrations.megatron_lm.measure_child import Answer, Orders, job_arguments
+from nest_megatron.integrations.megatron_lm.measure_child import Answer, Orders
+from nest_megatron.integrations.megatron_lm.own_layers import job_arguments
 from nest_megatron.integrations.megatron_lm.planning import decide
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from nest_megatron.integrations.process_variables import Environment

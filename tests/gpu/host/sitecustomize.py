@@ -22,6 +22,6 @@ if _COUNT and "torch.distributed.run" not in _ARGV:
     atexit.register(_DEVICE.__exit__, None, None, None)
     if "nest_megatron.integrations.megatron_lm.measure_child" in _ARGV:
         # the layers that a script builds need its Megatron-LM: here those of the model's shape
-        from nest_megatron.integrations.megatron_lm import measure_child
+        from nest_megatron.integrations.megatron_lm import own_layers
 
-        measure_child.JobLayers = lambda *_: None  # type: ignore[assignment,misc]
+        own_layers.JobLayers = lambda *_: None  # type: ignore[assignment,misc]
