@@ -105,7 +105,7 @@ def test_the_defaults_of_what_a_file_need_not_say_are_those_of_the_settings() ->
 
 
 def test_what_the_recipe_says_itself_is_not_changed(path: Path) -> None:
-    with pytest.raises(UserInputError, match="the job itself says bf16"):
+    with pytest.raises(UserInputError, match="the job says bf16"):
         what_if(path, train__precision="fp8")
 
 

@@ -94,8 +94,10 @@ def validated(args: Namespace, dp: int, world_size: int) -> None:
     args.data_parallel_size = world_size // (tp * pp * args.context_parallel_size)
     assert args.data_parallel_size == dp
     layout = args.pipeline_model_parallel_layout
-    stages = 1 if layout is None else len(expand_layout(layout)) // pp
-    args.virtual_pipeline_model_parallel_size = stages if stages > 1 else None
+    virtual = args.num_virtual_stages_per_pipeline_rank
+    if layout is not None:
+        virtual = len(expand_layout(layout)) // pp
+    args.virtual_pipeline_model_parallel_size = virtual if virtual != 1 else None
 
 
 def test_what_was_typed_stays() -> None:
