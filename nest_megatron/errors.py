@@ -125,12 +125,16 @@ def nearest(name: str, known: Iterable[str], *, count: int = 3) -> str:
     'Did you mean llama3_70b?'
     """
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=count, cutoff=0.4)
-    if close:
-        return f"Did you mean {' or '.join(close)}?"
+    if close := _close(name, names, count):
+        return close
     if len(names) > _MOST_LISTED:
         return f"The nearest are {', '.join(difflib.get_close_matches(name, names, 3, cutoff=0))}."
     return f"Known: {', '.join(names)}."
+
+
+def _close(name: str, names: list[str], count: int) -> str:
+    close = difflib.get_close_matches(name, names, n=count, cutoff=0.4)
+    return f"Did you mean {' or '.join(close)}?" if close else ""
 
 
 def require_known(
@@ -146,10 +150,10 @@ def require_known(
     """
     names = tuple(known)
     if name not in names:
-        fix = nearest(name, names, count=count)
-        if not limit:
-            limit = f"it must be one of {', '.join(names)}"
-            fix = fix if fix.startswith("Did") else "Give one of them."
+        if limit:
+            raise UserInputError(what, name, limit, nearest(name, names, count=count))
+        limit = f"it must be one of {', '.join(names)}"
+        fix = _close(name, sorted(names), count) or "Give one of them."
         raise UserInputError(what, name, limit, fix)
 
 

@@ -49,8 +49,6 @@ from nest_megatron.version import __version__
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from nest_megatron.integrations.plan_job import RecipeJob
-
 
 def plan_job(
     settings: Settings,

@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest import mock
 
 from nest_megatron.catalogue_files import catalogue_names, catalogue_root
 from nest_megatron.documents import Limits, parse_json
@@ -126,6 +125,8 @@ def build_within(build: Callable[[], Built], seconds: float = FETCH_S) -> Built:
 @contextlib.contextmanager
 def without_hub() -> Iterator[None]:
     """Keep the Hugging Face libraries from asking the hub about files that are here."""
+    from unittest import mock  # which imports asyncio: not at the start of each command
+
     with _SWITCHING, contextlib.ExitStack() as stack:
         for module, name in _OFFLINE:
             with contextlib.suppress(ImportError):

@@ -27,3 +27,9 @@ def test_import_loads_no_framework(module: str) -> None:
     code = LOADED.format(module=module, heavy=HEAVY)
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.split() == []
+
+
+def test_a_plan_starts_without_the_modules_of_tests_and_servers() -> None:
+    code = LOADED.format(module="nest_megatron.cli.planning", heavy=("unittest", "asyncio", "ssl"))
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == []
