@@ -46,8 +46,12 @@ def require_package(module: str, extra: str, what: str, limit: str, otherwise: s
         raise UserInputError(what, None, limit, f"{install_command(extra)}{otherwise}.")
 
 
-def import_from_checkout(module: str, what: str) -> Any:
-    """Import a module of the folders ``tools`` and ``benchmarks``, which are not installed.
+#: The checkout, where the package lies in one.
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def require_checkout(module: str, what: str) -> None:
+    """Refuse what needs a module of ``tools`` or ``benchmarks``, which are not installed.
 
     Args:
         what: what needs it.
@@ -55,12 +59,16 @@ def import_from_checkout(module: str, what: str) -> Any:
     Raises:
         UserInputError: where the package does not lie in its checkout.
     """
-    root = Path(__file__).resolve().parents[1]
-    if not root.joinpath(*module.split(".")).with_suffix(".py").is_file():
+    if not _ROOT.joinpath(*module.split(".")).with_suffix(".py").is_file():
         limit = f"{module} is part of a checkout of nest-megatron, and not of an installation"
         raise UserInputError(what, None, limit, "Run it in a checkout (`pip install -e .`).")
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))
+
+
+def import_from_checkout(module: str, what: str) -> Any:
+    """Import such a module; raises as ``require_checkout``."""
+    require_checkout(module, what)
+    if str(_ROOT) not in sys.path:
+        sys.path.insert(0, str(_ROOT))
     return importlib.import_module(module)
 
 

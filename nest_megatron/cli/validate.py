@@ -18,7 +18,7 @@ from nest_megatron.errors import OK, UserInputError
 from nest_megatron.files import check_output, warn_once
 from nest_megatron.history.records import RunRecord
 from nest_megatron.history.store import VARIABLE, history_file, read
-from nest_megatron.packages import import_from_checkout, require_package
+from nest_megatron.packages import import_from_checkout, require_checkout, require_package
 from nest_megatron.report.console import say, show, show_json
 from nest_megatron.report.site import site_report
 from nest_megatron.units import counted
@@ -97,10 +97,12 @@ def calibrate(
         raise UserInputError("calibrate", [*map(str, paths)], limit, fix)
     if site:
         return calibrate_site(out, force=forced(), as_json=as_json)
+    work = ("tools.calibration.command", "calibrate FILE.CSV")
+    require_checkout(*work)
     limit = "constants are fitted by SciPy, which is not installed"
     require_package("scipy", "calibrate", "calibrate", limit, "; calibrate --site does without")
-    work = import_from_checkout("tools.calibration.command", "calibrate FILE.CSV")
-    return int(work.run_calibrate(paths, out=out, validate=validate, as_json=as_json))
+    run = import_from_checkout(*work).run_calibrate
+    return int(run(paths, out=out, validate=validate, as_json=as_json))
 
 
 def calibrate_site(out: Path | None, *, force: bool | None, as_json: bool) -> int:

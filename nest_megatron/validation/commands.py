@@ -13,7 +13,7 @@ from rich.text import Text
 from nest_megatron.documents import csv_text
 from nest_megatron.errors import OK
 from nest_megatron.files import write_text
-from nest_megatron.packages import import_from_checkout
+from nest_megatron.packages import import_from_checkout, require_checkout
 from nest_megatron.report.charts import check_matplotlib
 from nest_megatron.report.console import say, show, show_json
 from nest_megatron.report.markdown import figure
@@ -51,6 +51,7 @@ def run_validate(
         force: write pages over files that nest-megatron has not written.
     """
     if docs is not None:
+        require_checkout("tools.accuracy.page", "--docs")
         check_matplotlib("--docs")
         page = import_from_checkout("tools.accuracy.page", "--docs")
     files = [read_rows(path) for path in paths]
