@@ -51,7 +51,8 @@ class Accelerator:
         attention_efficiency: share of the bf16 peak that fused attention reaches on long sequences.
         scan_share: what a scan (Mamba-2, gated delta nets) reaches of the rates of attention's
             arithmetic and of streaming kernels' traffic.
-        grouped_gemm_share: what a grouped GEMM reaches of a single one's efficiency.
+        grouped_gemm_ramp_rows: rows (tokens) of each product with which a grouped GEMM reaches
+            half of that.
         attention_ramp_rows: query rows (tokens times heads) with which it reaches half of that.
         memory_efficiency: share of the device-memory bandwidth that streaming kernels reach.
         kernel_floor_s: shortest time one kernel takes, launch included.
@@ -72,7 +73,7 @@ class Accelerator:
     memory_efficiency: float
     kernel_floor_s: float
     flash_attention: bool = True
-    grouped_gemm_share: float = 1.0
+    grouped_gemm_ramp_rows: float = 0.0
     scan_share: float = added(1.0)
     host_kernel_s: float = added(0.0)
     host_bandwidth_bytes_per_s: float = added(0.0)
@@ -240,7 +241,8 @@ class Cluster:
 
 #: Numbers that may be 0; every other one lies above it.
 _MAY_BE_ZERO = (
-    *("kernel_floor_s", "host_kernel_s", "host_bandwidth_bytes_per_s", "attention_ramp_rows"),
+    *("kernel_floor_s", "host_kernel_s", "host_bandwidth_bytes_per_s"),
+    *("attention_ramp_rows", "grouped_gemm_ramp_rows"),
     *("latency_s", "startup_s", "ramp"),
 )
 

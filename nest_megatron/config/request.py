@@ -237,7 +237,7 @@ def request_for(
     )
     execution, executions = inputs.execution(), space.executions
     if choose_execution:
-        execution, executions = always_on(execution, choices), open_values(choices)
+        execution, executions = always_on(execution, choices), open_values(choices, execution)
     of_job: dict[str, Any] = {
         "batch_unit": schedule.batch_unit if schedule else None,
         "execution": execution,

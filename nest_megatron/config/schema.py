@@ -116,6 +116,7 @@ class CostConfig(_Section):
     ep_overlap: float | None = None
     alltoall_slowdown: float | None = None
     flex_slowdown: float | None = None
+    count_sync_launches: float | None = None
     dp_slowdown: float | None = None
     host_kernel_s: float | None = None
     dp_overlap: float | None = None

@@ -98,8 +98,8 @@ def _flops_rate(operator: Operator, accelerator: Accelerator, settings: CostSett
             fix=f"Use {sixteen_bit(accelerator)}.",
         )
     share = accelerator.gemm_efficiency[used] if operator.aligned else UNALIGNED_EFFICIENCY
-    if operator.kind is OperatorKind.GROUPED_GEMM and operator.num_gemms > 1:
-        share *= accelerator.grouped_gemm_share
+    if operator.kind is OperatorKind.GROUPED_GEMM:
+        share /= 1.0 + accelerator.grouped_gemm_ramp_rows / operator.parallel_rows
     if used.is_quantized:
         share *= gemm_share(accelerator.name, settings.traits.fp8_recipe)
     return accelerator.peak_flops_per_s[used] * share

@@ -37,7 +37,8 @@ class Scale(NamedTuple):
 class GraphTimes(NamedTuple):
     """A unit's graph, priced: seconds of operators (forward, backward) by name, and their sums.
 
-    ``traffic`` holds the seconds of all calls of each collective in balance.
+    ``traffic`` holds the seconds of all calls of each collective in balance;
+    ``tokens_cross_nodes`` says whether tokens leave their node for an expert.
     """
 
     graph: LayerGraph
@@ -48,6 +49,7 @@ class GraphTimes(NamedTuple):
     backward: Seconds
     traffic: tuple[Seconds, ...]
     saved_bytes: Mapping[Part, float]
+    tokens_cross_nodes: bool
 
     def pace(self, part: Part) -> float:
         """Load of the busiest rank over the mean one."""
@@ -88,7 +90,18 @@ def graph_times(
     once = execution.is_node_limited
     traffic = (_traffic_time(call, shapes, cluster, once) for call in graph.collectives)
     return GraphTimes(
-        graph, scale.source, imbalance, operators, forward, backward, tuple(traffic), saved
+        graph,
+        scale.source,
+        imbalance,
+        operators,
+        forward,
+        backward,
+        tuple(traffic),
+        saved,
+        tokens_cross_nodes=any(
+            call.part is Part.DISPATCH and math.prod(shapes[call.group][1:]) > 1
+            for call in graph.collectives
+        ),
     )
 
 

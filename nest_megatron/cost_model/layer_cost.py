@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -111,6 +111,10 @@ def unit_times(
     """
     forward = {part: _only_compute(seconds) for part, seconds in times.forward.items()}
     backward = _only_compute(times.backward)
+    if times.source is Source.ANALYTIC and (
+        wait := _count_sync_time(times.graph, accelerator, settings, execution)
+    ):
+        forward.setdefault(Part.DISPATCH, _only_compute(0.0))[_COMPUTE] += wait
     for part, is_backward, term, seconds in _exposed(times, settings, execution, beside_s):
         paced = seconds * times.pace(part)
         if is_backward:
@@ -164,6 +168,12 @@ _CAPTURED: Mapping[str, frozenset[Part]] = {
 _PRODUCT_LAUNCH = 0.3
 
 
+def _launch_time(accelerator: Accelerator, settings: CostSettings) -> Seconds:
+    """Time that the host takes to launch one operator."""
+    own = settings.host_kernel_s
+    return accelerator.host_kernel_s if own is None else own
+
+
 def _host_time(
     graph: LayerGraph, accelerator: Accelerator, settings: CostSettings, execution: Execution
 ) -> Seconds:
@@ -171,9 +181,7 @@ def _host_time(
 
     A graph of a layer takes one launch, its inputs another; that of a whole step takes none.
     """
-    each = settings.host_kernel_s
-    if each is None:
-        each = accelerator.host_kernel_s
+    each = _launch_time(accelerator, settings)
     if not each or execution.cuda_graph_impl is GraphImpl.FULL_ITERATION:
         return 0.0
     held = _captured_parts(execution)
@@ -186,6 +194,20 @@ def _host_time(
     )
     launches += sum(1 for call in graph.collectives if not call.backward and call.part not in held)
     return each * launches
+
+
+def _count_sync_time(
+    graph: LayerGraph, accelerator: Accelerator, settings: CostSettings, execution: Execution
+) -> Seconds:
+    """Time for which a device waits behind the host's copy of the experts' token counts.
+
+    Where experts are padded to their capacity, or a graph holds the whole step, nothing is copied.
+    """
+    if execution.cuda_graph_impl is GraphImpl.FULL_ITERATION or settings.traits.pads_to_capacity:
+        return 0.0
+    if all(operator.part is not Part.EXPERTS for operator in graph.operators):
+        return 0.0
+    return settings.count_sync_launches * _launch_time(accelerator, settings)
 
 
 def _captured_parts(execution: Execution) -> frozenset[Part]:
@@ -206,7 +228,7 @@ def _exposed(
     hidden: dict[tuple[str, bool], tuple[Part, int, Seconds]] = {}
     calls = times.graph.collectives
     traffic = [
-        _own_time(call, seconds, settings, execution)
+        _own_time(call, seconds, times, settings, execution)
         for call, seconds in zip(calls, times.traffic, strict=True)
     ]
     left = _left_of_all_to_all(times, traffic, settings, execution, beside_s)
@@ -225,21 +247,23 @@ def _exposed(
 
 
 def _own_time(
-    call: LayerCollective, seconds: Seconds, settings: CostSettings, execution: Execution
+    call: LayerCollective,
+    seconds: Seconds,
+    times: GraphTimes,
+    settings: CostSettings,
+    execution: Execution,
 ) -> Seconds:
     """Time of a collective, less what its own overlap with GEMMs hides."""
     if call.group is Group.TENSOR and execution.tp_comm_overlap:
         return seconds * (1.0 - settings.tp_overlap)
     if call.part is not Part.DISPATCH:
         return seconds
-    return seconds * _DISPATCHER_SLOWDOWN[execution.moe_token_dispatcher_type](settings)
-
-
-_DISPATCHER_SLOWDOWN: Mapping[TokenDispatcher, Callable[[CostSettings], float]] = {
-    TokenDispatcher.ALLGATHER: lambda _: 1.0,
-    TokenDispatcher.ALLTOALL: lambda settings: settings.alltoall_slowdown,
-    TokenDispatcher.FLEX: lambda settings: settings.flex_slowdown,
-}
+    match execution.moe_token_dispatcher_type:
+        case TokenDispatcher.ALLTOALL if times.tokens_cross_nodes:
+            return seconds * settings.alltoall_slowdown
+        case TokenDispatcher.FLEX:
+            return seconds * settings.flex_slowdown
+    return seconds
 
 
 def _left_of_all_to_all(

@@ -34,9 +34,11 @@ class CostSettings:
             with user buffers (``--tp-comm-overlap``).
         ep_overlap: share of the token all-to-all with experts that runs beside another micro
             batch's work, with ``--overlap-moe-expert-parallel-comm``.
-        alltoall_slowdown: time of the token all-to-all over what the network's own tables say:
-            parts of unequal size, and the dispatcher's kernels.
-        flex_slowdown: the same of the token all-to-all with DeepEP or HybridEP.
+        alltoall_slowdown: time of the token all-to-all across nodes over what the network's own
+            tables say: parts of unequal size. Inside a node it takes what the tables say.
+        flex_slowdown: the same of the token all-to-all with DeepEP or HybridEP, wherever.
+        count_sync_launches: launches for which the device waits where the host reads how many
+            tokens each expert gets: its queue is empty, and fills again at the host's pace.
         dp_slowdown: time of the traffic between replicas over what the network needs: weights that
             a framework gathers one by one.
         host_kernel_s: time that the host takes to launch one operator outside CUDA graphs, in place
@@ -67,6 +69,7 @@ class CostSettings:
     ep_overlap: float = ranged(0.0, 0.0, 1.0)
     alltoall_slowdown: float = ranged(1.0, 0.1, 100.0)
     flex_slowdown: float = ranged(1.0, 0.1, 100.0)
+    count_sync_launches: float = ranged(0.0, 0.0, 1e3)
     dp_slowdown: float = ranged(1.0, 1.0, 100.0)
     host_kernel_s: float | None = ranged(None, 0.0, 1.0)
     dp_overlap: float = ranged(0.9, 0.0, 1.0)
@@ -118,7 +121,9 @@ class CostSettings:
 
 
 #: Settings that say nothing of a model without experts.
-OF_EXPERTS = frozenset({"expert_imbalance", "ep_overlap", "alltoall_slowdown", "flex_slowdown"})
+OF_EXPERTS = frozenset(
+    ("expert_imbalance", "ep_overlap", "alltoall_slowdown", "flex_slowdown", "count_sync_launches")
+)
 #: What stands before the name of a trait.
 _TRAITS = "traits."
 

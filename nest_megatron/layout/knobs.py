@@ -13,6 +13,7 @@ from typing import Any
 
 from nest_megatron.layout.rulebook.devices import closed_on
 from nest_megatron.model.execution import (
+    PLAIN,
     ContextTraffic,
     Execution,
     FlexBackend,
@@ -277,8 +278,12 @@ def always_on(given: Execution, conditions: KnobConditions) -> Execution:
     return dataclasses.replace(given, **fields)
 
 
-def open_values(conditions: KnobConditions) -> dict[str, tuple[Any, ...]]:
-    """Fields of ``Execution`` that a plan may choose, with their values."""
+def open_values(conditions: KnobConditions, given: Execution = PLAIN) -> dict[str, tuple[Any, ...]]:
+    """Fields of ``Execution`` that a plan may choose, with their values.
+
+    Args:
+        given: the job's own; offloading that it has may be left out where no plan would choose it.
+    """
     found: dict[str, tuple[Any, ...]] = {}
     there = {*conditions.packages, None}
     for knob in KNOBS:
@@ -293,6 +298,10 @@ def open_values(conditions: KnobConditions) -> dict[str, tuple[Any, ...]]:
         found["cuda_graph_scope"] = (("attn", *dense, "moe_router", *prepared), ())
     if _OFFLOADED in found.get("offload_modules", ()) and not spec.is_moe:
         found["offload_modules"] = (_OFFLOADED_DENSE, ())
+    for name in ("cpu_offloading_num_layers", "offload_modules"):
+        if name not in found and _BY_NAME[name].choice not in conditions.fixed:
+            off = getattr(PLAIN, name)
+            found |= {name: (off,)} if getattr(given, name) != off else {}
     known = any(found.get("moe_flex_dispatcher_backend", ()))  # the package of some backend
     if "moe_token_dispatcher_type" in found and not known:
         found["moe_token_dispatcher_type"] = (TokenDispatcher.ALLTOALL,)

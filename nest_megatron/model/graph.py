@@ -70,7 +70,8 @@ class Operator:
         backward_bytes_moved: accumulation of weight gradients included.
         num_kernels: kernels launched forward; the backward pass launches twice as many.
         fp8: the GEMM runs in fp8 where the job asks for it.
-        parallel_rows: of attention: query rows over all heads; few leave processors idle.
+        parallel_rows: of attention: query rows over all heads; of a grouped GEMM: rows of each
+            product. Few leave processors idle.
         aligned: of a GEMM: every dimension is a multiple of 8, as matrix units ask in 16 bits.
         has_weight: of a GEMM: one factor is a weight, whose gradient the backward pass makes.
         num_gemms: of a grouped GEMM: how many GEMMs it is made of.

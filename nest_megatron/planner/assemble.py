@@ -227,8 +227,24 @@ def search_record(
         seconds=round(seconds, 3),
         backend=choose(request.backend).value,
         space=describe_space(request.space, request.cluster, request.policy),
-        not_modelled=request.not_modelled,
+        not_modelled=_not_modelled(request, plan),
     )
+
+
+#: Flags whose effect on memory is not known, and the field of ``Execution`` that has them.
+_OFFLOADING = {
+    "--cpu-offloading-num-layers": "cpu_offloading_num_layers",
+    "--fine-grained-activation-offloading": "offload_modules",
+}
+
+
+def _not_modelled(request: Request, plan: SolvedLayout | None) -> tuple[str, ...]:
+    """Those of the planned job, which may leave out the offloading of today's."""
+    flags = request.not_modelled
+    if plan is None:
+        return flags
+    way, fields = plan.layout.execution, _OFFLOADING
+    return tuple(flag for flag in flags if flag not in fields or getattr(way, fields[flag]))
 
 
 def _certificate(result: SearchResult, plan: SolvedLayout | None, number: int) -> str:

@@ -55,6 +55,8 @@ _SWITCH_OFF = (
     *("sequence_parallel", "one_context_rank", "one_expert_rank", "experts_alone"),
     *("is_pipelined", "is_interleaved", "is_fsdp"),
 )
+#: Parts of a way that Megatron refuses beside others: a job that keeps one goes without the others.
+_KEPT = ("moe_shared_expert_overlap", "cpu_offloading_num_layers", "offload_modules")
 _ANY_MODULE = selective_recompute([RecomputeModule.LAYERNORM])
 
 
@@ -167,6 +169,7 @@ class Executions(Caching):
         self.model = model
         self.space = space
         self.given = space.execution
+        self._kept = tuple(name for name in _KEPT if name not in space.executions)
         self._kinds = tuple(kinds)
         self.kinds = frozenset(self._kinds)
         self._step = step
@@ -241,7 +244,7 @@ class Executions(Caching):
 
     def _may_gain(self, grid: PartialLayout, way: Execution, ways: AllowedRecompute) -> bool:
         """Whether graphs can save anything: the host launches more slowly than layers run."""
-        if way.cuda_graph_impl is self.given.cuda_graph_impl:
+        if way.cuda_graph_impl in (self.given.cuda_graph_impl, GraphImpl.NONE):
             return True
         eager = _without_graphs(way)
         return eager not in ways or any(unit.launch_s for unit in self._units(grid, eager))
@@ -272,6 +275,8 @@ class Executions(Caching):
         """What Megatron does of a variant on a grid with these facts, if it does anything."""
         own = self.space.cuda_graphs is not None
         way = allowed_execution(variant, grid, own_graphs=own)
+        if any(getattr(way, name) != getattr(self.given, name) for name in self._kept):
+            return None
         if grid.zero.is_fsdp and way.offload_modules != self.given.offload_modules:
             return None  # not known to keep gathered weights on the device
         moving = grid.zero.is_fsdp or way.offload_modules

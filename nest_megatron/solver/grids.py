@@ -84,9 +84,11 @@ class GridSpace(Caching):
         """Grids with one pipeline stage that stand for all with the same shard of a layer."""
         settings = self.model.settings
         recipe = settings.traits.fp8_recipe
-        for world in self.space.world_sizes(self.model.cluster):
+        cluster = self.model.cluster
+        micro_batches = self.space.values("micro_batch_size", self.batch_unit, cluster)
+        for world in self.space.world_sizes(cluster):
             for facts in self._degrees(world):
-                for micro in self._micro_batches():
+                for micro in micro_batches:
                     shard = self._one_stage(facts, micro)
                     uneven = uneven_sides(self.model.spec, shard.dims, settings.precision, recipe)
                     whole = {**facts, "micro_batch_size": micro, "uneven_sides": uneven}
@@ -136,13 +138,6 @@ class GridSpace(Caching):
                 found = {**facts, "ep": ep, "etp": etp}
                 if self._allows("experts", found):
                     yield found
-
-    def _micro_batches(self) -> list[int]:
-        sizes = self.space.values("micro_batch_size", self.batch_unit, self.model.cluster)
-        if "micro_batch_size" in self.space.fixed:
-            return sizes
-        own = self.space.present.get("micro_batch_size")
-        return [size for size in sizes if size & (size - 1) == 0 or size == own]
 
     def _one_stage(self, facts: Mapping[str, Any], micro: int) -> PartialLayout:
         tp, cp = facts["tp"], facts["cp"]

@@ -42,7 +42,7 @@ DEGREES = (
 DEFAULT_LIMITS = {
     "virtual_pipeline_model_parallel_size": 12,
     "context_parallel_size": 16,
-    "micro_batch_size": 8,
+    "micro_batch_size": 32,
 }
 
 

@@ -90,7 +90,8 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
     rule = rule_of(row.get("framework", ""), row.get("gpu", ""))
     recipe = NO_SETTINGS if as_planned else settings_of(row)
     words = {} if as_planned else {**tuned.words, **stated_in(row, WORDS)}
-    stated = {**recipe.flags, **tuned.own, **stated_in(row, FORMATS), **words}
+    own = {**recipe.flags, **tuned.own, **stated_in(row, FORMATS), **words}
+    stated = {**_beside_fsdp(row, rule.target), **own}
     fused = rule.target.flags(row.get("gpu", ""), Precision.BF16).get("attention_backend")
     machine = machine_of(
         row.get("gpu", ""),
@@ -256,12 +257,25 @@ def _zero(row: Row, flags: Mapping[str, Any]) -> ZeroStage:
     given = whole(row, "zero")
     if given is not None:
         return ZeroStage(min(given, 3))
-    if row.get("fsdp", "").strip().lower() not in {"", "0", "/", "no"}:
+    if _is_sharded(row):
         return ZeroStage.WEIGHTS
     if flags.get("data_parallel_sharding_strategy") == STRATEGIES[ZeroStage.WEIGHTS]:
         return ZeroStage.WEIGHTS
     shards = flags.get("use_distributed_optimizer")
     return ZeroStage.OPTIMIZER if shards else ZeroStage.NONE
+
+
+def _is_sharded(row: Row) -> bool:
+    return row.get("fsdp", "").strip().lower() not in {"", "0", "/", "no"}
+
+
+def _beside_fsdp(row: Row, target: Target) -> dict[str, Any]:
+    """What the guide of Megatron-FSDP recommends beside it, which its developers' runs follow.
+
+    Source: Megatron-LM docs/discussions/megatron-fsdp-user-guide, "Recommended Configurations".
+    """
+    is_theirs = target.fitted == "megatron_core" and _is_sharded(row)
+    return {"grad_reduce_in_bf16": True} if is_theirs else {}
 
 
 #: What rows call modules that are recomputed, where Megatron has another name.

@@ -46,7 +46,7 @@ _LEFT_OUT_HEAD = """\
 _MOVED = 0.003
 #: Constants that an accelerator's file states one a line.
 _LINES = (
-    *("attention_efficiency", "memory_efficiency", "kernel_floor_s", "grouped_gemm_share"),
+    *("attention_efficiency", "memory_efficiency", "kernel_floor_s", "grouped_gemm_ramp_rows"),
     *("scan_share", "host_kernel_s"),
 )
 

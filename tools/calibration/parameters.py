@@ -75,10 +75,10 @@ def _device(
     yield _parameter(generation, "attention_efficiency", attention, 0.1, 0.2, 0.8)
     yield _parameter(generation, "memory_efficiency", memory, 0.06, 0.5, 1.0)
     yield _parameter(generation, "kernel_floor_s", floor, 0.5 * floor, 1e-6, 4e-5)
-    yield _parameter(generation, "grouped_gemm_share", 0.8, 0.1, 0.4, 1.0)
     if fp8 is not None:
         yield _parameter(generation, "gemm_efficiency.fp8", fp8, 0.06, 0.35, 0.85)
-    if host is not None:  # of the others no hybrid model was published
+    if host is not None:  # of the others no hybrid model was published, and hardly an expert one
+        yield _parameter(generation, "grouped_gemm_ramp_rows", 50.0, 200.0, 0.0, 4000.0)
         yield _parameter(generation, "scan_share", 1.0, 0.5, 0.02, 1.0)
         yield _parameter(generation, "host_kernel_s", host, 1e-5, 1e-6, 1e-4)
 
@@ -108,6 +108,7 @@ _MECHANISMS = (
     ("ep_overlap", 0.85, 0.1, 0.0, 1.0),
     ("alltoall_slowdown", 1.15, 0.05, 0.5, 4.0),
     ("flex_slowdown", 0.65, 0.05, 0.4, 3.0),
+    ("count_sync_launches", 8.0, 4.0, 0.0, 200.0),
     ("fp8_attention_speedup", 1.4, 0.2, 1.0, 2.0),
 )
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from nest_megatron.cluster.records import Precision
 from nest_megatron.config.job import ReadCommand
 from nest_megatron.config.space import require_buildable
 from nest_megatron.cost_model.settings import CostSettings, restored_settings
@@ -42,6 +43,7 @@ from nest_megatron.layout.rulebook import RULES, require_launchable
 from nest_megatron.layout.rulebook.devices import has_multicast
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, LaunchRequest, violations
 from nest_megatron.layout.rulebook.options import JOB_RULES, contradicted, has_activation_flag
+from nest_megatron.layout.zero import DataParallelSharding
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import TransformerSpec
 
@@ -202,7 +204,10 @@ def rewrite_command(
         FaultError: if one of ``kept`` came out changed without a word, or means another layout.
     """
     values, tp = command.values, plan.layout.dims.tensor_model_parallel_size
-    planned = planned_arguments(launch_request(plan, command))
+    request = launch_request(plan, command)
+    planned = planned_arguments(request)
+    if _narrows_by_fsdp(request, values):
+        planned["grad_reduce_in_bf16"] = True
     settled = values.get("padded_vocab_size") is not None or not plan.model.vocab_is_padded
     if not settled and values.get("tensor_model_parallel_size") != tp:
         # another tensor-parallel size would pad the embedding otherwise
@@ -210,6 +215,18 @@ def rewrite_command(
     found = rewrite(command, planned, plan, kept)
     require_kept(found, command, plan, kept)
     return found
+
+
+def _narrows_by_fsdp(request: LaunchRequest, values: Mapping[str, Any]) -> bool:
+    """Whether gradients are 16 bits wide for the FSDP of today alone, which a plan leaves."""
+    if values.get("use_torch_fsdp2"):
+        own = DataParallelSharding.TORCH_FSDP2
+    elif values.get("use_megatron_fsdp"):
+        own = DataParallelSharding.MEGATRON_FSDP
+    else:
+        return False
+    is_narrow = request.gradient_bytes == 2 and request.precision is not Precision.FP16
+    return is_narrow and (request.sharding or request.zero.sharding) is not own
 
 
 def unstated_parts(spec: TransformerSpec) -> str:

@@ -346,6 +346,7 @@ _WITH_LAYOUT = (
     "padded_vocab_size",
     "init_model_with_meta_device",
     "megatron_fsdp_main_grads_dtype",
+    "grad_reduce_in_bf16",
 )
 _IF_ABSENT = "moe_grouped_gemm"
 #: Set where a job comes to Megatron-FSDP; one that has it already knows its Transformer Engine.

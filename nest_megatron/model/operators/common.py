@@ -9,6 +9,7 @@ fused into the projection after it is no module of its own: ``qkv_linear`` offlo
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from nest_megatron.model.execution import FlexBackend
@@ -59,7 +60,7 @@ def gemm(
     flops = 2.0 * rows * inner * columns
     activations = rows * (inner + columns) * width
     weight = inner * columns * (num_experts or 1)
-    is_fused = shard.execution.use_transformer_engine_op_fuser
+    is_grouped = num_experts > 1 and not shard.execution.use_transformer_engine_op_fuser
     return Operator(
         name=name,
         part=part,
@@ -69,7 +70,8 @@ def gemm(
         backward_flops=2 * flops,
         backward_bytes_moved=2 * activations + weight * (width + 2 * FP32),
         fp8=fp8,
-        num_gemms=1 if is_fused or not num_experts else num_experts,
+        num_gemms=num_experts if is_grouped else 1,
+        parallel_rows=rows / num_experts if is_grouped else math.inf,
         input_elements=rows * inner,
         output_elements=rows * columns,
     )
