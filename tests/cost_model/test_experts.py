@@ -1,4 +1,4 @@
-"""What only experts have: products that few rows fill, a wait for their token counts, an exchange."""
+"""What only experts have: products with few rows, a wait for token counts, an exchange."""
 
 from __future__ import annotations
 
