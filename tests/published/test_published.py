@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from nest_megatron.validation.assess import Assessor
+from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Basis
 from nest_megatron.validation.report import certainty_by_regime
+from nest_megatron.validation.rows import read_rows
+from nest_megatron.validation.scores import rank_scores
 from tests.published.sets import DATA, FILES, HERE, is_met, judged, refused, scored, values
 from tools.accuracy.named_sets import SETS
 
@@ -69,3 +73,18 @@ def test_rows_say_where_they_come_from(name: str) -> None:
 
 def test_the_stored_files_are_those_that_are_read() -> None:
     assert {path.name for path in Path(DATA).glob("*.csv")} == set(FILES)
+
+
+def test_layouts_of_an_expert_model_are_in_order() -> None:
+    """Nine of Qwen3-235B on 256 H800, none of them fitted; by time of a sequence."""
+    file = read_rows(HERE / "expert_layouts.csv")
+    outcomes = list(Assessor(ModelBook.load()).outcomes(file, Basis.AS_STATED))
+    assert None not in {each.time for each in outcomes}
+    pairs = [
+        (each.predicted_s / float(row["gbs"]), each.measured_s / float(row["gbs"]))
+        for each, row in zip(outcomes, file.rows, strict=True)
+        if each.predicted_s and each.measured_s
+    ]
+    correlation = rank_scores(pairs).spearman
+    assert correlation is not None
+    assert correlation >= 0.8
