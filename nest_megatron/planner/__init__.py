@@ -17,7 +17,7 @@ from nest_megatron.cost_model.peak_posterior import PredictedPeak, predicted_pea
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.deadline import Deadline
 from nest_megatron.layout.batch_schedule import PredictedBatch
-from nest_megatron.layout.estimate import Choice, RiskierLayout
+from nest_megatron.layout.estimate import Choice, RiskierLayout, Shortlist
 from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.plan import ParallelPlan, PresentLayout, SearchRecord
 from nest_megatron.layout.policy import require_allowed
@@ -28,7 +28,7 @@ from nest_megatron.planner.assemble import (
     predicted_batches,
     search_record,
 )
-from nest_megatron.planner.choice import Candidate, Chosen, candidates, choose_plan, runner_up
+from nest_megatron.planner.choice import Candidate, candidate, choose_plan, with_runner_up_first
 from nest_megatron.planner.layouts import PredictedLayout, check_launchable, estimate_for
 from nest_megatron.planner.offers import offers
 from nest_megatron.planner.request import Request
@@ -83,18 +83,21 @@ def plan(
     deadline = request.deadline()
     searched = _search(request, deadline, on_progress)
     if searched.result.plans:
-        chosen, model = _chosen(request, searched, choose), searched.model
-        best, find = _predicted(model, chosen.plan), partial(_best, deadline=deadline)
+        model, find = searched.model, partial(_best, deadline=deadline)
+        plans, choice = choose_plan(request, model, searched.result)
+        plans = with_runner_up_first(plans, choose) if choose else plans
+        taken, *others = plans
+        best = _predicted(model, taken.solved)
         batches = tuple(predicted_batches(model, best.layout, request.batch_schedule))
         if larger := _too_large(request, model, best, batches):
             return plan(dataclasses.replace(request, global_batch_size=larger), choose=choose)
         found = assemble(
             *(request, model, best.layout, best.predicted),
-            search_record(request, searched.result, searched.seconds, chosen.plan, choose),
-            alternatives=tuple(alternative(chosen.plan, each, chosen) for each in chosen.others),
-            choice=None if choose else _with_riskier(request, deadline, searched, chosen.choice),
-            shortlist=chosen.shortlist(model) if request.shortlist else None,
-            present=_present_layout(request, searched, chosen.plan),
+            search_record(request, searched.result, searched.seconds, taken.solved, choose),
+            alternatives=tuple(alternative(taken, each) for each in others),
+            choice=None if choose else _with_riskier(request, deadline, searched, choice),
+            shortlist=_shortlist(model, plans) if request.shortlist else None,
+            present=_present_layout(request, searched, taken.solved),
             offers=offers(best, request, find, partial(_faster, request, deadline)),
             batches=batches,
         )
@@ -103,7 +106,7 @@ def plan(
     record = search_record(request, searched.result, searched.seconds)
     if record.certificate == ENDED_EARLY:
         return EndedEarly(
-            lower_bound_s=to_seconds(searched.result.certificate.lower_bound),
+            lower_bound_s=to_seconds(searched.result.lower_bound),
             max_seconds=request.max_seconds,
             search=record,
         )
@@ -235,14 +238,11 @@ def _present_that_fits(request: Request, model: CostModel) -> Layout | None:
     return own if chance <= MOST_OOM_CHANCE else None
 
 
-def _chosen(request: Request, searched: _Searched, number: int = 0) -> Chosen:
-    """What is taken for a request, or the runner-up that the user asks for.
+def _shortlist(model: CostModel, ranked: Sequence[Candidate]) -> Shortlist:
+    from nest_megatron.planner.to_measure import shortlisted
 
-    Raises:
-        UserInputError: if there is no such runner-up.
-    """
-    chosen = choose_plan(request, searched.model, searched.result)
-    return runner_up(chosen, number) if number else chosen
+    layouts = [each.solved.layout for each in ranked]
+    return shortlisted(model, [each.step for each in ranked], layouts)
 
 
 def _present_layout(
@@ -294,18 +294,18 @@ def ranked(request: Request, on_progress: Progress | None = None) -> Ranked | No
         found = plan(request)  # why there is none
         assert not isinstance(found, ParallelPlan)
         return found
-    model, chosen = searched.model, choose_plan(request, searched.model, searched.result).plan
+    model, result = searched.model, searched.result
+    chosen = choose_plan(request, model, result)[0][0].solved
     plans = sorted(
-        {*searched.result.known, *_other_micro_batches(request, searched)},
+        {*result.known, *_other_micro_batches(request, searched)},
         key=lambda plan: (plan != chosen, plan.rank),
     )[: request.num_alternatives + 1]
-    known = candidates(request, model, plans, searched.result.present)
     return Ranked(
         request=request,
         model=model,
-        candidates=tuple(known.values()),
+        candidates=tuple(candidate(request, model, plan, result.present) for plan in plans),
         peaks={plan: predicted_peak(model, plan.layout) for plan in plans},
-        record=search_record(request, searched.result, searched.seconds, chosen),
+        record=search_record(request, result, searched.seconds, chosen),
     )
 
 
@@ -326,7 +326,8 @@ def _best(request: Request, deadline: Deadline) -> PredictedLayout | None:
     searched = _search(request, deadline)
     if not searched.result.plans:
         return None
-    return _predicted(searched.model, _chosen(request, searched).plan)
+    (taken, *_), _ = choose_plan(request, searched.model, searched.result)
+    return _predicted(searched.model, taken.solved)
 
 
 def _predicted(model: CostModel, plan: SolvedLayout) -> PredictedLayout:

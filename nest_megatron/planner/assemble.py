@@ -32,7 +32,7 @@ from nest_megatron.layout.plan import ParallelPlan, Provenance, SearchRecord
 from nest_megatron.layout.plan_file import digest
 from nest_megatron.layout.policy import Policy
 from nest_megatron.layout.rank_order import GroupKind, group_level, group_of_rank
-from nest_megatron.planner.choice import Chosen
+from nest_megatron.planner.choice import Candidate
 from nest_megatron.planner.request import Request
 from nest_megatron.profile.records import ANALYTIC_NAME, Source
 from nest_megatron.solver.backend import choose
@@ -190,16 +190,16 @@ def _placement(cluster: Cluster, grid: PartialLayout, *, has_experts: bool) -> P
     )
 
 
-def alternative(best: SolvedLayout, other: SolvedLayout, chosen: Chosen) -> Alternative:
+def alternative(best: Candidate, other: Candidate) -> Alternative:
     """A runner-up, and how much slower than the plan it is."""
-    known, taken = chosen.known.get(other), chosen.known.get(best)
+    fastest, iteration = best.solved.iteration, other.solved.iteration
     return Alternative(
-        layout=other.layout,
-        iteration_time_s=to_seconds(other.iteration),
-        slower_percent=100.0 * (other.iteration - best.iteration) / best.iteration,
-        uncertainty=described(known.step, known.out_of_memory) if known else None,
-        peak_memory_bytes=known.peak_memory_bytes if known else None,
-        chance_slower=probability_faster(taken.step, known.step) if taken and known else None,
+        layout=other.solved.layout,
+        iteration_time_s=to_seconds(iteration),
+        slower_percent=100.0 * (iteration - fastest) / fastest,
+        uncertainty=described(other.step, other.out_of_memory),
+        peak_memory_bytes=other.peak_memory_bytes,
+        chance_slower=probability_faster(best.step, other.step),
     )
 
 
@@ -216,14 +216,14 @@ def search_record(
         plan: the plan that is taken, if there is one.
         number: of the runner-up that the user asks for; 0 for none.
     """
-    proof = result.certificate
-    lower, own = proof.lower_bound, proof.lower_bound if plan is None else plan.iteration
+    lower = result.lower_bound
+    own = lower if plan is None else plan.iteration
     same = ("candidates", "bounded", "infeasible", "solved", "illegal", "simulations")
     return SearchRecord(
-        **{name: getattr(proof, name) for name in same},
+        **{name: getattr(result, name) for name in same},
         certificate=_certificate(result, plan, number),
         gap_percent=100.0 * (own - lower) / max(1, lower),
-        stage_nodes=proof.nodes,
+        stage_nodes=result.nodes,
         seconds=round(seconds, 3),
         backend=choose(request.backend).value,
         space=describe_space(request.space, request.cluster, request.policy),
@@ -233,15 +233,14 @@ def search_record(
 
 def _certificate(result: SearchResult, plan: SolvedLayout | None, number: int) -> str:
     """What was proven, in the words of ``SearchRecord``."""
-    proof = result.certificate
     if plan is None:
-        ended = not proof.finished or proof.lower_bound < NO_THRESHOLD
+        ended = not result.finished or result.lower_bound < NO_THRESHOLD
         return ENDED_EARLY if ended else "infeasible"
-    if not proof.optimal:
-        return "node-limit" if proof.finished else "gap"
+    if not result.optimal:
+        return "node-limit" if result.finished else "gap"
     if number:
         return "runner-up"
-    return "optimal" if plan.iteration == proof.lower_bound else "chosen"
+    return "optimal" if plan.iteration == result.lower_bound else "chosen"
 
 
 def describe_space(space: SearchSpace, cluster: Cluster, policy: Policy) -> Mapping[str, str]:

@@ -111,11 +111,11 @@ def refuse_if_nothing_is_legal(request: Request, result: SearchResult, deadline:
     Raises:
         UserInputError: if no combination of degrees is legal, naming the rules.
     """
-    if result.certificate.candidates:
+    if result.candidates:
         return
     broken = binding(request, deadline.passed)
     rules = "; ".join(f"{rule.what} = {rule.value}: {rule.limit}" for rule in broken)
-    rules = rules or "; ".join(sorted(result.certificate.illegal)) or "nothing divides the GPUs"
+    rules = rules or "; ".join(sorted(result.illegal)) or "nothing divides the GPUs"
     advice = _relaxed(request, deadline)
     if not advice and all(rule.what != "global_batch_size" for rule in broken):
         advice = " ".join(rule.fix for rule in broken)
