@@ -81,7 +81,7 @@ from nest_megatron.model.encoder import PeftScheme
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Request
 from nest_megatron.planner.request import Offer
-from nest_megatron.profile.choose import Wanted, choose_times
+from nest_megatron.profile.choose import TimedJob, choose_times
 from nest_megatron.profile.installed import installed_versions, nccl_version
 from nest_megatron.profile.records import ProfileMode
 from nest_megatron.solver.space import SearchSpace
@@ -257,7 +257,7 @@ def request_for(
     mode = choice(f"{prefix}profile.mode", settings.profile.mode, ProfileMode)
     require_seconds(f"{prefix}profile.max_seconds", settings.profile.max_seconds)
     named = f"model={spec.name} cluster={cluster.name}"
-    wanted = Wanted(
+    timed = TimedJob(
         spec=spec,
         accelerator=cluster.accelerator,
         precision=costs.precision,
@@ -266,7 +266,7 @@ def request_for(
         command="--from <your script and its flags>" if prefix else named,
         implementation=job.transformer_impl,
     )
-    times = choose_times(wanted, mode, settings.profile.name)
+    times, profile_notes = choose_times(timed, mode, settings.profile.name)
     site, site_notes = site_calibration(cluster, versions) if settings.profile.site else (None, ())
     require_at_least(
         "search.num_alternatives", search.num_alternatives, 0, "Give the number of runners-up."
@@ -283,7 +283,7 @@ def request_for(
         begun_s=begun_s,
         num_alternatives=search.num_alternatives,
         backend=read_backend(search.backend),
-        times=times.times,
+        times=times,
         not_modelled=job.not_modelled,
         offer=offer,
         packages=unknown_packages(choices) if choose_execution else {},
@@ -303,9 +303,9 @@ def request_for(
             *adapter_notes(spec),
             *_scan_notes(spec),
             *image_notes(spec),
-            *times.notes,
+            *profile_notes,
         ),
-        profile_notes=times.notes,
+        profile_notes=profile_notes,
         batch_schedule=schedule,
         sequence_lengths=lengths,
         policy=policy,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import TypeVar
 
 from nest_megatron.cost_model.estimate import estimate
@@ -17,6 +16,7 @@ from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.estimate import Estimate
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import Layout
+from nest_megatron.layout.numeric_knobs import NumericKnob
 from nest_megatron.layout.rulebook.facts import uneven_sides
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import FlexBackend, TokenDispatcher
@@ -189,118 +189,79 @@ def _instances(dims: ParallelDims, *, is_moe: bool) -> Iterator[int]:
     return (n for n in range(2, min(_MOST_INSTANCES, replicas // 2) + 1) if replicas % n == 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Numeric:
-    """What a choice that changes numbers brings to a plan.
-
-    Args:
-        words: what the user sets.
-        fits: the plan's own layout with it.
-        change: what of the layout changes with it, in words; nothing where that stays.
-    """
-
-    offer: NumericOffer
-    words: str
-    fits: bool
-    step_s: Seconds
-    faster_percent: float
-    freed_bytes: Bytes
-    freed_percent: float
-    change: str = ""
-
-    @property
-    def is_worth_it(self) -> bool:
-        """Whether the cost model can tell it from the plan."""
-        freed = self.freed_percent >= _LEAST_FREED_PERCENT and self.faster_percent > -1.0
-        return self.fits and (self.faster_percent >= _LEAST_GAIN_PERCENT or freed)
-
-    def sentence(self) -> str:
-        """What it would do, and what it changes."""
-        gains = []
-        if self.faster_percent >= _LEAST_GAIN_PERCENT and not self.change:
-            gains.append(_faster(self.faster_percent, self.step_s))
-        if self.freed_percent >= _LEAST_GAIN_PERCENT:
-            gains.append(f"free {format_gib(self.freed_bytes)} of peak memory per GPU")
-        gain = " and ".join(gains)
-        if self.change:
-            step = format_seconds(self.step_s)
-            job = f"make the job {self.faster_percent:.1f} % faster ({step}): {self.change}"
-            gain = f"{gain}, or {job}" if gain else job
-        return f"{self.words} would {gain}. It changes numbers: {self.offer.knob.changes}"
-
-
 def numeric_offers(plan: PredictedLayout, request: Request, faster: Faster) -> tuple[str, ...]:
     """The choices that change numbers and would gain something, the best first.
 
     Of choices of one family (formats of GEMMs) the best is said.
     """
-    worth = [priced for priced in _all_numeric(plan, request, faster) if priced.is_worth_it]
-    worth.sort(key=lambda priced: (priced.step_s, -priced.freed_bytes))
-    best = {priced.offer.knob.family: priced for priced in reversed(worth)}
-    said = [priced.sentence() for priced in worth if best[priced.offer.knob.family] is priced]
-    return tuple(said[:_MOST_NUMERIC])
+    gains = ((_gain_of(offer, plan, request, faster), offer) for offer in request.numeric_offers)
+    found = [(gain, offer.knob.family) for gain, offer in gains if gain is not None]
+    said: dict[str, str] = {}
+    for (*_, sentence), family in sorted(found, key=lambda each: each[0][:2]):
+        said.setdefault(family, sentence)
+    return tuple(said.values())[:_MOST_NUMERIC]
 
 
-def _all_numeric(plan: PredictedLayout, request: Request, faster: Faster) -> Iterator[_Numeric]:
-    """Each choice on the plan's own layout, and on a faster one that the memory it frees allows."""
-    before = plan.predicted
-    for offer in request.numeric_offers:
-        layout = _accepted(plan, offer, request)
-        if layout is None:
-            continue
-        found = estimate(request.cost_model(offer.settings), layout)
-        freed = before.peak_memory_bytes - found.peak_memory_bytes
-        priced = _Numeric(
-            offer=offer,
-            words=offer.words + ("" if layout.zero is plan.layout.zero else " with ZeRO-1"),
-            fits=found.fits,
-            step_s=found.iteration_time_s,
-            faster_percent=_gain_percent(before.iteration_time_s, found.iteration_time_s),
-            freed_bytes=freed,
-            freed_percent=100.0 * freed / before.peak_memory_bytes,
-        )
-        if freed > 0:
-            shortest_s = min(before.iteration_time_s, found.iteration_time_s)
-            limit_s = shortest_s / (1.0 + _LEAST_GAIN_PERCENT / 100.0)
-            other = faster(*_with_its_memory(plan, offer, request), limit_s)
-            priced = priced if other is None else _on_another_layout(priced, plan, other)
-        yield priced
+def _gain_of(
+    offer: NumericOffer, plan: PredictedLayout, request: Request, faster: Faster
+) -> tuple[Seconds, Bytes, str] | None:
+    """What a choice brings to the plan's own layout, or to one that the memory it frees allows.
+
+    Returns:
+        The step, the freed memory below 0, and a sentence; ``None`` for nothing that the cost model
+        can tell from the plan.
+    """
+    layout = _accepted(plan, offer, request)
+    if layout is None:
+        return None
+    before, found = plan.predicted, estimate(request.cost_model(offer.settings), layout)
+    step_s, freed = found.iteration_time_s, before.peak_memory_bytes - found.peak_memory_bytes
+    freed_percent = 100.0 * freed / before.peak_memory_bytes
+    other = None
+    if freed > 0:
+        limit_s = min(before.iteration_time_s, step_s) / (1.0 + _LEAST_GAIN_PERCENT / 100.0)
+        other = faster(offer.settings, _space_with(offer.knob, plan.layout, request.space), limit_s)
+    if other is not None:
+        step_s = to_seconds(other.iteration)
+    gain = _gain_percent(before.iteration_time_s, step_s)
+    frees = freed_percent >= _LEAST_FREED_PERCENT and gain > -1.0
+    if not (found.fits or other) or not (gain >= _LEAST_GAIN_PERCENT or frees):
+        return None
+    words, gains = offer.words, list[str]()
+    if other is None:
+        words += "" if layout.zero is plan.layout.zero else " with ZeRO-1"
+        gains += [_faster(gain, step_s)] if gain >= _LEAST_GAIN_PERCENT else []
+    if freed_percent >= _LEAST_GAIN_PERCENT:
+        gains.append(f"free {format_gib(freed)} of peak memory per GPU")
+    said = " and ".join(gains)
+    if other is not None:
+        job = f"make the job {gain:.1f} % faster ({format_seconds(step_s)})"
+        said += f"{', or ' if said else ''}{job}: {_difference(plan.layout, other.layout)}"
+    return step_s, -freed, f"{words} would {said}. It changes numbers: {offer.knob.changes}"
 
 
-def _with_its_memory(
-    plan: PredictedLayout, offer: NumericOffer, request: Request
-) -> tuple[CostSettings, SearchSpace]:
+def _space_with(knob: NumericKnob, layout: Layout, space: SearchSpace) -> SearchSpace:
     """What is searched for plans with a choice whose memory it frees.
 
     Degrees inside a layer are the plan's: a search over all of them takes as long as its own.
     """
-    dims, space = plan.layout.dims, request.space
     inside = ("tensor_model", "context", "expert_model", "expert_tensor")
-    fixed = {f"{name}_parallel_size": dims.degrees[f"{name}_parallel_size"] for name in inside}
-    space = dataclasses.replace(
+    names = [f"{name}_parallel_size" for name in inside]
+    return dataclasses.replace(
         space,
-        fixed={**space.fixed, **fixed},
-        zero_stages=offer.knob.zero_stages(space.zero_stages),
+        fixed={**space.fixed, **{name: layout.sizes[name] for name in names}},
+        zero_stages=knob.zero_stages(space.zero_stages),
     )
-    return offer.settings, space
 
 
-def _on_another_layout(priced: _Numeric, plan: PredictedLayout, other: SolvedLayout) -> _Numeric:
-    before, after = plan.layout, other.layout
+def _difference(before: Layout, after: Layout) -> str:
+    """What one layout has otherwise than another, in words."""
     known = describe_grid(before).split(", ")
     changed = [words for words in describe_grid(after).split(", ") if words not in known]
     virtual = after.dims.virtual_pipeline_model_parallel_size
     if virtual != before.dims.virtual_pipeline_model_parallel_size:
         changed.append(f"VPP {virtual}")
-    step_s = to_seconds(other.iteration)
-    return dataclasses.replace(
-        priced,
-        words=priced.offer.words,
-        fits=True,
-        step_s=step_s,
-        faster_percent=_gain_percent(plan.predicted.iteration_time_s, step_s),
-        change=", ".join(changed) or "with other stages",
-    )
+    return ", ".join(changed) or "with other stages"
 
 
 def _accepted(plan: PredictedLayout, offer: NumericOffer, request: Request) -> Layout | None:

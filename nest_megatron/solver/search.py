@@ -10,7 +10,6 @@ its bound says it can neither improve its own layout nor enter that list.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import heapq
 import math
 from collections import Counter
