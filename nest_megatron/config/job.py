@@ -9,7 +9,6 @@ import importlib.util
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,12 +34,7 @@ from nest_megatron.layout.cuda_graphs import CudaGraphs
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.execution_rules import EXECUTION_ARGUMENTS
 from nest_megatron.layout.knobs import KNOBS, Package, choices_of_execution
-from nest_megatron.layout.numeric_knobs import (
-    MEMORY_KNOBS,
-    NUMERIC_KNOBS,
-    NumericKnob,
-    refused_together,
-)
+from nest_megatron.layout.numeric_knobs import NumericKnob, refused_together
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import Recompute
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, known_release
@@ -48,8 +42,7 @@ from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.planner.request import MemoryOffer, NumericOffer
-from nest_megatron.solver.space import SearchSpace
+from nest_megatron.planner.request import NumericOffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,38 +369,17 @@ class CostInputs:
             flags = {"tp_comm_overlap": False, **flags}
         return self.target.execution(self.accelerator, self.precision, flags, self.spec)
 
-    def numeric_offers(self) -> tuple[NumericOffer, ...]:
-        """Choices that change numbers and that the job has not made."""
-        return tuple(
-            NumericOffer(knob=knob, settings=self.costs([knob]), words=words)
-            for knob, words in self._open_knobs(NUMERIC_KNOBS)
-        )
-
-    def memory_offers(
-        self, spaces: Mapping[tuple[str, ...], SearchSpace]
-    ) -> tuple[MemoryOffer, ...]:
-        """Ways to need less memory that the job has not taken, singly and together.
-
-        Args:
-            spaces: what is searched as the job is, without words, and after other changes.
-        """
-        groups = [self._open_knobs(knobs) for knobs in MEMORY_KNOBS]
-        own, found = self._all_flags(), []
-        for chosen in product(*((None, *group) for group in groups)):
+    def offers(self, *groups: Iterable[NumericKnob]) -> tuple[NumericOffer, ...]:
+        """Choices that change numbers and that the job has not made, at most one of each group."""
+        flags = self._all_flags()
+        found = []
+        for chosen in product(*((None, *self._open_knobs(group)) for group in groups)):
             pairs = [pair for pair in chosen if pair is not None]
-            knobs = [knob for knob, _ in pairs]
-            if refused_together(own, knobs):
-                continue
-            costs = self.costs(knobs)
-            for more, space in spaces.items():
-                stages = space.zero_stages
-                for knob in knobs:
-                    stages = knob.zero_stages(stages)
-                if stages and (words := (*(word for _, word in pairs), *more)):
-                    narrow = dataclasses.replace(space, zero_stages=stages)
-                    offer = MemoryOffer(words=words, settings=costs, space=narrow)
-                    found.append((len(words), len(more), offer))
-        return tuple(offer for *_, offer in sorted(found, key=itemgetter(0, 1)))
+            knobs = tuple(knob for knob, _ in pairs)
+            if knobs and not refused_together(flags, knobs):
+                words = tuple(each for _, each in pairs)
+                found.append(NumericOffer(knobs=knobs, words=words, settings=self.costs(knobs)))
+        return tuple(found)
 
     def _open_knobs(self, knobs: Iterable[NumericKnob]) -> list[tuple[NumericKnob, str]]:
         """Those of some choices that the job could make and has not, and what its user sets."""

@@ -14,7 +14,7 @@ import os
 import pwd
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.defaults import key_lines, site_files
@@ -34,10 +34,8 @@ from nest_megatron.layout.recompute import RecomputeGranularity, RecomputeModule
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.minisign import is_public_line
 from nest_megatron.plain import Source, from_plain
-from nest_megatron.planner.request import MemoryOffer, NumericOffer
+from nest_megatron.planner.request import NumericOffer
 from nest_megatron.solver.space import DEGREES, SearchSpace
-
-Offered = TypeVar("Offered", NumericOffer, MemoryOffer)
 
 #: Names another policy, beside the operators' and the user's own.
 VARIABLE: Final = "NEST_MEGATRON_POLICY"
@@ -195,8 +193,8 @@ def settings_within(settings: CostSettings, policy: Policy) -> CostSettings:
     return settings
 
 
-def offers_within(offers: Iterable[Offered], policy: Policy) -> tuple[Offered, ...]:
-    """Choices that change numbers or memory, without those that a policy forbids."""
+def offers_within(offers: Iterable[NumericOffer], policy: Policy) -> tuple[NumericOffer, ...]:
+    """Choices that change numbers, without those that a policy forbids."""
     left = []
     for offer in offers:
         with contextlib.suppress(PolicyError):

@@ -74,6 +74,7 @@ from nest_megatron.layout.knobs import (
     open_values,
     unknown_packages,
 )
+from nest_megatron.layout.numeric_knobs import MEMORY_KNOBS, NUMERIC_KNOBS
 from nest_megatron.layout.policy import Policy, PolicyError
 from nest_megatron.layout.rulebook.devices import device_notes, require_recipe
 from nest_megatron.layout.rulebook.facts import is_within
@@ -272,7 +273,6 @@ def request_for(
         "search.num_alternatives", search.num_alternatives, 0, "Give the number of runners-up."
     )
     own = {**job.fixed, "micro_batch_size": job.micro_batch_size}
-    spaces = _other_spaces(space, offer, choices, choose_execution)
     return Request(
         spec=spec,
         cluster=cluster,
@@ -287,8 +287,11 @@ def request_for(
         not_modelled=job.not_modelled,
         offer=offer,
         packages=unknown_packages(choices) if choose_execution else {},
-        numeric_offers=offers_within(inputs.numeric_offers(), policy),
-        memory_offers=offers_within(inputs.memory_offers(spaces), policy),
+        numeric_offers=offers_within(
+            (each for knob in NUMERIC_KNOBS for each in inputs.offers((knob,))), policy
+        ),
+        memory_offers=offers_within(inputs.offers(*MEMORY_KNOBS), policy),
+        memory_spaces=_other_spaces(space, offer, choices if choose_execution else None),
         reliability=read_reliability(settings, job.save_interval),
         rates=read_rates(settings, spec.seq_length, schedule),
         max_oom_chance=settings.memory.max_oom_chance,
@@ -328,18 +331,21 @@ def _offer_within(
 
 
 def _other_spaces(
-    space: SearchSpace, offer: Offer | None, choices: KnobConditions, choose_execution: bool
+    space: SearchSpace, offer: Offer | None, choices: KnobConditions | None
 ) -> Mapping[tuple[str, ...], SearchSpace]:
-    """The space of a job, and those in which it could need less memory, by what the user sets."""
-    spaces: dict[tuple[str, ...], SearchSpace] = {(): space}
-    if offer is not None:
-        spaces[offer.words] = offer.space
+    """Spaces in which a job could need less memory, by what the user sets.
+
+    Args:
+        choices: ``None`` where a plan leaves it to the framework how layers are carried out.
+    """
+    spaces = {} if offer is None else {offer.words: offer.space}
+    name = "offload_modules"
+    if choices is None or name in space.executions or space.execution.offload_modules:
+        return spaces
     everywhere = dataclasses.replace(
         choices, has_fast_link=True, packages=choices.packages | {Package.ENGINE_2_9}
     )
-    name = "offload_modules"
-    values = open_values(everywhere).get(name, ()) if choose_execution else ()
-    if values and name not in space.executions and not space.execution.offload_modules:
+    if values := open_values(everywhere).get(name, ()):
         modules = " ".join(values[0])
         words = f"--fine-grained-activation-offloading --offload-modules {modules}"
         executions = {**space.executions, name: values}

@@ -16,7 +16,6 @@ from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.estimate import Estimate
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import Layout
-from nest_megatron.layout.numeric_knobs import NumericKnob
 from nest_megatron.layout.rulebook.facts import uneven_sides
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import FlexBackend, TokenDispatcher
@@ -195,7 +194,7 @@ def numeric_offers(plan: PredictedLayout, request: Request, faster: Faster) -> t
     Of choices of one family (formats of GEMMs) the best is said.
     """
     gains = ((_gain_of(offer, plan, request, faster), offer) for offer in request.numeric_offers)
-    found = [(gain, offer.knob.family) for gain, offer in gains if gain is not None]
+    found = [(gain, offer.knobs[0].family) for gain, offer in gains if gain is not None]
     said: dict[str, str] = {}
     for (*_, sentence), family in sorted(found, key=lambda each: each[0][:2]):
         said.setdefault(family, sentence)
@@ -211,7 +210,7 @@ def _gain_of(
         The step, the freed memory below 0, and a sentence; ``None`` for nothing that the cost model
         can tell from the plan.
     """
-    layout = _accepted(plan, offer, request)
+    (knob,), layout = offer.knobs, _accepted(plan, offer, request)
     if layout is None:
         return None
     before, found = plan.predicted, estimate(request.cost_model(offer.settings), layout)
@@ -220,14 +219,14 @@ def _gain_of(
     other = None
     if freed > 0:
         limit_s = min(before.iteration_time_s, step_s) / (1.0 + _LEAST_GAIN_PERCENT / 100.0)
-        other = faster(offer.settings, _space_with(offer.knob, plan.layout, request.space), limit_s)
+        other = faster(offer.settings, _space_with(offer, plan.layout, request.space), limit_s)
     if other is not None:
         step_s = to_seconds(other.iteration)
     gain = _gain_percent(before.iteration_time_s, step_s)
     frees = freed_percent >= _LEAST_FREED_PERCENT and gain > -1.0
     if not (found.fits or other) or not (gain >= _LEAST_GAIN_PERCENT or frees):
         return None
-    words, gains = offer.words, list[str]()
+    words, gains = " ".join(offer.words), list[str]()
     if other is None:
         words += "" if layout.zero is plan.layout.zero else " with ZeRO-1"
         gains += [_faster(gain, step_s)] if gain >= _LEAST_GAIN_PERCENT else []
@@ -237,21 +236,18 @@ def _gain_of(
     if other is not None:
         job = f"make the job {gain:.1f} % faster ({format_seconds(step_s)})"
         said += f"{', or ' if said else ''}{job}: {_difference(plan.layout, other.layout)}"
-    return step_s, -freed, f"{words} would {said}. It changes numbers: {offer.knob.changes}"
+    return step_s, -freed, f"{words} would {said}. It changes numbers: {knob.changes}"
 
 
-def _space_with(knob: NumericKnob, layout: Layout, space: SearchSpace) -> SearchSpace:
+def _space_with(offer: NumericOffer, layout: Layout, space: SearchSpace) -> SearchSpace:
     """What is searched for plans with a choice whose memory it frees.
 
     Degrees inside a layer are the plan's: a search over all of them takes as long as its own.
     """
     inside = ("tensor_model", "context", "expert_model", "expert_tensor")
     names = [f"{name}_parallel_size" for name in inside]
-    return dataclasses.replace(
-        space,
-        fixed={**space.fixed, **{name: layout.sizes[name] for name in names}},
-        zero_stages=knob.zero_stages(space.zero_stages),
-    )
+    fixed = {**space.fixed, **{name: layout.sizes[name] for name in names}}
+    return dataclasses.replace(offer.space_of(space), fixed=fixed)
 
 
 def _difference(before: Layout, after: Layout) -> str:
@@ -269,7 +265,7 @@ def _accepted(plan: PredictedLayout, offer: NumericOffer, request: Request) -> L
 
     Layers that were timed in one number format say nothing of another.
     """
-    knob, traits, layout = offer.knob, offer.settings.traits, plan.layout
+    (knob,), traits, layout = offer.knobs, offer.settings.traits, plan.layout
     if layout.zero.is_fsdp and knob.precision is None:
         return None  # whose widths are flags of their own
     if knob.of_sharded_optimizer and not plan.layout.shards_optimizer:

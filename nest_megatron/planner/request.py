@@ -68,31 +68,23 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericOffer:
-    """A choice that changes numbers, priced beside the plan and never taken.
+    """Choices that change numbers: priced beside a plan, or tried where none fits; never taken.
 
     Args:
-        settings: the job's own, with the choice made.
-        words: what the user sets.
+        words: what the user sets, one entry for each choice.
+        settings: the job's own, with the choices made.
     """
 
-    knob: NumericKnob
-    settings: CostSettings
-    words: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryOffer:
-    """A way of the job to need less memory, tried where nothing fits.
-
-    Args:
-        words: what the user sets, one entry for each change.
-        settings: the job's own, with the changes made.
-        space: what may be searched with them.
-    """
-
+    knobs: tuple[NumericKnob, ...]
     words: tuple[str, ...]
     settings: CostSettings
-    space: SearchSpace
+
+    def space_of(self, space: SearchSpace) -> SearchSpace:
+        """What of a space may be searched with the choices: no ZeRO stage where it is nothing."""
+        stages = space.zero_stages
+        for knob in self.knobs:
+            stages = knob.zero_stages(stages)
+        return dataclasses.replace(space, zero_stages=stages)
 
 
 def _beside_images(spec: TransformerSpec, vision: EncoderSpec, space: SearchSpace) -> SearchSpace:
@@ -143,9 +135,10 @@ class Request:
         begun_s: when that time began (``time.monotonic``); ``None`` is when planning begins.
         offer: another sharding to be priced by ``offers.offers``.
         packages: backends of the token all-to-all whose package is not known to be there.
-        numeric_offers: choices that change numbers, for ``offers.numeric_offers``.
+        numeric_offers: single choices, for ``offers.numeric_offers``.
         remedies: whether what would help is looked for where nothing fits.
-        memory_offers: what is tried where nothing fits, the fewest changes first.
+        memory_offers: choices that need less memory, singly and together, tried where nothing fits.
+        memory_spaces: what is searched then beside ``space``, by what the user sets.
         reliability: how often the job fails; ``None`` says nothing of goodput.
         max_oom_chance: largest chance of a plan to run out of memory.
         tie_percent: plans so close to the fastest count as equal; the simplest one is taken.
@@ -179,7 +172,8 @@ class Request:
     packages: Mapping[FlexBackend, Package] = field(default_factory=dict)
     numeric_offers: tuple[NumericOffer, ...] = ()
     remedies: bool = True
-    memory_offers: tuple[MemoryOffer, ...] = ()
+    memory_offers: tuple[NumericOffer, ...] = ()
+    memory_spaces: Mapping[tuple[str, ...], SearchSpace] = field(default_factory=dict)
     reliability: Reliability | None = None
     max_oom_chance: float = _default("memory.max_oom_chance")
     tie_percent: float = _default("search.tie_percent")

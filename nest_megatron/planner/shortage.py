@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 from nest_megatron.cost_model.memory import capacity_bytes, within_error
@@ -19,7 +20,7 @@ from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.plan import SearchRecord
 from nest_megatron.planner.conflict import binding, is_legal_without, single_relaxations
 from nest_megatron.planner.layouts import PredictedLayout
-from nest_megatron.planner.request import MemoryOffer, Request
+from nest_megatron.planner.request import NumericOffer, Request
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.memory_shortage import Shortage, fits, least_memory
 from nest_megatron.solver.ranking import SearchResult
@@ -217,22 +218,32 @@ def _of_number(
 
 def _of_memory(request: Request, deadline: Deadline, find: Find) -> Iterator[Remedy]:
     """The fewest changes of what memory holds, of each set whose every change together fits."""
-
-    def changed(offer: MemoryOffer) -> Request:
-        return dataclasses.replace(request, settings=offer.settings, space=offer.space)
-
-    offers = {frozenset(offer.words): offer for offer in request.memory_offers}
-    largest = [words for words in offers if not any(words < more for more in offers)]
-    enough = [words for words in largest if _fits(changed(offers[words]), deadline)]
-    found: list[frozenset[str]] = []
-    for words, offer in offers.items():
+    tried = memory_changes(request)
+    largest = [words for words in tried if not any({*words} < {*more} for more in tried)]
+    enough = [{*words} for words in largest if _fits(tried[words], deadline)]
+    found: list[set[str]] = []
+    for words, other in tried.items():
+        changes = {*words}
         if len(found) == _MOST_OF_MEMORY or deadline.passed():
             return
-        if any(fewer <= words for fewer in found) or not any(words <= more for more in enough):
+        if any(fewer <= changes for fewer in found) or not any(changes <= more for more in enough):
             continue
-        if words in enough or _fits(changed(offer), deadline):
-            found.append(words)
-            yield _remedy(" ".join(offer.words), changed(offer), deadline, find)
+        if changes in enough or _fits(other, deadline):
+            found.append(changes)
+            yield _remedy(" ".join(words), other, deadline, find)
+
+
+def memory_changes(request: Request) -> dict[tuple[str, ...], Request]:
+    """Ways of a job to need less memory by what the user sets, the fewest changes first."""
+    unchanged = NumericOffer(knobs=(), words=(), settings=request.settings)
+    spaces = {(): request.space, **request.memory_spaces}
+    found = [
+        (words, more, dataclasses.replace(request, settings=offer.settings, space=narrow))
+        for offer, (more, space) in product((unchanged, *request.memory_offers), spaces.items())
+        if (narrow := offer.space_of(space)).zero_stages and (words := (*offer.words, *more))
+    ]
+    found.sort(key=lambda each: (len(each[0]), len(each[1])))
+    return {words: other for words, _, other in found}
 
 
 def _of_fixed(request: Request, deadline: Deadline, find: Find) -> Iterator[Remedy]:
