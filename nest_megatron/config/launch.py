@@ -125,28 +125,24 @@ def _job_setting(text: str) -> Setting:
 
 def read_launch(words: LaunchWords) -> LaunchConfig:
     """The launch settings, typed; ``UserInputError`` for a wrong type or outside its range."""
-    with naming_defaults(words.launch):
-        return _read_launch(words)
-
-
-def _read_launch(words: LaunchWords) -> LaunchConfig:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    config = OmegaConf.structured(LaunchConfig)
-    for setting in words.launch:
-        try:
-            OmegaConf.update(config, setting.key, _value(setting))
-        except OmegaConfBaseException as error:
-            what, limit = f"nest.{setting.key}", type_limit(error)
-            raise UserInputError(what, setting.value, limit, "Correct the value.") from error
-    launch = OmegaConf.to_object(config)
-    assert isinstance(launch, LaunchConfig)
-    _check(launch)
-    if words.mode is Mode.AUTO and any(s.key == "on_mismatch" for s in words.launch):
-        limit, fix = "+nest=auto plans for the machines that are there", "Leave it out."
-        raise UserInputError("nest.on_mismatch", launch.on_mismatch, limit, fix)
-    return launch
+    with naming_defaults(words.launch):
+        config = OmegaConf.structured(LaunchConfig)
+        for setting in words.launch:
+            try:
+                OmegaConf.update(config, setting.key, _value(setting))
+            except OmegaConfBaseException as error:
+                what, limit = f"nest.{setting.key}", type_limit(error)
+                raise UserInputError(what, setting.value, limit, "Correct the value.") from error
+        launch = OmegaConf.to_object(config)
+        assert isinstance(launch, LaunchConfig)
+        _check(launch)
+        if words.mode is Mode.AUTO and any(s.key == "on_mismatch" for s in words.launch):
+            limit, fix = "+nest=auto plans for the machines that are there", "Leave it out."
+            raise UserInputError("nest.on_mismatch", launch.on_mismatch, limit, fix)
+        return launch
 
 
 def _value(setting: Setting) -> Any:

@@ -25,7 +25,6 @@ from nest_megatron.files import read_text, require_unwritable
 from nest_megatron.layout.policy import (
     AuditRules,
     LaunchRules,
-    PlanRules,
     Policy,
     PolicyError,
     PolicyFile,
@@ -65,15 +64,11 @@ def _read(path: Path) -> PolicyFile:
         raise UserInputError("policy", str(path), limit="it is no mapping", fix=fix)
     for name in fields:
         require_known(f"{path}: policy", str(name), ("plan", "launch", "audit"))
-    found = PolicyFile(
-        path=str(path),
-        plan=from_plain(PlanRules, _section(fields, "plan"), f"{path}: plan", _TYPED),
-        launch=from_plain(LaunchRules, _section(fields, "launch"), f"{path}: launch", _TYPED),
-        audit=_read_audit(fields.get("audit"), path),
-        owners=frozenset({path.stat().st_uid}),
-        lines=key_lines(text),
-    )
-    _check_words(found.launch, _section(fields, "launch"), path)
+    stated = {name: section for name, section in fields.items() if section is not None}
+    of_file = {"path": str(path), "owners": [path.stat().st_uid], "lines": key_lines(text)}
+    found = from_plain(PolicyFile, {**stated, **of_file}, f"{path}:", _TYPED)
+    _check_audit(found.audit, path)
+    _check_words(found.launch, stated.get("launch", ()), path)
     for name, (least, most) in found.plan.ranges.items():
         require_known(f"{path}: plan.ranges", name, DEGREES)
         if not 1 <= least <= most:
@@ -85,11 +80,6 @@ def _read(path: Path) -> PolicyFile:
             limit, fix = f"it is a share, from 0 to {largest:g}", "Write 0.3 for 30 %."
             raise UserInputError(f"{path}: plan.{name}", share, limit, fix)
     return found
-
-
-def _section(fields: Mapping[str, Any], name: str) -> Any:
-    section = fields.get(name)
-    return {} if section is None else section
 
 
 #: Rules of a launch of which an empty list would be no rule.
@@ -119,17 +109,15 @@ def _check_words(rules: LaunchRules, fields: Collection[str], path: Path) -> Non
                 refuse(name, word, limit, "Name it from / on.")
 
 
-def _read_audit(fields: Any, path: Path) -> AuditRules | None:
-    if fields is None:
-        return None
-    rules = from_plain(AuditRules, fields, f"{path}: audit", _TYPED)
+def _check_audit(rules: AuditRules | None, path: Path) -> None:
+    if rules is None:
+        return
     if not Path(rules.file).is_absolute():
         limit, fix = "jobs start in many folders", "Name it from / on."
         raise UserInputError(f"{path}: audit.file", rules.file, limit, fix)
     if not 0 < rules.mode <= 0o777:
         limit, fix = "it is a file's rights, in octal with a 0 before it", "For example 0622."
         raise UserInputError(f"{path}: audit.mode", rules.mode, limit, fix)
-    return rules
 
 
 def space_within(space: SearchSpace, policy: Policy, cluster: Cluster) -> dict[str, Any]:

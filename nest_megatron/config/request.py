@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from operator import attrgetter
-from typing import Any, Concatenate, Final, ParamSpec
+from typing import Any, Final
 
 from nest_megatron.catalogue_files import default_setting
 from nest_megatron.cluster.discovery import is_same_device, known_gpus
@@ -88,8 +87,6 @@ from nest_megatron.profile.records import ProfileMode
 from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Seconds
 
-Rest = ParamSpec("Rest")
-
 #: Bandwidth from which activations can wait on the host: above PCIe of the fifth generation
 #: (63 GB/s), below NVLink-C2C.
 _FAST_LINK = 1e11
@@ -143,22 +140,6 @@ def request_of(
     )
 
 
-def _naming_defaults(
-    function: Callable[Concatenate[Job, Cluster, Settings, Rest], Request],
-) -> Callable[Concatenate[Job, Cluster, Settings, Rest], Request]:
-    """An error about a default of the site, of the job's settings, says where it is from."""
-
-    @functools.wraps(function)
-    def run(
-        job: Job, cluster: Cluster, settings: Settings, /, *args: Rest.args, **kwargs: Rest.kwargs
-    ) -> Request:
-        with naming_defaults(settings.defaults):
-            return function(job, cluster, settings, *args, **kwargs)
-
-    return run
-
-
-@_naming_defaults
 def request_for(
     job: Job,
     cluster: Cluster,
@@ -188,134 +169,138 @@ def request_for(
         UserInputError: for a setting that is wrong, or if what is fixed cannot be laid over the
             GPUs or the batch.
     """
-    train, search = settings.train, settings.search
-    if settings.flags is not None and job.command is None:
-        limit, fix = "no command of Megatron-LM is there that has flags", "Add --from COMMAND."
-        raise UserInputError("flags", settings.flags, limit, fix)
-    if settings.assume_harmless and not job.fields:
-        fields = list(settings.assume_harmless)
-        limit = "it names fields of a recipe of NeMo or Megatron-Bridge, and this job is none"
-        raise UserInputError("assume_harmless", fields, limit, "Leave it out.")
-    if job.target is not None:
-        _require_own_words(settings, job, prefix)
-    spec = with_images(with_seq_length(job.spec, train.seq_length), train)
-    schedule = batch_schedule_of(settings, job, spec.seq_length)
-    batch, notes = batch_of(settings, job, cluster.num_gpus, schedule)
-    policy, target = read_policy(), read_target(settings, job.target)
-    within = space_within(space, policy, cluster)
-    granularity = settings.parallel.recompute_granularity
-    if not granularity and space.recompute is not None:
-        granularity = space.recompute.granularity
-    within |= space_of_frozen_weights(spec, target, within["zero_stages"], granularity)
-    require_experts(spec, settings.parallel)
-    if settings.checks.plausibility:
-        require_plausible(spec, cluster, batch, typed=settings.given)
-    check_quotients(space, cluster.num_gpus, batch)
-    name = cluster.accelerator.name
-    lengths = read_lengths(train, spec.seq_length, packed=job.packs)
-    notes += length_notes(train, lengths, packed=job.packs)
-    inputs = CostInputs.of(settings, job, name, spec=spec, lengths=lengths)
-    costs = settings_within(inputs.costs(), policy)
-    if spec.vision is not None and costs.precision.is_quantized:
-        value, limit = costs.precision.value, "an encoder of images is priced in 16 bits"
-        raise UnplannableModelError("train.precision", value, limit, fix="Use bf16.")
-    recipe = costs.traits.fp8_recipe.value if costs.precision.is_quantized else None
-    require_recipe(name, recipe)
-    choices = KnobConditions(
-        spec=spec,
-        accelerator=name,
-        fp8_recipe=recipe if costs.precision is Precision.FP8 else None,
-        packages=known_packages(settings, job.packages),
-        fixed=fixed_choices(settings, job.fixed, freed),
-        has_engine=job.transformer_impl != "local",
-        capturable=job.capturable
-        and schedule is None
-        and is_within(target.megatron_core, since=_GRAPHS_SINCE),
-        has_fast_link=cluster.accelerator.host_bandwidth_bytes_per_s >= _FAST_LINK,
-        counts_on_host=job.counts_on_host,
-        can_state=job.can_state,
-        closed=job.closed,
-    )
-    execution, executions = inputs.execution(), space.executions
-    if choose_execution:
-        execution, executions = always_on(execution, choices), open_values(choices)
-    of_job: dict[str, Any] = {
-        "batch_unit": schedule.batch_unit if schedule else None,
-        "execution": execution,
-        "executions": executions,
-        "version": target.megatron_core,
-        "transformer_impl": job.transformer_impl,
-        "cuda_graphs": None if "cuda_graph_impl" in executions else job.graphs,
-    }
-    if choose_execution and job.target is None:
-        require_buildable(spec, target)
-        of_job["fixed"] = buildable_degrees(spec, target, space.fixed)
-    space = dataclasses.replace(space, **within, **of_job)
-    offer = offer and _offer_within(offer, of_job, policy, cluster)
-    defaults = tuple(f"{each} from {each.origin}" for each in settings.defaults)
-    if defaults:
-        notes.append(f"Defaults of this site: {'; '.join(defaults)}.")
-    mode = choice(f"{prefix}profile.mode", settings.profile.mode, ProfileMode)
-    require_seconds(f"{prefix}profile.max_seconds", settings.profile.max_seconds)
-    named = f"model={spec.name} cluster={cluster.name}"
-    timed = TimedJob(
-        spec=spec,
-        accelerator=cluster.accelerator,
-        precision=costs.precision,
-        versions=versions or {},
-        prefix=prefix,
-        command="--from <your script and its flags>" if prefix else named,
-        implementation=job.transformer_impl,
-    )
-    times, profile_notes = choose_times(timed, mode, settings.profile.name)
-    site, site_notes = site_calibration(cluster, versions) if settings.profile.site else (None, ())
-    require_at_least(
-        "search.num_alternatives", search.num_alternatives, 0, "Give the number of runners-up."
-    )
-    own = {**job.fixed, "micro_batch_size": job.micro_batch_size}
-    return Request(
-        spec=spec,
-        cluster=cluster,
-        global_batch_size=batch,
-        settings=costs,
-        space=space,
-        max_seconds=search.max_seconds,
-        begun_s=begun_s,
-        num_alternatives=search.num_alternatives,
-        backend=read_backend(search.backend),
-        times=times,
-        not_modelled=job.not_modelled,
-        offer=offer,
-        packages=unknown_packages(choices) if choose_execution else {},
-        numeric_offers=offers_within(
-            (each for knob in NUMERIC_KNOBS for each in inputs.offers((knob,))), policy
-        ),
-        memory_offers=offers_within(inputs.offers(*MEMORY_KNOBS), policy),
-        memory_spaces=_other_spaces(space, offer, choices if choose_execution else None),
-        reliability=read_reliability(settings, job.save_interval),
-        rates=read_rates(settings, spec.seq_length, schedule),
-        max_oom_chance=settings.memory.max_oom_chance,
-        tie_percent=search.tie_percent,
-        own={name: value for name, value in own.items() if value is not None},
-        shortlist=shortlist,
-        notes=(
-            *notes,
-            *policy_notes(policy),
-            *device_notes(name, recipe, execution),
-            *site_notes,
-            *adapter_notes(spec),
-            *_scan_notes(spec),
-            *image_notes(spec),
-            *profile_notes,
-        ),
-        profile_notes=profile_notes,
-        batch_schedule=schedule,
-        sequence_lengths=lengths,
-        policy=policy,
-        defaults=defaults,
-        given=recorded_settings(settings),
-        site=site,
-    )
+    with naming_defaults(settings.defaults):
+        train, search = settings.train, settings.search
+        if settings.flags is not None and job.command is None:
+            limit, fix = "no command of Megatron-LM is there that has flags", "Add --from COMMAND."
+            raise UserInputError("flags", settings.flags, limit, fix)
+        if settings.assume_harmless and not job.fields:
+            fields = list(settings.assume_harmless)
+            limit = "it names fields of a recipe of NeMo or Megatron-Bridge, and this job is none"
+            raise UserInputError("assume_harmless", fields, limit, "Leave it out.")
+        if job.target is not None:
+            _require_own_words(settings, job, prefix)
+        spec = with_images(with_seq_length(job.spec, train.seq_length), train)
+        schedule = batch_schedule_of(settings, job, spec.seq_length)
+        batch, notes = batch_of(settings, job, cluster.num_gpus, schedule)
+        policy, target = read_policy(), read_target(settings, job.target)
+        within = space_within(space, policy, cluster)
+        granularity = settings.parallel.recompute_granularity
+        if not granularity and space.recompute is not None:
+            granularity = space.recompute.granularity
+        within |= space_of_frozen_weights(spec, target, within["zero_stages"], granularity)
+        require_experts(spec, settings.parallel)
+        if settings.checks.plausibility:
+            require_plausible(spec, cluster, batch, typed=settings.given)
+        check_quotients(space, cluster.num_gpus, batch)
+        name = cluster.accelerator.name
+        packed = job.packs if train.sequence_packing is None else train.sequence_packing
+        lengths = read_lengths(train, spec.seq_length, packed=packed)
+        notes += length_notes(lengths, packed=packed)
+        inputs = CostInputs.of(settings, job, name, spec=spec, lengths=lengths)
+        costs = settings_within(inputs.costs(), policy)
+        if spec.vision is not None and costs.precision.is_quantized:
+            value, limit = costs.precision.value, "an encoder of images is priced in 16 bits"
+            raise UnplannableModelError("train.precision", value, limit, fix="Use bf16.")
+        recipe = costs.traits.fp8_recipe.value if costs.precision.is_quantized else None
+        require_recipe(name, recipe)
+        choices = KnobConditions(
+            spec=spec,
+            accelerator=name,
+            fp8_recipe=recipe if costs.precision is Precision.FP8 else None,
+            packages=known_packages(settings, job.packages),
+            fixed=fixed_choices(settings, job.fixed, freed),
+            has_engine=job.transformer_impl != "local",
+            capturable=job.capturable
+            and schedule is None
+            and is_within(target.megatron_core, since=_GRAPHS_SINCE),
+            has_fast_link=cluster.accelerator.host_bandwidth_bytes_per_s >= _FAST_LINK,
+            counts_on_host=job.counts_on_host,
+            can_state=job.can_state,
+            closed=job.closed,
+        )
+        execution, executions = inputs.execution(), space.executions
+        if choose_execution:
+            execution, executions = always_on(execution, choices), open_values(choices)
+        of_job: dict[str, Any] = {
+            "batch_unit": schedule.batch_unit if schedule else None,
+            "execution": execution,
+            "executions": executions,
+            "version": target.megatron_core,
+            "transformer_impl": job.transformer_impl,
+            "cuda_graphs": None if "cuda_graph_impl" in executions else job.graphs,
+        }
+        if choose_execution and job.target is None:
+            require_buildable(spec, target)
+            of_job["fixed"] = buildable_degrees(spec, target, space.fixed)
+        space = dataclasses.replace(space, **within, **of_job)
+        offer = offer and _offer_within(offer, of_job, policy, cluster)
+        defaults = tuple(f"{each} from {each.origin}" for each in settings.defaults)
+        if defaults:
+            notes.append(f"Defaults of this site: {'; '.join(defaults)}.")
+        mode = choice(f"{prefix}profile.mode", settings.profile.mode, ProfileMode)
+        require_seconds(f"{prefix}profile.max_seconds", settings.profile.max_seconds)
+        named = f"model={spec.name} cluster={cluster.name}"
+        timed = TimedJob(
+            spec=spec,
+            accelerator=cluster.accelerator,
+            precision=costs.precision,
+            versions=versions or {},
+            prefix=prefix,
+            command="--from <your script and its flags>" if prefix else named,
+            implementation=job.transformer_impl,
+        )
+        times, profile_notes = choose_times(timed, mode, settings.profile.name)
+        site, site_notes = (
+            site_calibration(cluster, versions) if settings.profile.site else (None, ())
+        )
+        require_at_least(
+            "search.num_alternatives", search.num_alternatives, 0, "Give the number of runners-up."
+        )
+        own = {**job.fixed, "micro_batch_size": job.micro_batch_size}
+        return Request(
+            spec=spec,
+            cluster=cluster,
+            global_batch_size=batch,
+            settings=costs,
+            space=space,
+            max_seconds=search.max_seconds,
+            begun_s=begun_s,
+            num_alternatives=search.num_alternatives,
+            backend=read_backend(search.backend),
+            times=times,
+            not_modelled=job.not_modelled,
+            offer=offer,
+            packages=unknown_packages(choices) if choose_execution else {},
+            numeric_offers=offers_within(
+                (each for knob in NUMERIC_KNOBS for each in inputs.offers((knob,))), policy
+            ),
+            memory_offers=offers_within(inputs.offers(*MEMORY_KNOBS), policy),
+            memory_spaces=_other_spaces(space, offer, choices if choose_execution else None),
+            reliability=read_reliability(settings, job.save_interval),
+            rates=read_rates(settings, spec.seq_length, schedule),
+            max_oom_chance=settings.memory.max_oom_chance,
+            tie_percent=search.tie_percent,
+            own={name: value for name, value in own.items() if value is not None},
+            shortlist=shortlist,
+            notes=(
+                *notes,
+                *policy_notes(policy),
+                *device_notes(name, recipe, execution),
+                *site_notes,
+                *adapter_notes(spec),
+                *_scan_notes(spec),
+                *image_notes(spec),
+                *profile_notes,
+            ),
+            profile_notes=profile_notes,
+            batch_schedule=schedule,
+            sequence_lengths=lengths,
+            policy=policy,
+            defaults=defaults,
+            given=recorded_settings(settings),
+            site=site,
+        )
 
 
 def _offer_within(

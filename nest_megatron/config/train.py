@@ -127,19 +127,18 @@ def read_lengths(train: TrainConfig, longest: int, *, packed: bool) -> SequenceL
 
     Args:
         longest: tokens of a sequence at most.
-        packed: the job packs its sequences, where ``train.sequence_packing`` does not say it.
+        packed: several sequences stand in one.
 
     Raises:
         UserInputError: for settings that contradict each other, or a file that cannot be read.
     """
     mean, deviation = train.sequence_length_mean, train.sequence_length_std
-    packs = _packs(train, packed=packed)
     if train.sequence_lengths is not None:
         if (mean, deviation) != (None, None):
             limit, fix = "mean and deviation are given as well", "Give the file alone."
             raise _wrong(_FILE, train.sequence_lengths, limit, fix)
         path = expanded(Path(train.sequence_lengths), _FILE)
-        return lengths_from_counts(_counts(path), longest, packed=packs, source=path.name)
+        return lengths_from_counts(_counts(path), longest, packed=packed, source=path.name)
     if mean is None and deviation is None:
         return None
     for name, value in ((_MEAN, mean), (_STD, deviation)):
@@ -148,14 +147,12 @@ def read_lengths(train: TrainConfig, longest: int, *, packed: bool) -> SequenceL
             raise _wrong(name, None, limit, "Give both, or a file (train.sequence_lengths).")
     assert mean is not None
     assert deviation is not None
-    return lengths_from_moments(mean, deviation, longest, packed=packs)
+    return lengths_from_moments(mean, deviation, longest, packed=packed)
 
 
-def length_notes(
-    train: TrainConfig, lengths: SequenceLengths | None, *, packed: bool
-) -> Iterator[str]:
+def length_notes(lengths: SequenceLengths | None, *, packed: bool) -> Iterator[str]:
     """What is assumed of packed sequences whose lengths nothing says; ``packed`` as above."""
-    if _packs(train, packed=packed) and lengths is None:
+    if packed and lengths is None:
         yield (
             "Sequences are packed, and how long they are is not said: attention is priced as if "
             "each pack were one sequence, the most that it can be. train.sequence_lengths=FILE, or "
@@ -166,10 +163,6 @@ def length_notes(
             "Each sequence stands alone and is filled up with padding: the lengths of data change "
             "no time of a step. If several stand in one, train.sequence_packing=true says so."
         )
-
-
-def _packs(train: TrainConfig, *, packed: bool) -> bool:
-    return packed if train.sequence_packing is None else train.sequence_packing
 
 
 def with_images(spec: TransformerSpec, train: TrainConfig) -> TransformerSpec:

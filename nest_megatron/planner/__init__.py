@@ -221,17 +221,9 @@ def _before_report(deadline: Deadline) -> Deadline:
     return deadline.without(min(_REPORT_S, _REPORT_SHARE * deadline.seconds))
 
 
-def _present_of(request: Request) -> Layout | None:
-    """What the job runs today, with the batch that is planned for."""
-    present, batch = request.present, request.global_batch_size
-    if present is None or present.global_batch_size == batch:
-        return present
-    return dataclasses.replace(present, global_batch_size=batch)
-
-
 def _present_that_fits(request: Request, model: CostModel) -> Layout | None:
     """What the job runs today, where it is likely to fit in memory."""
-    own = _present_of(request)
+    own = request.present
     if own is None:
         return None
     chance = out_of_memory(model, own, predicted_peak(model, own).peak_bytes, request.site)
@@ -249,7 +241,7 @@ def _present_layout(
     request: Request, searched: _Searched, best: SolvedLayout
 ) -> PresentLayout | None:
     """What the job runs today beside the plan that is taken."""
-    own = _present_of(request)
+    own = request.present
     if own is None:
         return None
     model, kept = searched.model, best == searched.result.present

@@ -71,7 +71,7 @@ def assemble(
     kept, step_s = None, predicted.iteration_time_s
     if request.reliability is not None:
         kept = goodput(request.reliability, step_s, layout.num_gpus)
-    return ParallelPlan(
+    found = ParallelPlan(
         model=spec,
         cluster=cluster,
         train=TrainChoice(
@@ -97,19 +97,10 @@ def assemble(
         ),
         uncertainty=described(known, short),
         goodput=kept,
-        price=None
-        if rates is None
-        else price(
-            rates,
-            layout=layout,
-            seq_length=spec.seq_length,
-            step_s=step_s,
-            kept=1.0 if kept is None else kept.share,
-            batches=batches,
-        ),
         batches=batches,
         **others,
     )
+    return found if rates is None else dataclasses.replace(found, price=priced(found, rates))
 
 
 def described(known: Predictive, out_of_memory: float) -> Uncertainty:

@@ -47,19 +47,19 @@ def changes(request: Request, before: Variant, after: Variant, refusal: Refusal)
     between = _Between(request.spec, before, after, refusal)
     prices = Prices(request)
     first, last = prices.of(before), prices.of(after)
-    alone = tuple(_alone(between, prices, first, name) for name in between.names)
+    alone = []
+    for name in between.names:
+        layout, rule = between.layout(frozenset({name}))
+        words = between.words([name])
+        if layout is None:
+            alone.append(LayoutChange(choices=words, rule=rule))
+        else:
+            alone.append(_change(words, first, prices.of(layout)))
     return Changes(
-        alone=alone,
+        alone=tuple(alone),
         in_order=tuple(_in_order(between, prices, first)),
         whole=difference(first, last),
     )
-
-
-def _alone(between: _Between, prices: Prices, first: Priced, name: str) -> LayoutChange:
-    layout, rule = between.layout(frozenset({name}))
-    if layout is None:
-        return LayoutChange(choices=between.words([name]), rule=rule)
-    return _change(between.words([name]), first, prices.of(layout))
 
 
 def _in_order(between: _Between, prices: Prices, now: Priced) -> Iterator[LayoutChange]:

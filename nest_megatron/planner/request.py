@@ -153,7 +153,8 @@ class Request:
         defaults: settings of the job that are the site's, each with its file and line.
         given: settings that only the plan's record of them says, as typed.
         site: the site's calibration, by which plans are chosen; ``None`` for the catalogue's alone.
-        present: what the job runs today, where it may be kept: a plan of the space.
+        present: what the job runs today, where it may be kept: a plan of the space, with the batch
+            that is planned for.
         rates: what a GPU costs, and the length of the run; ``None`` says nothing of prices.
     """
 
@@ -201,6 +202,9 @@ class Request:
         if not 0 < self.max_oom_chance <= MOST_OOM_CHANCE:
             limit = f"above 0 and at most {MOST_OOM_CHANCE:g}"
             _refuse("memory.max_oom_chance", self.max_oom_chance, limit)
+        if self.present is not None and self.present.global_batch_size != batch:
+            present = dataclasses.replace(self.present, global_batch_size=batch)
+            object.__setattr__(self, "present", present)
         recompute = self.space.recompute or NO_RECOMPUTE
         cuts = cuts_anywhere(self.spec, recompute, self.space.version)
         if self.space.partition is None and not cuts:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
 
 from nest_megatron.cost_model.memory import capacity_bytes, within_error
 from nest_megatron.cost_model.model import CostModel
@@ -203,16 +202,17 @@ def _of_risk(request: Request, deadline: Deadline, find: Find) -> Iterator[Remed
 
 
 def _of_number(
-    request: Request, number: FewestGpus | None, deadline: Deadline, find: Find
+    request: Request, number: tuple[int, bool] | None, deadline: Deadline, find: Find
 ) -> Iterator[Remedy]:
     """The smallest number of GPUs."""
     if number is None:
         return
-    change = f"cluster.num_gpus={number.num_gpus}"
-    if not number.fits:
+    num_gpus, some_plan_fits = number
+    change = f"cluster.num_gpus={num_gpus}"
+    if not some_plan_fits:
         yield Remedy(change=f"{change} at least, by the memory of weights and optimizer states")
         return
-    cluster = request.cluster.resized(number.num_gpus)
+    cluster = request.cluster.resized(num_gpus)
     yield _remedy(change, dataclasses.replace(request, cluster=cluster), deadline, find)
 
 
@@ -290,15 +290,8 @@ def _given(space: SearchSpace) -> list[str]:
     return [*space.fixed, *limits, *(name for name, given in others.items() if given)]
 
 
-class FewestGpus(NamedTuple):
-    """A number of GPUs: some plan fits, or by a bound none fits with fewer."""
-
-    num_gpus: int
-    fits: bool
-
-
-def _fewest_gpus(request: Request, deadline: Deadline) -> FewestGpus | None:
-    """Fewest GPUs, in whole nodes, with which some plan fits.
+def _fewest_gpus(request: Request, deadline: Deadline) -> tuple[int, bool] | None:
+    """Fewest GPUs, in whole nodes, with which some plan fits; or by a bound none with fewer.
 
     The bound on states is doubled and halved to, which takes little time; from there on up each
     number is tried. Where time ends that, the bound is left. ``None`` where no number helps.
@@ -315,9 +308,9 @@ def _fewest_gpus(request: Request, deadline: Deadline) -> FewestGpus | None:
 
     for size in _sizes(cluster.num_gpus, node, _unit(request.space, node), has_room):
         if deadline.passed():
-            return FewestGpus(size, fits=False)
+            return size, False
         if _fits(request_of(size), deadline):
-            return FewestGpus(size, fits=True)
+            return size, True
     return None
 
 
