@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -53,7 +53,7 @@ def read_spec(settings: Settings) -> TransformerSpec:
             "--from with your command.",
         )
     spec = with_seq_length(spec_from_mapping(settings.model), settings.train.seq_length)
-    spec = dataclasses.replace(spec, adapters=read_adapters(settings) or spec.adapters)
+    spec = replace(spec, adapters=read_adapters(settings) or spec.adapters)
     if settings.checks.plausibility:
         require_plausible(spec, None, typed=settings.given)
     return spec
@@ -67,7 +67,7 @@ def with_seq_length(spec: TransformerSpec, seq_length: int | None) -> Transforme
     longest = spec.max_position_embeddings
     if longest is not None and spec.position_embedding_type == "rope":
         longest = max(longest, seq_length)
-    return dataclasses.replace(spec, seq_length=seq_length, max_position_embeddings=longest)
+    return replace(spec, seq_length=seq_length, max_position_embeddings=longest)
 
 
 def read_cluster(settings: Settings, num_gpus: int | None = None) -> Cluster:

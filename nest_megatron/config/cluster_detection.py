@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nest_megatron.catalogue_files import catalogue_entry, catalogue_root
@@ -205,7 +204,7 @@ def catalogued(gpus: LocalGpus) -> tuple[str, Cluster]:
             continue  # reading takes time
         accelerator = accelerator_from_mapping(catalogue_entry("accelerator", name))
         if is_same_device(accelerator, gpus):
-            return name, dataclasses.replace(catalogue_cluster(cluster), accelerator=accelerator)
+            return name, replace(catalogue_cluster(cluster), accelerator=accelerator)
     limit = f"no cluster is given, and {gpus.describe()} is not in the catalogue"
     fix = "Describe it in a file (`nest-megatron cluster new` writes one) and name that file."
     raise UserInputError("nest.cluster", None, limit, fix)
@@ -363,7 +362,7 @@ def discovered(
     )
     unused = unused_outputs(sources, hosts, topology)
     return DiscoveredCluster(
-        cluster=dataclasses.replace(
+        cluster=replace(
             found.cluster,
             name=f"{stand_in.name}{DISCOVERED}",
             description=" ".join(

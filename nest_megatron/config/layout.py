@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -71,7 +71,7 @@ def _uneven(request: Request, grid: PartialLayout) -> tuple[ParallelPlan, str]:
     """The fastest partition of a grid that does not split evenly, or the evenest if none fits."""
     if grid.sequence_parallel == (grid.dims.tensor_model_parallel_size > 1):
         fixed = {name: getattr(grid.dims, name) for name in DEGREES if name != "micro_batch_size"}
-        space = dataclasses.replace(
+        space = replace(
             request.space,
             fixed={**fixed, "micro_batch_size": grid.micro_batch_size},
             rank_orders=(grid.dims.rank_order,),
@@ -79,7 +79,7 @@ def _uneven(request: Request, grid: PartialLayout) -> tuple[ParallelPlan, str]:
             recompute=grid.recompute,
         )
         check_quotients(space, request.cluster.num_gpus, request.global_batch_size)
-        request = dataclasses.replace(request, space=space, num_alternatives=0)
+        request = replace(request, space=space, num_alternatives=0)
         found = plan(request)
         if isinstance(found, ParallelPlan):
             which = "" if found.search.certificate == "optimal" else " found in the time"
@@ -112,7 +112,7 @@ def _grid(settings: Settings, request: Request) -> tuple[PartialLayout, tuple[st
         zero=ZeroStage.OPTIMIZER if zero is None else zero,
     )
     execution = allowed_execution(request.space.execution, grid)
-    return dataclasses.replace(grid, execution=execution), tuple(notes)
+    return replace(grid, execution=execution), tuple(notes)
 
 
 def _dims(settings: Settings, request: Request, given: dict[str, int]) -> ParallelDims:

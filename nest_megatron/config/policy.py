@@ -7,12 +7,12 @@ user's own, and the file that ``NEST_MEGATRON_POLICY`` names.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import grp
 import itertools
 import os
 import pwd
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -177,7 +177,7 @@ def settings_within(settings: CostSettings, policy: Policy) -> CostSettings:
             value, rule = settings.precision.value, "plan.forbidden_precision"
             raise file.broken(rule, "precision", value, "it is forbidden")
         margin = max(settings.memory_margin, file.plan.least_memory_free)
-        settings = dataclasses.replace(settings, memory_margin=margin)
+        settings = replace(settings, memory_margin=margin)
     return settings
 
 
@@ -187,7 +187,7 @@ def offers_within(offers: Iterable[NumericOffer], policy: Policy) -> tuple[Numer
     for offer in offers:
         with contextlib.suppress(PolicyError):
             settings = settings_within(offer.settings, policy)
-            left.append(dataclasses.replace(offer, settings=settings))
+            left.append(replace(offer, settings=settings))
     return tuple(left)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Final
 
@@ -233,7 +233,7 @@ def request_for(
         if choose_execution and job.target is None:
             require_buildable(spec, target)
             of_job["fixed"] = buildable_degrees(spec, target, space.fixed)
-        space = dataclasses.replace(space, **within, **of_job)
+        space = replace(space, **within, **of_job)
         offer = offer and _offer_within(offer, of_job, policy, cluster)
         defaults = tuple(f"{each} from {each.origin}" for each in settings.defaults)
         if defaults:
@@ -309,9 +309,7 @@ def _offer_within(
     """Another sharding that is priced beside the plan, if a policy leaves any of it."""
     with contextlib.suppress(PolicyError):
         within = space_within(offer.space, policy, cluster)
-        return dataclasses.replace(
-            offer, space=dataclasses.replace(offer.space, **within, **of_job)
-        )
+        return replace(offer, space=replace(offer.space, **within, **of_job))
     return None
 
 
@@ -327,14 +325,14 @@ def _other_spaces(
     name = "offload_modules"
     if choices is None or name in space.executions or space.execution.offload_modules:
         return spaces
-    everywhere = dataclasses.replace(
+    everywhere = replace(
         choices, has_fast_link=True, packages=choices.packages | {Package.ENGINE_2_9}
     )
     if values := open_values(everywhere).get(name, ()):
         modules = " ".join(values[0])
         words = f"--fine-grained-activation-offloading --offload-modules {modules}"
         executions = {**space.executions, name: values}
-        spaces[(words,)] = dataclasses.replace(space, executions=executions)
+        spaces[(words,)] = replace(space, executions=executions)
     return spaces
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -194,7 +194,7 @@ def with_images(spec: TransformerSpec, train: TrainConfig) -> TransformerSpec:
     if not 1 <= images <= tokens:
         limit = f"each has at least one of the {tokens} tokens (train.image_tokens)"
         raise _wrong("images", images, limit, "Give their mean, rounded up.")
-    return dataclasses.replace(spec, vision=vision.with_images(tokens, images))
+    return replace(spec, vision=vision.with_images(tokens, images))
 
 
 def image_notes(spec: TransformerSpec) -> tuple[str, ...]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -16,20 +15,21 @@ from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE, PeakLimit, out_
 from nest_megatron.cost_model.peak_posterior import PredictedPeak, predicted_peak
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.deadline import Deadline
-from nest_megatron.layout.batch_schedule import PredictedBatch
 from nest_megatron.layout.estimate import Choice, RiskierLayout, Shortlist
 from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.plan import ParallelPlan, PresentLayout, SearchRecord
 from nest_megatron.layout.policy import require_allowed
-from nest_megatron.planner.assemble import (
+from nest_megatron.planner.choice import Candidate, candidate, choose_plan, with_runner_up_first
+from nest_megatron.planner.layouts import (
     ENDED_EARLY,
+    PredictedLayout,
     alternative,
     assemble,
+    check_launchable,
+    estimate_for,
     predicted_batches,
     search_record,
 )
-from nest_megatron.planner.choice import Candidate, candidate, choose_plan, with_runner_up_first
-from nest_megatron.planner.layouts import PredictedLayout, check_launchable, estimate_for
 from nest_megatron.planner.offers import offers
 from nest_megatron.planner.request import Request
 from nest_megatron.planner.shortage import (
@@ -88,9 +88,8 @@ def plan(
         plans = with_runner_up_first(plans, choose) if choose else plans
         taken, *others = plans
         best = _predicted(model, taken.solved)
-        batches = tuple(predicted_batches(model, best.layout, request.batch_schedule))
-        if larger := _too_large(request, model, best, batches):
-            return plan(dataclasses.replace(request, global_batch_size=larger), choose=choose)
+        if larger := _too_large(request, model, best):
+            return plan(replace(request, global_batch_size=larger), choose=choose)
         found = assemble(
             *(request, model, best.layout, best.predicted),
             search_record(request, searched.result, searched.seconds, taken.solved, choose),
@@ -99,7 +98,6 @@ def plan(
             shortlist=_shortlist(model, plans) if request.shortlist else None,
             present=_present_layout(request, searched, taken.solved),
             offers=offers(best, request, find, partial(_faster, request, deadline)),
-            batches=batches,
         )
         require_allowed(found, request.policy)
         return found
@@ -114,13 +112,12 @@ def plan(
     return no_plan(request, searched.model, record, _before_report(deadline), _best)
 
 
-def _too_large(
-    request: Request, model: CostModel, found: PredictedLayout, batches: Sequence[PredictedBatch]
-) -> int | None:
+def _too_large(request: Request, model: CostModel, found: PredictedLayout) -> int | None:
     """The largest batch of a schedule, which keeps most micro batches, if one of them is too large.
 
     A plan that fits with it fits with all.
     """
+    batches = predicted_batches(model, found.layout, request.batch_schedule)
     limit = PeakLimit(model, request.max_oom_chance, request.site).of(found.layout)
     most = max(limit, found.predicted.peak_memory_bytes)
     if all(batch.peak_memory_bytes <= most for batch in batches):
@@ -213,7 +210,7 @@ def _with_riskier(
         iteration_time_s=predicted.iteration_time_s,
         out_of_memory=out_of_memory(model, layout, predicted.peak_memory_bytes, request.site),
     )
-    return dataclasses.replace(choice, riskier=riskier)
+    return replace(choice, riskier=riskier)
 
 
 def _before_report(deadline: Deadline) -> Deadline:
@@ -271,12 +268,8 @@ class Ranked:
     def plan(self, candidate: Candidate) -> ParallelPlan:
         """The plan file of one of the candidates, without runners-up."""
         request, model, layout = self.request, self.model, candidate.solved.layout
-        unpriced = dataclasses.replace(request, reliability=None, rates=None)
-        return assemble(
-            *(unpriced, model, layout, estimate(model, layout), self.record),
-            alternatives=(),
-            batches=tuple(predicted_batches(model, layout, request.batch_schedule)),
-        )
+        unpriced = replace(request, reliability=None, rates=None)
+        return assemble(unpriced, model, layout, estimate(model, layout), self.record)
 
 
 def ranked(request: Request, on_progress: Progress | None = None) -> Ranked | NoPlan | EndedEarly:
@@ -307,8 +300,8 @@ def _other_micro_batches(request: Request, searched: _Searched) -> set[SolvedLay
     found: set[SolvedLayout] = set()
     most = 0 if name in space.fixed else space.limits.get(name, max(_MICRO_BATCHES))
     for size in (size for size in _MICRO_BATCHES if size <= most):
-        narrow = dataclasses.replace(space, fixed={**space.fixed, name: size})
-        asked = dataclasses.replace(request, space=narrow, present=None)
+        narrow = replace(space, fixed={**space.fixed, name: size})
+        asked = replace(request, space=narrow, present=None)
         found.update(_search(asked, request.deadline(), model=searched.model).result.plans)
     return found
 

@@ -7,8 +7,8 @@ them would make some combination legal.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from itertools import product
 
 from nest_megatron.errors import UserInputError
@@ -62,7 +62,7 @@ def is_legal_without(
     space = request.space
     fixed = {name: value for name, value in space.fixed.items() if name not in names}
     partition = None if {_PP, _VPP} & set(names) else space.partition
-    space = dataclasses.replace(space, fixed=fixed, partition=partition)
+    space = replace(space, fixed=fixed, partition=partition)
     grids = GridSpace(request.cost_model(), request.global_batch_size, space)
     for shard in grids.shards():
         if out_of_time():
@@ -122,8 +122,8 @@ def _broken(request: Request) -> Iterator[tuple[UserInputError, ...]]:
         )
         own_graphs = space.cuda_graphs is not None
         way = allowed_execution(space.execution, grid, own_graphs=own_graphs)
-        asked = launched(model, space, dataclasses.replace(grid, execution=way))
-        asked = dataclasses.replace(asked, global_batch_size=batch, partition=space.partition)
+        asked = launched(model, space, replace(grid, execution=way))
+        asked = replace(asked, global_batch_size=batch, partition=space.partition)
         searched = filter(is_searched, rulebook.RULES)
         broken = tuple(found for _, found in violations(asked.facts, searched))
         yield broken + tuple(_other_limits(request, dims))

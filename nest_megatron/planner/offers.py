@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import TypeVar
 
 from nest_megatron.cost_model.estimate import estimate
@@ -75,7 +75,7 @@ def _of_sharding(
     offer = request.offer
     if offer is None:
         return
-    asked = dataclasses.replace(
+    asked = replace(
         request,
         space=offer.space,
         offer=None,
@@ -130,14 +130,14 @@ def _of_packages(plan: PredictedLayout, request: Request) -> Iterator[str]:
         return
     layout, model, found = plan.layout, request.cost_model(), []
     for backend in request.packages:
-        execution = dataclasses.replace(
+        execution = replace(
             layout.execution,
             moe_token_dispatcher_type=TokenDispatcher.FLEX,
             moe_flex_dispatcher_backend=backend,
         )
         way = allowed_execution(execution, layout)
         if way.is_node_limited and is_accepted(model, request.space, layout, way):
-            other = dataclasses.replace(layout, execution=way)
+            other = replace(layout, execution=way)
             found.append((backend, estimate(model, other)))
     for backend, faster in _fastest(plan, found):
         words, package = _words(backend, request.settings.target), request.packages[backend]
@@ -170,8 +170,8 @@ def _of_instances(plan: PredictedLayout, request: Request) -> Iterator[str]:
         return
     found = []
     for number in _instances(layout.dims, is_moe=request.spec.is_moe):
-        traits = dataclasses.replace(settings.traits, optimizer_instances=number)
-        other = dataclasses.replace(settings, traits=traits)
+        traits = replace(settings.traits, optimizer_instances=number)
+        other = replace(settings, traits=traits)
         found.append((number, estimate(request.cost_model(other), layout)))
     for number, faster in _fastest(plan, found):
         yield (
@@ -247,7 +247,7 @@ def _space_with(offer: NumericOffer, layout: Layout, space: SearchSpace) -> Sear
     inside = ("tensor_model", "context", "expert_model", "expert_tensor")
     names = [f"{name}_parallel_size" for name in inside]
     fixed = {**space.fixed, **{name: layout.sizes[name] for name in names}}
-    return dataclasses.replace(offer.space_of(space), fixed=fixed)
+    return replace(offer.space_of(space), fixed=fixed)
 
 
 def _difference(before: Layout, after: Layout) -> str:
@@ -271,7 +271,7 @@ def _accepted(plan: PredictedLayout, offer: NumericOffer, request: Request) -> L
     if knob.of_sharded_optimizer and not plan.layout.shards_optimizer:
         if ZeroStage.OPTIMIZER not in request.space.zero_stages:
             return None
-        layout = dataclasses.replace(layout, zero=ZeroStage.OPTIMIZER)
+        layout = replace(layout, zero=ZeroStage.OPTIMIZER)
     if knob.of_experts and plan.layout.execution.is_node_limited:
         return None  # its kernels drop nothing
     if knob.precision is None:
@@ -282,6 +282,6 @@ def _accepted(plan: PredictedLayout, offer: NumericOffer, request: Request) -> L
     if uneven_sides(request.spec, layout.dims, precision, recipe):
         return None
     if not beside_buffers(traits.fp8_recipe):
-        execution = dataclasses.replace(layout.execution, tp_comm_overlap=False)
-        layout = dataclasses.replace(layout, execution=execution)
+        execution = replace(layout.execution, tp_comm_overlap=False)
+        layout = replace(layout, execution=execution)
     return layout

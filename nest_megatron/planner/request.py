@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nest_megatron.catalogue_files import default_setting
@@ -84,7 +83,7 @@ class NumericOffer:
         stages = space.zero_stages
         for knob in self.knobs:
             stages = knob.zero_stages(stages)
-        return dataclasses.replace(space, zero_stages=stages)
+        return replace(space, zero_stages=stages)
 
 
 def _beside_images(spec: TransformerSpec, vision: EncoderSpec, space: SearchSpace) -> SearchSpace:
@@ -100,10 +99,8 @@ def _beside_images(spec: TransformerSpec, vision: EncoderSpec, space: SearchSpac
             limit = f"its first stage must hold {needed} layers, so it is at most {most}"
             raise UserInputError(f"parallel.{name}", stated, limit, fix="Give less.")
         limits = {**space.limits, name: min(most, space.limits.get(name, most))}
-        space = dataclasses.replace(space, limits=limits)
-    return dataclasses.replace(
-        space, even_stages=space.even_stages or vision.is_split or needed > 0
-    )
+        space = replace(space, limits=limits)
+    return replace(space, even_stages=space.even_stages or vision.is_split or needed > 0)
 
 
 def _refuse(what: str, value: object, limit: str) -> None:
@@ -203,12 +200,12 @@ class Request:
             limit = f"above 0 and at most {MOST_OOM_CHANCE:g}"
             _refuse("memory.max_oom_chance", self.max_oom_chance, limit)
         if self.present is not None and self.present.global_batch_size != batch:
-            present = dataclasses.replace(self.present, global_batch_size=batch)
+            present = replace(self.present, global_batch_size=batch)
             object.__setattr__(self, "present", present)
         recompute = self.space.recompute or NO_RECOMPUTE
         cuts = cuts_anywhere(self.spec, recompute, self.space.version)
         if self.space.partition is None and not cuts:
-            even = dataclasses.replace(self.space, even_stages=True)
+            even = replace(self.space, even_stages=True)
             object.__setattr__(self, "space", even)
         if self.spec.vision is not None:
             space = _beside_images(self.spec, self.spec.vision, self.space)

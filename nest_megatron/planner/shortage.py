@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from nest_megatron.cost_model.memory import capacity_bytes, within_error
@@ -180,7 +179,7 @@ def no_plan(
 def _remedy(change: str, request: Request, deadline: Deadline, find: Find) -> Remedy:
     """A change with the plan of the request that it leads to, as far as time allows."""
     found = find(
-        dataclasses.replace(request, space=_lean(request.space), num_alternatives=0),
+        replace(request, space=_lean(request.space), num_alternatives=0),
         deadline.within(_PLAN_SHARE * request.max_seconds),
     )
     if found is None:
@@ -195,7 +194,7 @@ def _remedy(change: str, request: Request, deadline: Deadline, find: Find) -> Re
 
 def _of_risk(request: Request, deadline: Deadline, find: Find) -> Iterator[Remedy]:
     """A larger chance to run out of memory, as far as plans rather start than not."""
-    riskier = dataclasses.replace(request, max_oom_chance=MOST_OOM_CHANCE)
+    riskier = replace(request, max_oom_chance=MOST_OOM_CHANCE)
     if request.max_oom_chance < MOST_OOM_CHANCE and _fits(riskier, deadline):
         change = f"memory.max_oom_chance={MOST_OOM_CHANCE:g}, at your own risk"
         yield _remedy(change, riskier, deadline, find)
@@ -213,7 +212,7 @@ def _of_number(
         yield Remedy(change=f"{change} at least, by the memory of weights and optimizer states")
         return
     cluster = request.cluster.resized(num_gpus)
-    yield _remedy(change, dataclasses.replace(request, cluster=cluster), deadline, find)
+    yield _remedy(change, replace(request, cluster=cluster), deadline, find)
 
 
 def _of_memory(request: Request, deadline: Deadline, find: Find) -> Iterator[Remedy]:
@@ -238,7 +237,7 @@ def memory_changes(request: Request) -> dict[tuple[str, ...], Request]:
     unchanged = NumericOffer(knobs=(), words=(), settings=request.settings)
     spaces = {(): request.space, **request.memory_spaces}
     found = [
-        (words, more, dataclasses.replace(request, settings=offer.settings, space=narrow))
+        (words, more, replace(request, settings=offer.settings, space=narrow))
         for offer, (more, space) in product((unchanged, *request.memory_offers), spaces.items())
         if (narrow := offer.space_of(space)).zero_stages and (words := (*offer.words, *more))
     ]
@@ -249,7 +248,7 @@ def memory_changes(request: Request) -> dict[tuple[str, ...], Request]:
 def _of_fixed(request: Request, deadline: Deadline, find: Find) -> Iterator[Remedy]:
     """What the user holds fixed or limits, all of it."""
     given = _given(request.space)
-    freed = dataclasses.replace(request, space=_freed(request.space))
+    freed = replace(request, space=_freed(request.space))
     if given and _fits(freed, deadline):
         yield _remedy(f"leave free what is fixed ({', '.join(given)})", freed, deadline, find)
 
@@ -274,7 +273,7 @@ def _freed(space: SearchSpace) -> SearchSpace:
     """A space without what ``_given`` names; what the framework or the run limits stays."""
     names = ("fixed", "limits", "partition", "recompute", "sharding", "zero_stages", "rank_orders")
     everything = SearchSpace()
-    return dataclasses.replace(space, **{name: getattr(everything, name) for name in names})
+    return replace(space, **{name: getattr(everything, name) for name in names})
 
 
 def _given(space: SearchSpace) -> list[str]:
@@ -299,7 +298,7 @@ def _fewest_gpus(request: Request, deadline: Deadline) -> tuple[int, bool] | Non
     cluster, node = request.cluster, request.cluster.gpus_per_node
 
     def request_of(num_gpus: int) -> Request:
-        return dataclasses.replace(request, cluster=cluster.resized(num_gpus))
+        return replace(request, cluster=cluster.resized(num_gpus))
 
     def has_room(num_gpus: int) -> bool:
         search = _new_search(request_of(num_gpus), None, deadline)
@@ -365,7 +364,7 @@ def _lean(space: SearchSpace) -> SearchSpace:
     limits = space.limits
     if name not in {*space.fixed, *space.least}:
         limits = {**limits, name: 1}
-    return dataclasses.replace(space, limits=limits, executions=executions)
+    return replace(space, limits=limits, executions=executions)
 
 
 def describe_grid(grid: PartialLayout) -> str:

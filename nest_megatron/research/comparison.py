@@ -15,7 +15,7 @@ from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.layout.estimate import SURE
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import EndedEarly, NoPlan, Request, plan
-from nest_megatron.planner.assemble import assemble, nothing_searched
+from nest_megatron.planner.layouts import assemble, nothing_searched
 from nest_megatron.research.baselines import (
     aceso,
     alpa_e,
@@ -189,7 +189,7 @@ def _theirs(request: Request, ours: Compared, baseline: Baseline) -> Compared:
         spec=request.spec, cluster=request.cluster, global_batch_size=request.global_batch_size
     )
     predicted = estimate(model, chosen)
-    found = assemble(bare, model, chosen, predicted, nothing_searched(), alternatives=())
+    found = assemble(bare, model, chosen, predicted, nothing_searched())
     terms = mean_terms(model, chosen)
     theirs = dataclasses.replace(theirs, plan=found, terms=terms)
     if ours.plan is None:

@@ -23,7 +23,7 @@ from nest_megatron.layout.recompute import (
 from nest_megatron.layout.rulebook.schedule import decoder_layers, mtp_chunk, mtp_chunk_fits
 from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.planner.assemble import describe_space
+from nest_megatron.planner.layouts import describe_space
 from nest_megatron.solver import backend
 from nest_megatron.solver.backend import Backend
 from nest_megatron.solver.chunk_space import partitions
