@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from nest_megatron.api.jobs import command_words, estimate_job, outcome, plan_job
 from nest_megatron.api.results import Catalogue, Explanation, Plan, PlanTable, Scaling
-from nest_megatron.api.sweep import sweep_row
-from nest_megatron.api.variants import WhatIf, whatif, whatif_command
+from nest_megatron.api.sweep import WhatIf, sweep_row, whatif, whatif_command
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.catalogue import named_cluster, named_model
 from nest_megatron.config.compose import Settings

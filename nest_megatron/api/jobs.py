@@ -27,10 +27,10 @@ from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.hydra_loader import config_loader
-from nest_megatron.config.layout import estimate_layout
 from nest_megatron.config.overrides import Setting, first_line, type_limit
 from nest_megatron.config.request import request_of
 from nest_megatron.config.schema import PlanConfig
+from nest_megatron.config.space import estimate_layout
 from nest_megatron.documents import read_json
 from nest_megatron.errors import BAD_INPUT, ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import expanded, write_text
@@ -43,6 +43,7 @@ from nest_megatron.planner import plan as find_plan
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import error_fields, progress
 from nest_megatron.report.failure import WITHOUT_PLAN, require_plan
+from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Seconds
 from nest_megatron.version import __version__
 
@@ -77,7 +78,7 @@ def plan_job(
 
 def estimate_job(settings: Settings) -> Plan:
     """Price a layout of settings: what ``estimate`` does, here and on the command line."""
-    return _launchable(*estimate_layout(settings))
+    return _launchable(*estimate_layout(settings, request_of(settings, SearchSpace())))
 
 
 def _launchable(found: ParallelPlan, notes: tuple[str, ...]) -> Plan:

@@ -348,8 +348,11 @@ def discovered(
     elif gpus is not None:
         accelerator, stand_in = catalogued(gpus)
     assert stand_in is not None
-    if topology is not None:
-        _require_in(topology, hosts)
+    missing = [host.name for host in hosts if topology and topology.of(host.name) is None]
+    if topology is not None and missing:
+        limit = f"{topology.source} does not say which groups they are in"
+        fix = "Give the groups of all hosts with --hosts FILE."
+        raise UserInputError("hosts", shown_names(missing), limit, fix)
     found = described(stand_in, hosts, topology)
     names = [level.name for level in found.cluster.levels]
     known = topology or Topology(source="", level_names=(), groups={h.name: () for h in hosts})
@@ -427,14 +430,6 @@ def _require_named(sources: Sources, hosts: Sequence[Host], base: Cluster) -> No
         raise UserInputError("GPUs of hosts", told, limit, fix)
     for name in sources.gpu_names:
         require_same_product(base, name, "--cluster")
-
-
-def _require_in(topology: Topology, hosts: Sequence[Host]) -> None:
-    missing = [host.name for host in hosts if topology.of(host.name) is None]
-    if missing:
-        limit = f"{topology.source} does not say which groups they are in"
-        fix = "Give the groups of all hosts with --hosts FILE."
-        raise UserInputError("hosts", shown_names(missing), limit, fix)
 
 
 def _differences(sources: Sources, hosts: Sequence[Host], base: Cluster) -> Iterator[str]:

@@ -306,74 +306,54 @@ def installed_packages() -> tuple[str, ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CostInputs:
     """What the cost model is told of a job: its flags over its target's defaults, then ``cost.*``.
 
     Args:
-        flags: the job's, by Megatron's names.
-        assumed: of the cost model, as the user says it.
+        accelerator: its name; none where nothing depends on it.
         lengths: of the data's sequences, which count where they are packed.
     """
 
-    spec: TransformerSpec
-    target: Target
-    accelerator: str
-    precision: Precision
-    flags: Mapping[str, Any]
-    assumed: Mapping[str, Any]
-    lengths: SequenceLengths | None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         settings: Settings,
         job: Job,
         accelerator: str = "",
-        *,
-        spec: TransformerSpec | None = None,
-        flags: Mapping[str, Any] | None = None,
         lengths: SequenceLengths | None = None,
-    ) -> CostInputs:
-        """Those of a job on an accelerator, with another model or other flags if they are given."""
-        precision = read_precision(settings, job.precision)
+    ) -> None:
         own = {field.name for field in dataclasses.fields(CostSettings)}
         memory = {f"memory_{name}": each for name, each in settings.memory.stated().items()}
         assumed = {**settings.cost.stated(), **memory}
-        return cls(
-            spec=spec or job.spec,
-            target=read_target(settings, job.target),
-            accelerator=accelerator,
-            precision=precision,
-            flags=job.memory_flags if flags is None else flags,
-            assumed={name: value for name, value in assumed.items() if name in own},
-            lengths=lengths,
-        )
+        self._assumed = {name: value for name, value in assumed.items() if name in own}
+        self._target = read_target(settings, job.target)
+        self._precision = read_precision(settings, job.precision)
+        self._spec, self._flags = job.spec, job.memory_flags
+        self._accelerator, self._lengths = accelerator, lengths
 
     def costs(self, knobs: Iterable[NumericKnob] = ()) -> CostSettings:
         """The assumptions of the cost model, after some choices."""
-        flags, precision = dict(self.flags), self.precision
+        flags, precision = dict(self._flags), self._precision
         for knob in knobs:
             flags |= {**dict.fromkeys(knob.instead_of, False), **knob.values}
             precision = knob.precision or precision
-        place = self.accelerator, precision, flags, self.spec
-        found = self.target.settings(*place, **self.assumed)
-        if self.lengths is None or not self.lengths.packed:
+        place = self._accelerator, precision, flags, self._spec
+        found = self._target.settings(*place, **self._assumed)
+        if self._lengths is None or not self._lengths.packed:
             return found
-        return found.on_packs(self.lengths)
+        return found.on_packs(self._lengths)
 
     def execution(self) -> Execution:
         """How layers are carried out."""
-        flags = self.flags
-        if self.spec.vision is not None:  # samples have lengths for which no buffers are made
+        flags = self._flags
+        if self._spec.vision is not None:  # samples have lengths for which no buffers are made
             flags = {"tp_comm_overlap": False, **flags}
-        return self.target.execution(self.accelerator, self.precision, flags, self.spec)
+        return self._target.execution(self._accelerator, self._precision, flags, self._spec)
 
     def offers(self, *groups: Iterable[NumericKnob]) -> tuple[NumericOffer, ...]:
         """Choices that change numbers and that the job has not made, at most one of each group."""
-        flags = self._all_flags()
+        flags = self._target.flags(self._accelerator, self._precision, self._flags, self._spec)
         found = []
-        for chosen in product(*((None, *self._open_knobs(group)) for group in groups)):
+        for chosen in product(*((None, *self._open_knobs(group, flags)) for group in groups)):
             pairs = [pair for pair in chosen if pair is not None]
             knobs = tuple(knob for knob, _ in pairs)
             if knobs and not refused_together(flags, knobs):
@@ -381,21 +361,20 @@ class CostInputs:
                 found.append(NumericOffer(knobs=knobs, words=words, settings=self.costs(knobs)))
         return tuple(found)
 
-    def _open_knobs(self, knobs: Iterable[NumericKnob]) -> list[tuple[NumericKnob, str]]:
-        """Those of some choices that the job could make and has not, and what its user sets."""
-        own, target = self._all_flags(), self.target
+    def _open_knobs(
+        self, knobs: Iterable[NumericKnob], flags: Mapping[str, Any]
+    ) -> list[tuple[NumericKnob, str]]:
+        """Those of some choices that a job of these flags has not made, and what its user sets."""
+        target, spec = self._target, self._spec
         fields = None if target in MEGATRON_LM else NUMERIC_FIELDS.get(target.fitted, {})
         return [
             (knob, knob.flags if fields is None else fields[knob.flags])
             for knob in knobs
             if (fields is None or knob.flags in fields)
             # an encoder of images is priced in 16 bits
-            and (knob.precision is None or self.spec.vision is None)
-            and knob.is_for(own, self.precision, self.accelerator, has_experts=self.spec.is_moe)
+            and (knob.precision is None or spec.vision is None)
+            and knob.is_for(flags, self._precision, self._accelerator, has_experts=spec.is_moe)
         ]
-
-    def _all_flags(self) -> Mapping[str, Any]:
-        return self.target.flags(self.accelerator, self.precision, self.flags, self.spec)
 
 
 def read_precision(settings: Settings, own: Precision = Precision.BF16) -> Precision:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Final
@@ -197,7 +197,7 @@ def request_for(
         packed = job.packs if train.sequence_packing is None else train.sequence_packing
         lengths = read_lengths(train, spec.seq_length, packed=packed)
         notes += length_notes(lengths, packed=packed)
-        inputs = CostInputs.of(settings, job, name, spec=spec, lengths=lengths)
+        inputs = CostInputs(settings, replace(job, spec=spec), name, lengths)
         costs = settings_within(inputs.costs(), policy)
         if spec.vision is not None and costs.precision.is_quantized:
             value, limit = costs.precision.value, "an encoder of images is priced in 16 bits"
@@ -288,8 +288,7 @@ def request_for(
                 *policy_notes(policy),
                 *device_notes(name, recipe, execution),
                 *site_notes,
-                *adapter_notes(spec),
-                *_scan_notes(spec),
+                *_model_notes(spec),
                 *image_notes(spec),
                 *profile_notes,
             ),
@@ -367,31 +366,24 @@ def recorded_settings(settings: Settings) -> tuple[str, ...]:
     return tuple(f"{key}={value}" for key, value in values.items() if value != usual[key])
 
 
-def adapter_notes(spec: TransformerSpec) -> tuple[str, ...]:
-    """What a plan says of its adapters."""
-    if spec.adapters is None:
-        return ()
-    told = [f"All weights but those of adapters are frozen: {spec.adapters.words()}."]
-    if spec.adapters.scheme is not PeftScheme.LORA:
-        told.append(f"No measured run trains {spec.adapters.scheme}: it is priced from its code.")
-    return tuple(told)
-
-
-def _scan_notes(spec: TransformerSpec) -> tuple[str, ...]:
-    """What is known of layers whose kernels nobody has published a measurement of."""
+def _model_notes(spec: TransformerSpec) -> Iterator[str]:
+    """What a plan says of its adapters, and of layers of which few measurements are known."""
+    if spec.adapters is not None:
+        yield f"All weights but those of adapters are frozen: {spec.adapters.words()}."
+        if spec.adapters.scheme is not PeftScheme.LORA:
+            yield f"No measured run trains {spec.adapters.scheme}: it is priced from its code."
     if spec.experimental_attention_variant == "dsa":
-        return (
+        yield (
             "Sparse attention (dsa) is priced from the source of Megatron-LM 0.20 without fused "
             "kernels (dsa_kernel_backend none): every score is worked out, then masked. No run of "
-            "it is known.",
+            "it is known."
         )
-    if SCANNED.isdisjoint(spec.blocks):
-        return ()
-    return (
-        "The scan of Mamba layers and gated delta nets is priced by its arithmetic and its memory "
-        "traffic, times a share that is fitted to whole steps of hybrid models on Hopper and "
-        "Blackwell (docs/hybrid.md); no public measurement of its kernels is known.",
-    )
+    elif not SCANNED.isdisjoint(spec.blocks):
+        yield (
+            "The scan of Mamba layers and gated delta nets is priced by its arithmetic and its "
+            "memory traffic, times a share that is fitted to whole steps of hybrid models on "
+            "Hopper and Blackwell (docs/hybrid.md); no public measurement of its kernels is known."
+        )
 
 
 def site_calibration(

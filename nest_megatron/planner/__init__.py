@@ -26,6 +26,7 @@ from nest_megatron.planner.layouts import (
     alternative,
     assemble,
     check_launchable,
+    describe_grid,
     estimate_for,
     predicted_batches,
     search_record,
@@ -35,7 +36,6 @@ from nest_megatron.planner.request import Request
 from nest_megatron.planner.shortage import (
     EndedEarly,
     NoPlan,
-    describe_grid,
     no_plan,
     refuse_if_nothing_is_legal,
 )

@@ -8,7 +8,6 @@ from itertools import combinations
 from typing import Any
 
 from nest_megatron.caching import Caching, cached_by
-from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import DEGREES, ParallelDims
 from nest_megatron.layout.estimate import Changes, ChoiceChange, LayoutChange
@@ -185,7 +184,9 @@ class _Between(Caching):
         asked = Execution(**{f: part for each in _OF_EXECUTION for f, part in value[each]})
         grid = dataclasses.replace(grid, execution=allowed_execution(asked, grid))
         stages = self._partition(grid.dims, with_stages=_STAGES in chosen)
-        settings = _settings(self._after.settings, value)
+        settings = self._after.settings
+        traits = dataclasses.replace(settings.traits, overlap_param_gather=value[_GATHERS])
+        settings = dataclasses.replace(settings, dp_overlap=value[_REDUCES], traits=traits)
         return Variant(settings=settings, layout=grid.with_stages(stages, sharding)), asked
 
     def _without_effect(self, variant: Variant, asked: Execution, chosen: frozenset[str]) -> str:
@@ -234,11 +235,6 @@ def _values(variant: Variant) -> dict[str, Any]:
         _REDUCES: variant.settings.dp_overlap,
         _GATHERS: variant.settings.traits.overlap_param_gather,
     }
-
-
-def _settings(settings: CostSettings, value: Mapping[str, Any]) -> CostSettings:
-    traits = dataclasses.replace(settings.traits, overlap_param_gather=value[_GATHERS])
-    return dataclasses.replace(settings, dp_overlap=value[_REDUCES], traits=traits)
 
 
 def _dims(value: Mapping[str, Any]) -> ParallelDims:

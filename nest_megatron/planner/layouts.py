@@ -25,7 +25,7 @@ from nest_megatron.cost_model.uncertainty import (
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import now
 from nest_megatron.layout.batch_schedule import BatchSchedule, PredictedBatch, TrainChoice
-from nest_megatron.layout.dims import RankOrder
+from nest_megatron.layout.dims import SHORT_DEGREES, RankOrder
 from nest_megatron.layout.estimate import (
     Alternative,
     Difference,
@@ -430,3 +430,12 @@ def check_launchable(
         **settings.of_launch(),
     )
     require_legal(asked)
+
+
+def describe_grid(grid: PartialLayout) -> str:
+    """A grid's degrees in one line."""
+    degrees = {short: getattr(grid.dims, name) for name, short in SHORT_DEGREES.items()}
+    left_out = ("VPP",) if grid.dims.expert_ranks > 1 else ("VPP", "EP", "ETP")
+    words = [f"{short} {size}" for short, size in degrees.items() if short not in left_out]
+    words.append(f"micro batch {grid.micro_batch_size}")
+    return ", ".join([*words, f"ZeRO-{int(grid.zero)}", f"recompute {grid.recompute.label()}"])

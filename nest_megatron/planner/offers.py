@@ -12,16 +12,14 @@ from nest_megatron.cost_model.formats import beside_buffers
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM
 from nest_megatron.errors import UserInputError
-from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.estimate import Estimate
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.rulebook.facts import uneven_sides
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
-from nest_megatron.model.execution import FlexBackend, TokenDispatcher
-from nest_megatron.planner.layouts import PredictedLayout
+from nest_megatron.model.execution import TokenDispatcher
+from nest_megatron.planner.layouts import PredictedLayout, describe_grid
 from nest_megatron.planner.request import NumericOffer, Request
-from nest_megatron.planner.shortage import describe_grid
 from nest_megatron.solver.executions import is_accepted
 from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.solver.space import SearchSpace
@@ -94,18 +92,14 @@ def _of_sharding(
         sharding = other.layout.zero.sharding
         kind = offer.ckpt_format.get(sharding)
         needs = f"; it needs --ckpt-format {kind}" if kind else ""
+        fsdp = other.layout.uses_megatron_fsdp
+        how = "through Megatron-FSDP" if fsdp else "without Megatron-FSDP"
+        if offer.own is DataParallelSharding.TORCH_FSDP2:
+            how = f"{how} instead of PyTorch FSDP2" if fsdp else "without PyTorch FSDP2"
         yield (
-            f"{_named(other, offer.own)} would be {gain:.1f} % faster "
+            f"ZeRO-{int(other.layout.zero)} {how} would be {gain:.1f} % faster "
             f"({format_seconds(step_s)}){needs}. To have it: {offer.free[sharding]}"
         )
-
-
-def _named(plan: PredictedLayout, own: DataParallelSharding) -> str:
-    fsdp = plan.layout.uses_megatron_fsdp
-    how = "through Megatron-FSDP" if fsdp else "without Megatron-FSDP"
-    if own is DataParallelSharding.TORCH_FSDP2:
-        how = f"{how} instead of PyTorch FSDP2" if fsdp else "without PyTorch FSDP2"
-    return f"ZeRO-{int(plan.layout.zero)} {how}"
 
 
 def _fastest(
@@ -140,19 +134,16 @@ def _of_packages(plan: PredictedLayout, request: Request) -> Iterator[str]:
             other = replace(layout, execution=way)
             found.append((backend, estimate(model, other)))
     for backend, faster in _fastest(plan, found):
-        words, package = _words(backend, request.settings.target), request.packages[backend]
+        values = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}
+        words = " ".join(f"{name}={value}" for name, value in values.items())
+        if (target := request.settings.target) is None or target.startswith("megatron_lm"):
+            flags = (f"--{name.replace('_', '-')} {value}" for name, value in values.items())
+            words = " ".join(flags)
+        package = request.packages[backend]
         yield (
             f"{words} would {faster}. It needs a package where the job runs; "
             f"search.packages=[{package}] says that it is there"
         )
-
-
-def _words(backend: FlexBackend, target: str | None) -> str:
-    """What the user sets: flags of Megatron-LM, or fields of another framework."""
-    values = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}
-    if target is None or target.startswith("megatron_lm"):
-        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
-    return " ".join(f"{name}={value}" for name, value in values.items())
 
 
 def _of_instances(plan: PredictedLayout, request: Request) -> Iterator[str]:
@@ -168,8 +159,13 @@ def _of_instances(plan: PredictedLayout, request: Request) -> Iterator[str]:
         return
     if layout.zero.is_fsdp or not layout.shards_optimizer:
         return
-    found = []
-    for number in _instances(layout.dims, is_moe=request.spec.is_moe):
+    dims, found = layout.dims, []
+    replicas = dims.data_parallel_size * dims.context_parallel_size
+    if request.spec.is_moe:  # those of experts as well (0.16.1 parallel_state:833)
+        replicas = math.gcd(replicas, dims.expert_data_parallel_size)
+    for number in range(2, min(_MOST_INSTANCES, replicas // 2) + 1):
+        if replicas % number:
+            continue
         traits = replace(settings.traits, optimizer_instances=number)
         other = replace(settings, traits=traits)
         found.append((number, estimate(request.cost_model(other), layout)))
@@ -178,14 +174,6 @@ def _of_instances(plan: PredictedLayout, request: Request) -> Iterator[str]:
             f"--num-distributed-optimizer-instances {number} would {faster}. It keeps {number} "
             "copies of the optimizer states"
         )
-
-
-def _instances(dims: ParallelDims, *, is_moe: bool) -> Iterator[int]:
-    """Instances that divide the replicas, those of experts as well (0.16.1 parallel_state:833)."""
-    replicas = dims.data_parallel_size * dims.context_parallel_size
-    if is_moe:
-        replicas = math.gcd(replicas, dims.expert_data_parallel_size)
-    return (n for n in range(2, min(_MOST_INSTANCES, replicas // 2) + 1) if replicas % n == 0)
 
 
 def numeric_offers(plan: PredictedLayout, request: Request, faster: Faster) -> tuple[str, ...]:

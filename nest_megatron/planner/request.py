@@ -103,18 +103,6 @@ def _beside_images(spec: TransformerSpec, vision: EncoderSpec, space: SearchSpac
     return replace(space, even_stages=space.even_stages or vision.is_split or needed > 0)
 
 
-def _refuse(what: str, value: object, limit: str) -> None:
-    fix = _FIXES.get(what, "Give percent, such as 1.")
-    raise UserInputError(what, value, limit=f"it must be {limit}", fix=fix)
-
-
-_FIXES = {
-    "train.global_batch_size": "Give the sequences of one optimizer step.",
-    "search.max_seconds": "Give the seconds that the search may take.",
-    "memory.max_oom_chance": "Give a share, such as 0.05.",
-}
-
-
 def _default(name: str) -> Any:
     return field(default_factory=lambda: default_setting(name))
 
@@ -189,16 +177,20 @@ class Request:
     rates: Rates | None = None
 
     def __post_init__(self) -> None:
-        batch, seconds = self.global_batch_size, self.max_seconds
+        batch, limit = self.global_batch_size, "it must be a whole number of at least 1"
         if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
-            _refuse("train.global_batch_size", batch, "a whole number of at least 1")
-        if not seconds > 0:
-            _refuse("search.max_seconds", seconds, "above 0")
+            fix = "Give the sequences of one optimizer step."
+            raise UserInputError("train.global_batch_size", batch, limit, fix)
+        if not self.max_seconds > 0:
+            limit, fix = "it must be above 0", "Give the seconds that the search may take."
+            raise UserInputError("search.max_seconds", self.max_seconds, limit, fix)
         if not 0 <= self.tie_percent < math.inf:
-            _refuse("search.tie_percent", self.tie_percent, "at least 0 and finite")
+            limit, fix = "it must be at least 0 and finite", "Give percent, such as 1."
+            raise UserInputError("search.tie_percent", self.tie_percent, limit, fix)
         if not 0 < self.max_oom_chance <= MOST_OOM_CHANCE:
-            limit = f"above 0 and at most {MOST_OOM_CHANCE:g}"
-            _refuse("memory.max_oom_chance", self.max_oom_chance, limit)
+            limit = f"it must be above 0 and at most {MOST_OOM_CHANCE:g}"
+            fix = "Give a share, such as 0.05."
+            raise UserInputError("memory.max_oom_chance", self.max_oom_chance, limit, fix)
         if self.present is not None and self.present.global_batch_size != batch:
             present = replace(self.present, global_batch_size=batch)
             object.__setattr__(self, "present", present)

@@ -1,10 +1,15 @@
-"""Why nothing fits, and what would."""
+"""Why a job has no plan, and what would help: no legal degrees, or too little memory.
+
+Where none is legal, every combination that keeps what is fixed is held to the rules that a search
+keeps to; those that break the fewest say what binds. Then each fixed value is left out alone, to
+see which of them would make some combination legal.
+"""
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -13,14 +18,21 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE, PeakLimit
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
-from nest_megatron.layout.dims import SHORT_DEGREES
+from nest_megatron.layout import rulebook
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.plan import SearchRecord
-from nest_megatron.planner.conflict import binding, is_legal_without, single_relaxations
-from nest_megatron.planner.layouts import PredictedLayout
+from nest_megatron.layout.recompute import NO_RECOMPUTE
+from nest_megatron.layout.rulebook.facts import violations
+from nest_megatron.layout.rulebook.search import is_searched
+from nest_megatron.planner.layouts import PredictedLayout, describe_grid
 from nest_megatron.planner.request import NumericOffer, Request
 from nest_megatron.solver.backend import choose, solver_of
+from nest_megatron.solver.executions import launched
+from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.memory_shortage import Shortage, fits, least_memory
+from nest_megatron.solver.outcome import OutOfTime
 from nest_megatron.solver.ranking import SearchResult
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
@@ -158,13 +170,7 @@ def no_plan(
     missing = shortage.needed_bytes - limit
     remedies = list(_of_capacity(request, missing))
     if request.remedies:
-        remedies = [
-            *_of_risk(request, deadline, find),
-            *_of_number(request, number, deadline, find),
-            *_of_memory(request, deadline, find),
-            *_of_fixed(request, deadline, find),
-            *remedies,
-        ]
+        remedies = [*_with_plans(request, number, deadline, find), *remedies]
     return NoPlan(
         shortage=shortage,
         missing_bytes=missing,
@@ -176,46 +182,49 @@ def no_plan(
     )
 
 
-def _remedy(change: str, request: Request, deadline: Deadline, find: Find) -> Remedy:
-    """A change with the plan of the request that it leads to, as far as time allows."""
-    found = find(
-        replace(request, space=_lean(request.space), num_alternatives=0),
-        deadline.within(_PLAN_SHARE * request.max_seconds),
-    )
-    if found is None:
-        return Remedy(change=change)
-    return Remedy(
-        change=change,
-        layout=describe_grid(found.layout),
-        iteration_time_s=found.predicted.iteration_time_s,
-        peak_memory_bytes=found.predicted.peak_memory_bytes,
-    )
-
-
-def _of_risk(request: Request, deadline: Deadline, find: Find) -> Iterator[Remedy]:
-    """A larger chance to run out of memory, as far as plans rather start than not."""
-    riskier = replace(request, max_oom_chance=MOST_OOM_CHANCE)
-    if request.max_oom_chance < MOST_OOM_CHANCE and _fits(riskier, deadline):
-        change = f"memory.max_oom_chance={MOST_OOM_CHANCE:g}, at your own risk"
-        yield _remedy(change, riskier, deadline, find)
-
-
-def _of_number(
+def _with_plans(
     request: Request, number: tuple[int, bool] | None, deadline: Deadline, find: Find
 ) -> Iterator[Remedy]:
-    """The smallest number of GPUs."""
-    if number is None:
-        return
-    num_gpus, some_plan_fits = number
-    change = f"cluster.num_gpus={num_gpus}"
-    if not some_plan_fits:
-        yield Remedy(change=f"{change} at least, by the memory of weights and optimizer states")
-        return
-    cluster = request.cluster.resized(num_gpus)
-    yield _remedy(change, replace(request, cluster=cluster), deadline, find)
+    """Changes after which something fits, each with the plan then, as far as time allows.
+
+    Args:
+        number: as of ``_fewest_gpus``.
+    """
+
+    def remedy(change: str, other: Request) -> Remedy:
+        found = find(
+            replace(other, space=_lean(other.space), num_alternatives=0),
+            deadline.within(_PLAN_SHARE * other.max_seconds),
+        )
+        if found is None:
+            return Remedy(change=change)
+        return Remedy(
+            change=change,
+            layout=describe_grid(found.layout),
+            iteration_time_s=found.predicted.iteration_time_s,
+            peak_memory_bytes=found.predicted.peak_memory_bytes,
+        )
+
+    riskier = replace(request, max_oom_chance=MOST_OOM_CHANCE)
+    if request.max_oom_chance < MOST_OOM_CHANCE and _fits(riskier, deadline):
+        yield remedy(f"memory.max_oom_chance={MOST_OOM_CHANCE:g}, at your own risk", riskier)
+    if number is not None:
+        num_gpus, some_plan_fits = number
+        change = f"cluster.num_gpus={num_gpus}"
+        if some_plan_fits:
+            yield remedy(change, replace(request, cluster=request.cluster.resized(num_gpus)))
+        else:
+            change += " at least, by the memory of weights and optimizer states"
+            yield Remedy(change=change)
+    for change, other in _of_memory(request, deadline):
+        yield remedy(change, other)
+    given = _given(request.space)
+    freed = replace(request, space=_freed(request.space))
+    if given and _fits(freed, deadline):
+        yield remedy(f"leave free what is fixed ({', '.join(given)})", freed)
 
 
-def _of_memory(request: Request, deadline: Deadline, find: Find) -> Iterator[Remedy]:
+def _of_memory(request: Request, deadline: Deadline) -> Iterator[tuple[str, Request]]:
     """The fewest changes of what memory holds, of each set whose every change together fits."""
     tried = memory_changes(request)
     largest = [words for words in tried if not any({*words} < {*more} for more in tried)]
@@ -229,7 +238,7 @@ def _of_memory(request: Request, deadline: Deadline, find: Find) -> Iterator[Rem
             continue
         if changes in enough or _fits(other, deadline):
             found.append(changes)
-            yield _remedy(" ".join(words), other, deadline, find)
+            yield " ".join(words), other
 
 
 def memory_changes(request: Request) -> dict[tuple[str, ...], Request]:
@@ -243,14 +252,6 @@ def memory_changes(request: Request) -> dict[tuple[str, ...], Request]:
     ]
     found.sort(key=lambda each: (len(each[0]), len(each[1])))
     return {words: other for words, _, other in found}
-
-
-def _of_fixed(request: Request, deadline: Deadline, find: Find) -> Iterator[Remedy]:
-    """What the user holds fixed or limits, all of it."""
-    given = _given(request.space)
-    freed = replace(request, space=_freed(request.space))
-    if given and _fits(freed, deadline):
-        yield _remedy(f"leave free what is fixed ({', '.join(given)})", freed, deadline, find)
 
 
 def _of_capacity(request: Request, missing: int) -> Iterator[Remedy]:
@@ -367,10 +368,127 @@ def _lean(space: SearchSpace) -> SearchSpace:
     return replace(space, limits=limits, executions=executions)
 
 
-def describe_grid(grid: PartialLayout) -> str:
-    """A grid's degrees in one line."""
-    degrees = {short: getattr(grid.dims, name) for name, short in SHORT_DEGREES.items()}
-    left_out = ("VPP",) if grid.dims.expert_ranks > 1 else ("VPP", "EP", "ETP")
-    words = [f"{short} {size}" for short, size in degrees.items() if short not in left_out]
-    words.append(f"micro batch {grid.micro_batch_size}")
-    return ", ".join([*words, f"ZeRO-{int(grid.zero)}", f"recompute {grid.recompute.label()}"])
+_TP, _CP = "tensor_model_parallel_size", "context_parallel_size"
+_PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+_EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+_DP, _MICRO = "data_parallel_size", "micro_batch_size"
+
+
+def binding(request: Request, out_of_time: OutOfTime = lambda: False) -> tuple[UserInputError, ...]:
+    """The rules that the least illegal combination breaks.
+
+    Nothing where a combination breaks none of them, so that something else must bind, or where time
+    did not allow to look at all.
+    """
+    found: tuple[UserInputError, ...] = ()
+    for broken in _broken(request):
+        if not broken or out_of_time():
+            return ()
+        if not found or len(broken) < len(found):
+            found = broken
+    return found
+
+
+def single_relaxations(request: Request, out_of_time: OutOfTime = lambda: False) -> list[str]:
+    """Fixed values, each of which makes some combination legal when it alone is left out.
+
+    Args:
+        out_of_time: once true, those found until then are returned.
+    """
+    fixed = request.space.fixed
+    return [name for name in fixed if is_legal_without(request, (name,), out_of_time)]
+
+
+def is_legal_without(
+    request: Request, names: Collection[str], out_of_time: OutOfTime = lambda: False
+) -> bool:
+    """Whether some combination is legal where these fixed values are left out."""
+    space = request.space
+    fixed = {name: value for name, value in space.fixed.items() if name not in names}
+    partition = None if {_PP, _VPP} & set(names) else space.partition
+    space = replace(space, fixed=fixed, partition=partition)
+    grids = GridSpace(request.cost_model(), request.global_batch_size, space)
+    for shard in grids.shards():
+        if out_of_time():
+            return False
+        if any(next(grids.families(grid), None) is not None for grid in grids.grids(shard)):
+            return True
+    return False
+
+
+def _broken(request: Request) -> Iterator[tuple[UserInputError, ...]]:
+    """Rules that each combination breaks; none for one that only the search excludes."""
+    space, spec = request.space, request.spec
+    model, world = request.cost_model(), request.cluster.num_gpus
+    batch = space.batch_unit or request.global_batch_size
+
+    def values(name: str, number: int) -> list[int]:
+        if name in space.fixed:
+            return [space.fixed[name]]
+        return space.values(name, number, request.cluster)
+
+    experts = spec.num_experts or 1
+    sizes = product(
+        values(_TP, world),
+        values(_CP, world),
+        values(_PP, world),
+        values(_EP, experts) if spec.is_moe else [1],
+        values(_ETP, world) if spec.is_moe else [1],
+        values(_MICRO, batch),
+        [space.fixed.get(_VPP, 1)],
+        space.zero_stages,
+        space.rank_orders,
+    )
+    for tp, cp, pp, ep, etp, micro, vpp, zero, order in sizes:
+        if world % (tp * cp * pp):
+            continue
+        try:
+            dims = ParallelDims(
+                tensor_model_parallel_size=tp,
+                context_parallel_size=cp,
+                pipeline_model_parallel_size=pp,
+                virtual_pipeline_model_parallel_size=vpp,
+                data_parallel_size=world // (tp * cp * pp),
+                expert_model_parallel_size=ep,
+                expert_tensor_parallel_size=etp,
+                rank_order=order,
+            )
+        except UserInputError as error:
+            yield (error,)
+            continue
+        grid = PartialLayout(  # of a batch that divides: whether the real one does is a rule
+            dims=dims,
+            micro_batch_size=micro,
+            global_batch_size=micro * dims.data_parallel_size,
+            recompute=space.recompute or NO_RECOMPUTE,
+            zero=zero,
+            sequence_parallel=tp > 1,
+        )
+        own_graphs = space.cuda_graphs is not None
+        way = allowed_execution(space.execution, grid, own_graphs=own_graphs)
+        asked = launched(model, space, replace(grid, execution=way))
+        asked = replace(asked, global_batch_size=batch, partition=space.partition)
+        searched = filter(is_searched, rulebook.RULES)
+        broken = tuple(found for _, found in violations(asked.facts, searched))
+        yield broken + tuple(_other_limits(request, dims))
+
+
+def _other_limits(request: Request, dims: ParallelDims) -> Iterator[UserInputError]:
+    """What the space demands beside Megatron's rules."""
+    space = request.space
+    wanted = space.fixed.get(_DP, dims.data_parallel_size)
+    if wanted != dims.data_parallel_size:
+        yield UserInputError(
+            _DP,
+            wanted,
+            f"the other degrees leave {dims.data_parallel_size} of the GPUs for it",
+            "Leave it out.",
+        )
+    elif not space.allows(_DP, wanted, request.cluster):
+        least, most = space.least.get(_DP, 1), space.limit(_DP, request.cluster)
+        yield UserInputError(
+            _DP,
+            wanted,
+            f"it is {least} to {most} here, and the other degrees leave it no other value",
+            f"Widen its limits (search.max_{_DP}), or those of other degrees.",
+        )
