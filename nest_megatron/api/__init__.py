@@ -295,8 +295,9 @@ def plan_table(
 
     counts = tuple(nodes)
     if not counts or min(counts) < 1:
-        limit, fix = "it holds numbers of at least 1", "Give for example range(15, 17)."
-        raise UserInputError("nodes", counts, limit, fix)
+        raise UserInputError(
+            "nodes", counts, "it holds numbers of at least 1", "Give for example range(15, 17)."
+        )
     sizes = None, global_batch_size
     composed = compose_keywords(model, cluster, settings, config_dir, *sizes)
     job = table_job(settings_for_nodes(composed, counts))

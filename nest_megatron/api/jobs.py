@@ -243,22 +243,28 @@ def opened(folder: Path) -> Iterator[None]:
 
     taken = [name for name in TABLES if (folder / name).exists()]
     if taken and not (folder / _JOBS).is_dir():
-        limit = f"it holds {', '.join(taken)}, and no sweep was run in it"
-        raise _refused(folder, limit, "Name another folder.")
+        raise _refused(
+            folder,
+            f"it holds {', '.join(taken)}, and no sweep was run in it",
+            "Name another folder.",
+        )
     try:
         folder.mkdir(exist_ok=True)
         (folder / _JOBS).mkdir(exist_ok=True)
     except OSError as error:
-        limit = (
-            f"results of several jobs are kept in a folder, and it cannot be made: {error.strerror}"
-        )
-        raise _refused(folder, limit, "Name a folder inside one that is there.") from error
+        raise _refused(
+            folder,
+            "results of several jobs are kept in a folder, and it cannot be made: "
+            f"{error.strerror}",
+            "Name a folder inside one that is there.",
+        ) from error
     try:
         with FileLock(folder / _JOBS / "lock").acquire(timeout=0):
             yield
     except Timeout as error:
-        limit, fix = "another sweep is writing into it", "Wait for it, or name another folder."
-        raise _refused(folder, limit, fix) from error
+        raise _refused(
+            folder, "another sweep is writing into it", "Wait for it, or name another folder."
+        ) from error
 
 
 def _refused(folder: Path, limit: str, fix: str) -> UserInputError:
@@ -322,9 +328,12 @@ def check_launcher(settings: Sequence[Setting], *, has_folder: bool) -> None:
     """Refuse a launcher whose jobs run elsewhere where no folder is named."""
     name = _launcher(settings)
     if name.startswith(("submitit", "ray")) and not has_folder:
-        limit = "its jobs may run on other machines, and leave their results in a folder"
-        fix = "Add out=FOLDER on a file system that all of them share."
-        raise UserInputError(LAUNCHER, name, limit, fix)
+        raise UserInputError(
+            LAUNCHER,
+            name,
+            "its jobs may run on other machines, and leave their results in a folder",
+            "Add out=FOLDER on a file system that all of them share.",
+        )
 
 
 #: Called with the number of each job that begins in this process.

@@ -142,9 +142,12 @@ class Plan(Shown):
         launch = self.record.launch.get(LAUNCHER)
         if launch is None:
             framework = self.record.provenance.framework
-            limit = "the plan holds no command of Megatron-LM"
-            fix = "Plan for target=megatron_lm, or give the recipe to Plan.apply."
-            raise UserInputError("plan", framework, limit, fix)
+            raise UserInputError(
+                "plan",
+                framework,
+                "the plan holds no command of Megatron-LM",
+                "Plan for target=megatron_lm, or give the recipe to Plan.apply.",
+            )
         return parallel_argv(launch_request(self.record)) if layout_only else list(launch.argv)
 
     def apply(self, recipe: Any) -> tuple[Change, ...]:
@@ -169,9 +172,12 @@ class Plan(Shown):
             from nest_megatron.integrations import megatron_bridge
 
             return megatron_bridge.apply_plan(recipe, self.record)
-        limit = "it is neither a recipe of NeMo nor a ConfigContainer of Megatron-Bridge"
-        fix = "Give what pretrain_recipe() returns; Plan.to_megatron_args is for Megatron-LM."
-        raise UserInputError("recipe", type(recipe).__name__, limit, fix)
+        raise UserInputError(
+            "recipe",
+            type(recipe).__name__,
+            "it is neither a recipe of NeMo nor a ConfigContainer of Megatron-Bridge",
+            "Give what pretrain_recipe() returns; Plan.to_megatron_args is for Megatron-LM.",
+        )
 
     def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
         """Write the plan file that ``load_plan`` and ``nest-megatron pin`` read.

@@ -363,8 +363,11 @@ def plan_variants(path: Path, changes: Sequence[Setting], options: SweepOptions)
     varied = swept(changes)
     keys = [s.key for s in changes if s.key in varied or _is_of_job(s.key)]
     if not any(map(_is_of_job, keys)):
-        fix = "For example cluster.levels.node.bandwidth=900GB/s, memory=141GiB or gpus=256,512."
-        raise _no_change(changes, "it names no change of the job", fix)
+        raise _no_change(
+            changes,
+            "it names no change of the job",
+            "For example cluster.levels.node.bandwidth=900GB/s, memory=141GiB or gpus=256,512.",
+        )
     from nest_megatron.integrations.plan_job import recipe_job, settings_of
 
     base = settings_of(present, path if path.is_absolute() else Path.cwd() / path)
@@ -387,12 +390,15 @@ def command_variants(
     """
     keys = swept(changes)
     if "cluster" in keys:
-        limit, fix = "a command runs on one cluster today", "Name it, and change its settings."
-        raise _no_change(changes, limit, fix)
+        raise _no_change(
+            changes, "a command runs on one cluster today", "Name it, and change its settings."
+        )
     if not any(map(_is_of_job, keys)):
-        limit = "no setting has several values, and those of a command's job that have are changes"
-        fix = "For example cluster.levels.node.bandwidth=450GB/s,900GB/s or gpus=256,512."
-        raise _no_change(changes, limit, fix)
+        raise _no_change(
+            changes,
+            "no setting has several values, and those of a command's job that have are changes",
+            "For example cluster.levels.node.bandwidth=450GB/s,900GB/s or gpus=256,512.",
+        )
     held = [setting for setting in changes if setting.key not in keys]
     command = command.recorded(compose(with_defaults(held)))
     print_notes(command.notes if options.tell else ())

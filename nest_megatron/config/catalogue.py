@@ -41,9 +41,12 @@ def named_cluster(name: str) -> Cluster:
 def read_spec(settings: Settings) -> TransformerSpec:
     """The model, at the sequence length that was asked for; ``UserInputError`` if there is none."""
     if settings.model is None and settings.flags is not None:
-        limit = f"no model is given that has {settings.flags}"
-        fix = "Name one: model=NAME, or add --from with your command."
-        raise UserInputError("model", None, limit, fix)
+        raise UserInputError(
+            "model",
+            None,
+            f"no model is given that has {settings.flags}",
+            "Name one: model=NAME, or add --from with your command.",
+        )
     if settings.model is None:
         raise UserInputError(
             "model",
@@ -93,8 +96,9 @@ def read_adapters(settings: Settings) -> Adapters | None:
     scheme = given.pop("scheme", None)
     if scheme is None:
         for name, value in given.items():
-            limit, fix = "it needs a scheme", "Add for example peft.scheme=lora."
-            raise UserInputError(f"peft.{name}", value, limit, fix)
+            raise UserInputError(
+                f"peft.{name}", value, "it needs a scheme", "Add for example peft.scheme=lora."
+            )
         return None
     given["target_modules"] = tuple(given.get("target_modules", ()))
     return Adapters(scheme=choice("peft.scheme", scheme, PeftScheme), **given)

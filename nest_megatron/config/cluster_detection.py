@@ -138,9 +138,12 @@ def _discovered(
         )
     unseen = {host.name: host.unseen for host in hosts if host.gpus is None}
     if unseen:
-        limit = "; ".join(next(iter(unseen.values()))) or "they show no NVIDIA GPU"
-        fix = "Repair them, or name the cluster with nest.cluster."
-        raise UserInputError("hosts", shown_names(list(unseen)), limit, fix)
+        raise UserInputError(
+            "hosts",
+            shown_names(list(unseen)),
+            "; ".join(next(iter(unseen.values()))) or "they show no NVIDIA GPU",
+            "Repair them, or name the cluster with nest.cluster.",
+        )
     gpus, notes = like_gpus(hosts, gpus, mixed)
     assert gpus is not None
     accelerator, assumed = catalogued(gpus)
@@ -188,9 +191,12 @@ def like_gpus(
     for cluster, kind in clusters:
         if all(is_slower(cluster, other) for other, _ in clusters):
             return kind, (planned_as_slower(cluster, hosts),)
-    limit = "no kind has the smaller figure of memory, speed and links in everything"
-    fix = "Describe a cluster with the smaller figures in a file, and name it."
-    raise UserInputError("mixed GPUs", describe_kinds(found), limit, fix)
+    raise UserInputError(
+        "mixed GPUs",
+        describe_kinds(found),
+        "no kind has the smaller figure of memory, speed and links in everything",
+        "Describe a cluster with the smaller figures in a file, and name it.",
+    )
 
 
 def catalogued(gpus: LocalGpus) -> tuple[str, Cluster]:
@@ -205,9 +211,12 @@ def catalogued(gpus: LocalGpus) -> tuple[str, Cluster]:
         accelerator = accelerator_from_mapping(catalogue_entry("accelerator", name))
         if is_same_device(accelerator, gpus):
             return name, replace(catalogue_cluster(cluster), accelerator=accelerator)
-    limit = f"no cluster is given, and {gpus.describe()} is not in the catalogue"
-    fix = "Describe it in a file (`nest-megatron cluster new` writes one) and name that file."
-    raise UserInputError("nest.cluster", None, limit, fix)
+    raise UserInputError(
+        "nest.cluster",
+        None,
+        f"no cluster is given, and {gpus.describe()} is not in the catalogue",
+        "Describe it in a file (`nest-megatron cluster new` writes one) and name that file.",
+    )
 
 
 def _seen_cluster(cluster: Cluster, hosts: Sequence[Host]) -> tuple[Cluster, tuple[str, ...]]:
@@ -239,9 +248,12 @@ def _sized(
     cluster = read_cluster(composed, world_size)
     said = read_cluster(composed).num_gpus if given else world_size
     if said != world_size:
-        limit = f"the launcher started {world_size} ranks"
-        fix = "Leave it out: the number of ranks is the size (or add nest.dry_run=true)."
-        raise UserInputError("nest.cluster.num_gpus", said, limit, fix)
+        raise UserInputError(
+            "nest.cluster.num_gpus",
+            said,
+            f"the launcher started {world_size} ranks",
+            "Leave it out: the number of ranks is the size (or add nest.dry_run=true).",
+        )
     return cluster
 
 
@@ -312,9 +324,12 @@ def cluster_template(name: str | None, out: Path) -> str:
     """
     called = out.stem if name is None else name
     if not _NAME.fullmatch(called):
-        limit = "it must be a word of letters, digits, _, - and ., at most 100"
-        fix = "Write for example: nest-megatron cluster new site --out clusters/site.yaml"
-        raise UserInputError("NAME", called, limit, fix)
+        raise UserInputError(
+            "NAME",
+            called,
+            "it must be a word of letters, digits, _, - and ., at most 100",
+            "Write for example: nest-megatron cluster new site --out clusters/site.yaml",
+        )
     template = catalogue_root().joinpath("cluster", "custom.yaml").read_text(encoding="utf-8")
     body = template[template.index("defaults:") :]
     for field, word in (("name", called), ("description", f"{called}: describe it here")):
@@ -350,9 +365,12 @@ def discovered(
     assert stand_in is not None
     missing = [host.name for host in hosts if topology and topology.of(host.name) is None]
     if topology is not None and missing:
-        limit = f"{topology.source} does not say which groups they are in"
-        fix = "Give the groups of all hosts with --hosts FILE."
-        raise UserInputError("hosts", shown_names(missing), limit, fix)
+        raise UserInputError(
+            "hosts",
+            shown_names(missing),
+            f"{topology.source} does not say which groups they are in",
+            "Give the groups of all hosts with --hosts FILE.",
+        )
     found = described(stand_in, hosts, topology)
     names = [level.name for level in found.cluster.levels]
     known = topology or Topology(source="", level_names=(), groups={h.name: () for h in hosts})
@@ -396,8 +414,9 @@ def _hosts(sources: Sources, listed: Topology | None, base: Cluster | None) -> t
         told = "; ".join(f"{name}: {slices}" for name, slices in divided.items())
         raise divided_gpus("GPUs of hosts", told)
     if not hosts:
-        limit = "neither a program nor a file names one"
-        raise UserInputError("hosts", None, limit, fix="Add --hosts FILE.")
+        raise UserInputError(
+            "hosts", None, "neither a program nor a file names one", fix="Add --hosts FILE."
+        )
     return hosts
 
 
@@ -425,9 +444,12 @@ def _require_named(sources: Sources, hosts: Sequence[Host], base: Cluster) -> No
     counts = {host.name: host.num_gpus for host in hosts if host.num_gpus}
     if len({*counts.values()}) > 1:
         told = ", ".join(f"{name}: {count}" for name, count in counts.items())
-        limit = "a job is planned for as many GPUs on every host"
-        fix = "Name those that have as many with --hosts FILE."
-        raise UserInputError("GPUs of hosts", told, limit, fix)
+        raise UserInputError(
+            "GPUs of hosts",
+            told,
+            "a job is planned for as many GPUs on every host",
+            "Name those that have as many with --hosts FILE.",
+        )
     for name in sources.gpu_names:
         require_same_product(base, name, "--cluster")
 

@@ -211,9 +211,12 @@ def _with_undivided_levels(overrides: Sequence[Setting]) -> Sequence[Setting]:
         own = {"cluster": name, "cluster.num_gpus": str(size)}
         kept = (setting for setting in overrides if setting.key != "cluster")
         return [*(Setting(key=key, value=value) for key, value in own.items()), *kept]
-    limit = "the plan's file holds the bandwidth that its cluster's oversubscription leaves"
-    fix = "Change the bandwidth of the level, or name the cluster (cluster=NAME, or its own file)."
-    raise UserInputError("cluster.oversubscription", asked, limit, fix)
+    raise UserInputError(
+        "cluster.oversubscription",
+        asked,
+        "the plan's file holds the bandwidth that its cluster's oversubscription leaves",
+        "Change the bandwidth of the level, or name the cluster (cluster=NAME, or its own file).",
+    )
 
 
 def catalogue_cluster(name: str, num_gpus: int | None = None) -> Cluster:
@@ -249,8 +252,12 @@ def _existing_folder(named: Path) -> Path:
     """The user's folder of groups, from / on."""
     folder = expanded(named, "--config-dir")
     if not folder.is_dir():
-        fix = "Name a folder with model/, cluster/ or accelerator/ inside."
-        raise UserInputError("--config-dir", str(named), "there is no such folder", fix)
+        raise UserInputError(
+            "--config-dir",
+            str(named),
+            "there is no such folder",
+            "Name a folder with model/, cluster/ or accelerator/ inside.",
+        )
     return folder.resolve()
 
 
@@ -275,8 +282,12 @@ def _included(group: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, str]
     """Group and name of what a description's ``defaults`` includes."""
     entries = fields.get("defaults", ())
     if isinstance(entries, str) or not isinstance(entries, Sequence):
-        limit, fix = "defaults must be a list", "For example - /accelerator@accelerator: NAME."
-        raise UserInputError(f"{group} defaults", str(entries), limit, fix)
+        raise UserInputError(
+            f"{group} defaults",
+            str(entries),
+            "defaults must be a list",
+            "For example - /accelerator@accelerator: NAME.",
+        )
     for entry in entries:
         pairs = entry.items() if isinstance(entry, Mapping) else [(f"/{group}", entry)]
         for key, name in pairs:
@@ -285,9 +296,12 @@ def _included(group: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, str]
             if name == "_self_" and not isinstance(entry, Mapping):
                 continue
             if of.removeprefix("/") not in CATALOGUE_GROUPS or not of.startswith("/"):
-                limit = f"a description includes entries of /{', /'.join(CATALOGUE_GROUPS)}"
-                fix = "For example - /accelerator@accelerator: h100_sxm_80gb."
-                raise UserInputError(f"{group} defaults", str(entry), limit, fix)
+                raise UserInputError(
+                    f"{group} defaults",
+                    str(entry),
+                    f"a description includes entries of /{', /'.join(CATALOGUE_GROUPS)}",
+                    "For example - /accelerator@accelerator: h100_sxm_80gb.",
+                )
             yield of.removeprefix("/"), str(name)
 
 

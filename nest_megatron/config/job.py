@@ -381,8 +381,12 @@ def read_precision(settings: Settings, own: Precision = Precision.BF16) -> Preci
     """The number format: the one asked for, or the job's own."""
     named = settings.train.precision
     if named in _FP8_RECIPES:
-        limit, fix = "it is a recipe of fp8", f"Write train.precision=fp8 train.fp8_recipe={named}."
-        raise UserInputError("train.precision", named, limit, fix)
+        raise UserInputError(
+            "train.precision",
+            named,
+            "it is a recipe of fp8",
+            f"Write train.precision=fp8 train.fp8_recipe={named}.",
+        )
     return own if named is None else choice("train.precision", named, Precision)
 
 
@@ -415,7 +419,10 @@ def read_target(settings: Settings, own: Target | None = None) -> Target:
         return own or DEFAULT_TARGET
     named = target_named(settings.target)
     if own is not None and named.name != own.name:
-        limit = f"the job runs on {own.framework}"
-        fix = "Leave it out, or plan from a model and a cluster."
-        raise UserInputError("target", settings.target, limit, fix)
+        raise UserInputError(
+            "target",
+            settings.target,
+            f"the job runs on {own.framework}",
+            "Leave it out, or plan from a model and a cluster.",
+        )
     return named

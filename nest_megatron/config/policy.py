@@ -60,8 +60,12 @@ def _read(path: Path) -> PolicyFile:
     fields = parse_yaml(text, "policy", name=str(path))
     fields = {} if fields is None else fields
     if not isinstance(fields, Mapping):
-        fix = "Write plan:, launch: or audit: with rules below."
-        raise UserInputError("policy", str(path), limit="it is no mapping", fix=fix)
+        raise UserInputError(
+            "policy",
+            str(path),
+            limit="it is no mapping",
+            fix="Write plan:, launch: or audit: with rules below.",
+        )
     for name in fields:
         require_known(f"{path}: policy", str(name), ("plan", "launch", "audit"))
     stated = {name: section for name, section in fields.items() if section is not None}
@@ -72,13 +76,21 @@ def _read(path: Path) -> PolicyFile:
     for name, (least, most) in found.plan.ranges.items():
         require_known(f"{path}: plan.ranges", name, DEGREES)
         if not 1 <= least <= most:
-            limit, fix = "a range is [least, most], of at least 1", "Correct the policy."
-            raise UserInputError(f"{path}: {name}", [least, most], limit, fix)
+            raise UserInputError(
+                f"{path}: {name}",
+                [least, most],
+                "a range is [least, most], of at least 1",
+                "Correct the policy.",
+            )
     for name, largest in _SHARES.items():
         share = getattr(found.plan, name)
         if not 0 <= share <= largest:
-            limit, fix = f"it is a share, from 0 to {largest:g}", "Write 0.3 for 30 %."
-            raise UserInputError(f"{path}: plan.{name}", share, limit, fix)
+            raise UserInputError(
+                f"{path}: plan.{name}",
+                share,
+                f"it is a share, from 0 to {largest:g}",
+                "Write 0.3 for 30 %.",
+            )
     return found
 
 
@@ -113,11 +125,16 @@ def _check_audit(rules: AuditRules | None, path: Path) -> None:
     if rules is None:
         return
     if not Path(rules.file).is_absolute():
-        limit, fix = "jobs start in many folders", "Name it from / on."
-        raise UserInputError(f"{path}: audit.file", rules.file, limit, fix)
+        raise UserInputError(
+            f"{path}: audit.file", rules.file, "jobs start in many folders", "Name it from / on."
+        )
     if not 0 < rules.mode <= 0o777:
-        limit, fix = "it is a file's rights, in octal with a 0 before it", "For example 0622."
-        raise UserInputError(f"{path}: audit.mode", rules.mode, limit, fix)
+        raise UserInputError(
+            f"{path}: audit.mode",
+            rules.mode,
+            "it is a file's rights, in octal with a 0 before it",
+            "For example 0622.",
+        )
 
 
 def space_within(space: SearchSpace, policy: Policy, cluster: Cluster) -> dict[str, Any]:

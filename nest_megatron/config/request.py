@@ -172,12 +172,20 @@ def request_for(
     with naming_defaults(settings.defaults):
         train, search = settings.train, settings.search
         if settings.flags is not None and job.command is None:
-            limit, fix = "no command of Megatron-LM is there that has flags", "Add --from COMMAND."
-            raise UserInputError("flags", settings.flags, limit, fix)
+            raise UserInputError(
+                "flags",
+                settings.flags,
+                "no command of Megatron-LM is there that has flags",
+                "Add --from COMMAND.",
+            )
         if settings.assume_harmless and not job.fields:
             fields = list(settings.assume_harmless)
-            limit = "it names fields of a recipe of NeMo or Megatron-Bridge, and this job is none"
-            raise UserInputError("assume_harmless", fields, limit, "Leave it out.")
+            raise UserInputError(
+                "assume_harmless",
+                fields,
+                "it names fields of a recipe of NeMo or Megatron-Bridge, and this job is none",
+                "Leave it out.",
+            )
         if job.target is not None:
             _require_own_words(settings, job, prefix)
         spec = with_images(with_seq_length(job.spec, train.seq_length), train)
@@ -338,8 +346,12 @@ def _other_spaces(
 def _require_own_words(settings: Settings, job: Job, prefix: str) -> None:
     """Refuse settings that would price another job than the one that runs."""
     if read_adapters(settings) is not None:
-        limit, fix = "the job says itself what it trains", "Leave it out."
-        raise UserInputError("peft.scheme", settings.peft.scheme, limit, fix)
+        raise UserInputError(
+            "peft.scheme",
+            settings.peft.scheme,
+            "the job says itself what it trains",
+            "Leave it out.",
+        )
     own: dict[str, Any] = {
         "seq_length": job.spec.seq_length,
         "precision": job.precision.value,
@@ -348,9 +360,11 @@ def _require_own_words(settings: Settings, job: Job, prefix: str) -> None:
     for name, value in own.items():
         asked = getattr(settings.train, name)
         if asked not in (None, value):
-            limit = f"the job says {value}, and a plan does not change that"
             raise UserInputError(
-                f"{prefix}train.{name}", asked, limit, fix="Change the job itself."
+                f"{prefix}train.{name}",
+                asked,
+                f"the job says {value}, and a plan does not change that",
+                fix="Change the job itself.",
             )
 
 
@@ -410,9 +424,12 @@ def read_reliability(settings: Settings, save_interval: int | None = None) -> Re
     said = settings.reliability.stated()
     if settings.reliability.mtbf_hours is None:
         for name, value in said.items():
-            limit = "it needs the mean time between failures"
-            fix = "Add for example reliability.mtbf_hours=50000, of one GPU."
-            raise UserInputError(f"reliability.{name}", value, limit, fix)
+            raise UserInputError(
+                f"reliability.{name}",
+                value,
+                "it needs the mean time between failures",
+                "Add for example reliability.mtbf_hours=50000, of one GPU.",
+            )
         return None
     if save_interval is not None:
         said.setdefault("save_interval", save_interval)
@@ -426,8 +443,12 @@ def read_rates(
     cost, train = settings.cost, settings.train
     tokens = train.tokens
     if tokens is not None and (schedule is not None or train.train_samples is not None):
-        limit, fix = "the run's samples say how long it is", "Give train.train_samples alone."
-        raise UserInputError("train.tokens", tokens, limit, fix)
+        raise UserInputError(
+            "train.tokens",
+            tokens,
+            "the run's samples say how long it is",
+            "Give train.train_samples alone.",
+        )
     if train.train_samples is not None:
         tokens = train.train_samples * seq_length
     if (cost.gpu_hour, cost.gpu_watts, train.tokens) == (None, None, None):

@@ -95,9 +95,12 @@ def read_recompute(parallel: ParallelConfig) -> Recompute | None:
     rest = (parallel.recompute_method, parallel.recompute_num_layers, parallel.recompute_modules)
     if parallel.recompute_granularity is None:
         if any(part is not None for part in rest):
-            limit = "the other recompute settings need it"
-            fix = "Add parallel.recompute_granularity=full or selective."
-            raise UserInputError("parallel.recompute_granularity", None, limit, fix)
+            raise UserInputError(
+                "parallel.recompute_granularity",
+                None,
+                "the other recompute settings need it",
+                "Add parallel.recompute_granularity=full or selective.",
+            )
         return None
     wanted = {
         choice("parallel.recompute_modules", name, RecomputeModule)
@@ -122,9 +125,12 @@ def _refuse_estimate_only(parallel: ParallelConfig) -> None:
             fix="Leave it out, or use `nest-megatron estimate` to price this one.",
         )
     if parallel.sequence_parallel is False and parallel.tensor_model_parallel_size != 1:
-        limit = "plan uses it wherever tensor parallelism is on: same time, less memory"
-        fix = "Leave it out, or use `nest-megatron estimate` to price a layout without it."
-        raise UserInputError("parallel.sequence_parallel", False, limit, fix)
+        raise UserInputError(
+            "parallel.sequence_parallel",
+            False,
+            "plan uses it wherever tensor parallelism is on: same time, less memory",
+            "Leave it out, or use `nest-megatron estimate` to price a layout without it.",
+        )
 
 
 def read_backend(name: str | None) -> Backend | None:
@@ -149,9 +155,12 @@ def require_buildable(spec: TransformerSpec, target: Target) -> None:
     if spec.vision is not None and not spec.has_split_encoder and "vision" not in target.builds:
         parts["vision"] = f"of {spec.vision.num_layers} layers"
     for name, value in parts.items():
-        limit = f"{target.framework} cannot build such a model"
-        fix = f"Choose another target=: nest-megatron models {spec.name} lists those that can."
-        raise UnplannableModelError(f"model {spec.name}: {name}", value, limit, fix)
+        raise UnplannableModelError(
+            f"model {spec.name}: {name}",
+            value,
+            f"{target.framework} cannot build such a model",
+            f"Choose another target=: nest-megatron models {spec.name} lists those that can.",
+        )
 
 
 def require_experts(spec: TransformerSpec, parallel: ParallelConfig) -> None:
@@ -162,8 +171,9 @@ def require_experts(spec: TransformerSpec, parallel: ParallelConfig) -> None:
     """
     name, size = "expert_tensor_parallel_size", parallel.expert_tensor_parallel_size
     if spec.num_experts is None and size not in (None, 1):
-        limit = f"{spec.name} has no experts"
-        raise UserInputError(f"parallel.{name}", size, limit, fix="Leave it out.")
+        raise UserInputError(
+            f"parallel.{name}", size, f"{spec.name} has no experts", fix="Leave it out."
+        )
 
 
 def buildable_degrees(
@@ -181,8 +191,12 @@ def buildable_degrees(
         return fixed
     name = "virtual_pipeline_model_parallel_size"
     if (value := fixed.get(name, 1)) != 1:
-        limit = f"the class of {spec.name} in {target.framework} refuses virtual stages"
-        raise UserInputError(f"parallel.{name}", value, limit, fix="Use 1.")
+        raise UserInputError(
+            f"parallel.{name}",
+            value,
+            f"the class of {spec.name} in {target.framework} refuses virtual stages",
+            fix="Use 1.",
+        )
     return {**fixed, name: 1}
 
 
@@ -205,13 +219,19 @@ def space_of_frozen_weights(
     if spec.adapters is None:
         return {}
     if target in MEGATRON_LM:
-        limit = f"{target.framework} trains all weights"
-        fix = "Add target=megatron_bridge or target=nemo."
-        raise UserInputError("peft.scheme", str(spec.adapters.scheme), limit, fix)
+        raise UserInputError(
+            "peft.scheme",
+            str(spec.adapters.scheme),
+            f"{target.framework} trains all weights",
+            "Add target=megatron_bridge or target=nemo.",
+        )
     if target is NEMO and recompute == RecomputeGranularity.FULL:
-        limit = "NeMo loses the gradients of adapters with it, as the embedding is frozen"
-        fix = "Recompute modules (selective), or use Megatron-Bridge."
-        raise UserInputError("recompute_granularity", "full", limit, fix)
+        raise UserInputError(
+            "recompute_granularity",
+            "full",
+            "NeMo loses the gradients of adapters with it, as the embedding is frozen",
+            "Recompute modules (selective), or use Megatron-Bridge.",
+        )
     stages = tuple(stage for stage in zero_stages if not stage.is_fsdp)
     found: dict[str, Any] = {"zero_stages": stages} if stages else {}
     return found | ({"full_recompute": False} if target is NEMO else {})
@@ -343,9 +363,12 @@ def _dims(settings: Settings, request: Request, given: dict[str, int]) -> Parall
         degrees: dict[str, Any] = {name: given.get(name, 1) for name in REPLICA_DEGREES}
         one_replica = ParallelDims(**degrees).world_size
         if gpus % one_replica:
-            limit = f"it must divide the {gpus} GPUs of the cluster"
-            fix = "Change a degree or cluster.num_gpus, or give parallel.data_parallel_size."
-            raise UserInputError("tp * cp * pp", one_replica, limit, fix)
+            raise UserInputError(
+                "tp * cp * pp",
+                one_replica,
+                f"it must divide the {gpus} GPUs of the cluster",
+                "Change a degree or cluster.num_gpus, or give parallel.data_parallel_size.",
+            )
         given["data_parallel_size"] = gpus // one_replica
     order = read_rank_order(parallel) or RankOrder.TP_CP_EP_DP_PP
     return ParallelDims(**given, rank_order=order)

@@ -243,8 +243,9 @@ def _dims(value: Mapping[str, Any]) -> ParallelDims:
     ranks = degrees["tensor_model_parallel_size"] * degrees["context_parallel_size"]
     replica, gpus = ranks * degrees[_PP], value["num_gpus"]
     if gpus % replica:
-        limit, fix = f"it must divide the {gpus} GPUs", "Change a degree."
-        raise UserInputError("tp * cp * pp", replica, limit, fix)
+        raise UserInputError(
+            "tp * cp * pp", replica, f"it must divide the {gpus} GPUs", "Change a degree."
+        )
     return ParallelDims(
         **degrees, data_parallel_size=gpus // replica, rank_order=value["rank_order"]
     )

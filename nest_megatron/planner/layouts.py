@@ -396,9 +396,12 @@ def keep_layout(plan: ParallelPlan, request: Request) -> ParallelPlan:
     dims, resized = layout.dims, num_gpus != plan.cluster.num_gpus
     one_replica = dims.world_size // dims.data_parallel_size
     if resized and num_gpus % one_replica:
-        limit = f"a replica of the layout takes {one_replica}"
-        fix = "Use a multiple of it."
-        raise UserInputError("cluster.num_gpus", num_gpus, limit, fix)
+        raise UserInputError(
+            "cluster.num_gpus",
+            num_gpus,
+            f"a replica of the layout takes {one_replica}",
+            "Use a multiple of it.",
+        )
     replicas = num_gpus // one_replica if resized else dims.data_parallel_size
     dims = replace(dims, data_parallel_size=replicas)
     stages = replace(layout, dims=dims, global_batch_size=request.global_batch_size).with_stages(

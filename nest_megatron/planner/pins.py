@@ -160,8 +160,12 @@ def plan_text(content: bytes, path: Path) -> str:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        limit, fix = f"it is not UTF-8 text: {error}", "Take the file again, or plan anew."
-        raise PlanFileError("plan", str(path), limit, fix) from error
+        raise PlanFileError(
+            "plan",
+            str(path),
+            f"it is not UTF-8 text: {error}",
+            "Take the file again, or plan anew.",
+        ) from error
     unmarked = text.removeprefix("\ufeff")
     if unmarked != text and is_pinned(unmarked):
         raise _changed(path)
@@ -217,9 +221,12 @@ def read_plan(path: Path) -> tuple[ParallelPlan, Pin | None]:
     if not is_pinned(text) and not plan_table.is_table(text):
         return plan_file.load(text, str(path)), None
     if read_table(path) is not None:
-        limit = "it is a table of plans, one for each number of nodes"
-        fix = "`nest-megatron explain` shows it; plan for one number of nodes for one plan."
-        raise PlanFileError("plan", str(path), limit, fix)
+        raise PlanFileError(
+            "plan",
+            str(path),
+            "it is a table of plans, one for each number of nodes",
+            "`nest-megatron explain` shows it; plan for one number of nodes for one plan.",
+        )
     pinned = read_pinned(path)
     return pinned.plan, pinned.pin
 
@@ -303,9 +310,12 @@ def verify_pinned(
     """
     where = signature or signature_path(expanded(path, "plan"))
     if not expanded(where, "--signature").exists():
-        limit = "there is no such file, and the plan has to be signed"
-        fix = f"Have it signed: nest-megatron pin {path} --sign KEY"
-        raise SignatureError(Reason.MISSING, value=str(where), limit=limit, fix=fix)
+        raise SignatureError(
+            Reason.MISSING,
+            value=str(where),
+            limit="there is no such file, and the plan has to be signed",
+            fix=f"Have it signed: nest-megatron pin {path} --sign KEY",
+        )
     found = minisign.read_signature(read_text(where, "--signature"), str(where))
     by_key = {signer.key: signer for signer in signers}
     content = read_bytes(path, "plan") if content is None else content
@@ -337,8 +347,12 @@ def read_signers(named: Iterable[str], owners: Collection[int] | None = None) ->
         if path.is_dir():
             files = sorted(path.glob(f"*{PUBLIC_SUFFIX}"))
             if not files:
-                limit, fix = f"it holds no key (*{PUBLIC_SUFFIX})", "Copy public keys into it."
-                raise UserInputError("--key", name, limit, fix)
+                raise UserInputError(
+                    "--key",
+                    name,
+                    f"it holds no key (*{PUBLIC_SUFFIX})",
+                    "Copy public keys into it.",
+                )
             found += [_signer(each, owners) for each in files]
         else:
             found.append(_signer(path, owners))

@@ -95,23 +95,33 @@ class TableText:
         first, *self._documents = text.split(_NEXT)
         self._name, fields = name, plan_file.parse(first, name)
         if (schema := fields.pop("schema")) != _SCHEMA:
-            limit, fix = f"this version reads tables of schema {_SCHEMA}", "Upgrade nest-megatron."
-            raise PlanFileError(f"{name}: schema", schema, limit, fix)
+            raise PlanFileError(
+                f"{name}: schema",
+                schema,
+                f"this version reads tables of schema {_SCHEMA}",
+                "Upgrade nest-megatron.",
+            )
         where, listed = f"{name}: {_KEY}", fields.pop(_KEY)
         if not isinstance(listed, list):
-            limit = "it is a list, an entry for each number of nodes"
-            raise PlanFileError(where, listed, limit, fix=_AGAIN)
+            raise PlanFileError(
+                where, listed, "it is a list, an entry for each number of nodes", fix=_AGAIN
+            )
         self.entries = tuple(from_plain(TableEntry, each, where) for each in listed)
         self._planned = [each for each in self.entries if each.checksum is not None]
         self.sizes = tuple(each.num_gpus for each in self._planned)
         self._notes = tuple(map(str, fields.pop(_NOTES, ())))
         self.head: Mapping[str, Any] = fields
         if not self.sizes or len(self.sizes) != len(self._documents):
-            limit = f"it lists {len(self.sizes)} plans and holds {len(self._documents)}"
-            raise PlanFileError(name, None, limit, fix=_AGAIN)
+            raise PlanFileError(
+                name,
+                None,
+                f"it lists {len(self.sizes)} plans and holds {len(self._documents)}",
+                fix=_AGAIN,
+            )
         if any(less.num_gpus >= more.num_gpus for less, more in pairwise(self.entries)):
-            limit = "its entries are not in the order of their sizes"
-            raise PlanFileError(name, None, limit, fix=_AGAIN)
+            raise PlanFileError(
+                name, None, "its entries are not in the order of their sizes", fix=_AGAIN
+            )
 
     def plan_for(self, num_gpus: int) -> ParallelPlan:
         """The plan for so many GPUs, else for the most below, else for the fewest.
@@ -127,8 +137,12 @@ class TableText:
         plan = plan_file.load(self._documents[at], name)
         value = plan_file.checksum(plan), plan.layout.num_gpus
         if value != (entry.checksum, entry.num_gpus):
-            limit = f"the table lists {entry.checksum} for {entry.num_gpus} GPUs"
-            raise PlanFileError(name, value, limit, fix=_AGAIN)
+            raise PlanFileError(
+                name,
+                value,
+                f"the table lists {entry.checksum} for {entry.num_gpus} GPUs",
+                fix=_AGAIN,
+            )
         return plan
 
     def told_of(self, num_gpus: int) -> str:

@@ -96,8 +96,12 @@ def _beside_images(spec: TransformerSpec, vision: EncoderSpec, space: SearchSpac
     if needed:
         most = spec.num_layers // needed
         if (stated := space.fixed.get(name, 1)) > most:
-            limit = f"its first stage must hold {needed} layers, so it is at most {most}"
-            raise UserInputError(f"parallel.{name}", stated, limit, fix="Give less.")
+            raise UserInputError(
+                f"parallel.{name}",
+                stated,
+                f"its first stage must hold {needed} layers, so it is at most {most}",
+                fix="Give less.",
+            )
         limits = {**space.limits, name: min(most, space.limits.get(name, most))}
         space = replace(space, limits=limits)
     return replace(space, even_stages=space.even_stages or vision.is_split or needed > 0)
@@ -179,18 +183,30 @@ class Request:
     def __post_init__(self) -> None:
         batch, limit = self.global_batch_size, "it must be a whole number of at least 1"
         if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
-            fix = "Give the sequences of one optimizer step."
-            raise UserInputError("train.global_batch_size", batch, limit, fix)
+            raise UserInputError(
+                "train.global_batch_size", batch, limit, "Give the sequences of one optimizer step."
+            )
         if not self.max_seconds > 0:
-            limit, fix = "it must be above 0", "Give the seconds that the search may take."
-            raise UserInputError("search.max_seconds", self.max_seconds, limit, fix)
+            raise UserInputError(
+                "search.max_seconds",
+                self.max_seconds,
+                "it must be above 0",
+                "Give the seconds that the search may take.",
+            )
         if not 0 <= self.tie_percent < math.inf:
-            limit, fix = "it must be at least 0 and finite", "Give percent, such as 1."
-            raise UserInputError("search.tie_percent", self.tie_percent, limit, fix)
+            raise UserInputError(
+                "search.tie_percent",
+                self.tie_percent,
+                "it must be at least 0 and finite",
+                "Give percent, such as 1.",
+            )
         if not 0 < self.max_oom_chance <= MOST_OOM_CHANCE:
-            limit = f"it must be above 0 and at most {MOST_OOM_CHANCE:g}"
-            fix = "Give a share, such as 0.05."
-            raise UserInputError("memory.max_oom_chance", self.max_oom_chance, limit, fix)
+            raise UserInputError(
+                "memory.max_oom_chance",
+                self.max_oom_chance,
+                f"it must be above 0 and at most {MOST_OOM_CHANCE:g}",
+                "Give a share, such as 0.05.",
+            )
         if self.present is not None and self.present.global_batch_size != batch:
             present = replace(self.present, global_batch_size=batch)
             object.__setattr__(self, "present", present)
