@@ -363,14 +363,22 @@ def _plain_error(error: Exception, overrides: Sequence[str]) -> UserInputError:
             what, wrong = key, value
         group, _, inner = key.partition(".")
         if inner and group in GROUPS and "root: NoneType" in str(error):  # there is no such node
-            limit, fix = f"no {group} is named whose field it could be", f"Name one: {group}=NAME."
-            return UserInputError(key, value, limit, fix)
+            return UserInputError(
+                key,
+                value,
+                f"no {group} is named whose field it could be",
+                f"Name one: {group}=NAME.",
+            )
     if "list index out of range" in str(error.__cause__ or error):
-        limit, fix = "the list has no such entry", "Count from 0, or use its name."
-        return UserInputError(what, wrong, limit, fix)
-    limit = type_limit(error.__cause__ or error)
-    fix = "Correct the value; docs/settings.md explains each setting."
-    return UserInputError(what, wrong, limit, fix)
+        return UserInputError(
+            what, wrong, "the list has no such entry", "Count from 0, or use its name."
+        )
+    return UserInputError(
+        what,
+        wrong,
+        type_limit(error.__cause__ or error),
+        "Correct the value; docs/settings.md explains each setting.",
+    )
 
 
 #: Keys of which every Hugging Face configuration has one.

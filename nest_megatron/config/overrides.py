@@ -172,8 +172,12 @@ def _require_readable(text: str) -> None:
         )
     brackets = [1 if character in "[{(" else -1 for character in text if character in "[]{}()"]
     if max(itertools.accumulate(brackets), default=0) > _MAX_DEPTH:
-        value, limit = text[len(key) + 1 :], f"its brackets are nested more than {_MAX_DEPTH} deep"
-        raise UserInputError(key, value, limit, fix="Correct the value.")
+        raise UserInputError(
+            key,
+            text[len(key) + 1 :],
+            f"its brackets are nested more than {_MAX_DEPTH} deep",
+            fix="Correct the value.",
+        )
 
 
 def _check_key(setting: Setting) -> None:
@@ -317,8 +321,12 @@ def _require_jobs(what: str, number: int) -> None:
 
 def unreadable(key: str, value: object, error: Exception) -> UserInputError:
     """The error for a value that Hydra's grammar does not take."""
-    fix = "Put text with special characters into quotes: key=\"'text'\"."
-    return UserInputError(key, value, limit=f"it cannot be read: {first_line(error)}", fix=fix)
+    return UserInputError(
+        key,
+        value,
+        limit=f"it cannot be read: {first_line(error)}",
+        fix="Put text with special characters into quotes: key=\"'text'\".",
+    )
 
 
 def value_text(value: object) -> str:

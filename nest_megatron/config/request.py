@@ -208,8 +208,12 @@ def request_for(
         inputs = CostInputs(settings, replace(job, spec=spec), name, lengths)
         costs = settings_within(inputs.costs(), policy)
         if spec.vision is not None and costs.precision.is_quantized:
-            value, limit = costs.precision.value, "an encoder of images is priced in 16 bits"
-            raise UnplannableModelError("train.precision", value, limit, fix="Use bf16.")
+            raise UnplannableModelError(
+                "train.precision",
+                costs.precision.value,
+                "an encoder of images is priced in 16 bits",
+                fix="Use bf16.",
+            )
         recipe = costs.traits.fp8_recipe.value if costs.precision.is_quantized else None
         require_recipe(name, recipe)
         choices = KnobConditions(
