@@ -27,6 +27,7 @@ from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.hydra_loader import config_loader
+from nest_megatron.config.keywords import StrPath
 from nest_megatron.config.overrides import Setting, first_line, type_limit
 from nest_megatron.config.request import request_of
 from nest_megatron.config.schema import PlanConfig
@@ -97,7 +98,7 @@ _CODES = {"plan": OK, "no_plan": NOTHING_FITS, "ended_early": ENDED_EARLY, "erro
 Result = dict[str, Any]
 
 
-def command_words(command: str | os.PathLike[str] | Sequence[str]) -> str | Sequence[str]:
+def command_words(command: StrPath | Sequence[str]) -> str | Sequence[str]:
     """A command as it is read; a path names a script."""
     return ["bash", os.fspath(command)] if isinstance(command, os.PathLike) else command
 

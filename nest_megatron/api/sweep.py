@@ -32,7 +32,7 @@ from nest_megatron.api.jobs import (
 from nest_megatron.api.results import Plan
 from nest_megatron.config.compose import compose
 from nest_megatron.config.defaults import with_defaults
-from nest_megatron.config.keywords import setting_texts, typed_path
+from nest_megatron.config.keywords import StrPath, setting_texts, typed_path
 from nest_megatron.config.overrides import Setting, expand, parse, swept, value_text
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.files import check_output, expanded, write_bytes, write_text
@@ -250,7 +250,7 @@ class WhatIf(Shown):
         """One self-contained page: heat maps of throughput and cost, and the table."""
         return variants_page(self.present, self.variants)
 
-    def write_html(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
+    def write_html(self, path: StrPath, *, force: bool = False) -> None:
         """Write the page of ``to_html``; ``force`` as of ``Plan.save``."""
         check_output("path", Path(path), force=force)
         write_text(Path(path), self.to_html())
@@ -261,10 +261,10 @@ class WhatIf(Shown):
 
 
 def whatif(
-    plan: Plan | str | os.PathLike[str],
+    plan: Plan | StrPath,
     changes: Mapping[str, object],
     *,
-    out: str | os.PathLike[str] | None = None,
+    out: StrPath | None = None,
     on_job: Callable[[str], None] | None = None,
 ) -> WhatIf:
     """Plan the job of a plan file on changed clusters: what ``nest-megatron whatif`` does.
@@ -288,14 +288,14 @@ def whatif(
 
 
 def whatif_command(
-    command: str | os.PathLike[str] | Sequence[str],
+    command: StrPath | Sequence[str],
     changes: Mapping[str, object],
     *,
-    cluster: str | os.PathLike[str],
+    cluster: StrPath,
     free: Collection[str] = (),
     megatron_version: str | None = None,
     strict: bool = False,
-    out: str | os.PathLike[str] | None = None,
+    out: StrPath | None = None,
     on_job: Callable[[str], None] | None = None,
     **settings: object,
 ) -> WhatIf:
@@ -328,9 +328,7 @@ def _texts(changes: Mapping[str, object]) -> list[str]:
     )
 
 
-def _quiet(
-    out: str | os.PathLike[str] | None, on_job: Callable[[str], None] | None
-) -> SweepOptions:
+def _quiet(out: StrPath | None, on_job: Callable[[str], None] | None) -> SweepOptions:
     path = None if out is None else os.fspath(out)
     return SweepOptions(out=path, force=False, tell=False, on_job=on_job)
 

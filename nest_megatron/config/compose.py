@@ -39,6 +39,9 @@ from nest_megatron.plain import to_plain
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+#: What describes a model, a cluster or an accelerator, by name.
+Fields = Mapping[str, Any]
+
 _OWN_ENTRY = "_described"
 _LEVELS = "cluster.levels."
 _LEVEL = re.compile(r"cluster\.levels\.([^.]+)\.")
@@ -74,7 +77,7 @@ def compose(
     overrides: Sequence[Setting],
     config_dir: Path | None = None,
     *,
-    described: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    described: Mapping[str, Fields] = MappingProxyType({}),
 ) -> Settings:
     """Compose checked overrides over ``hydra_configs/plan.yaml``.
 
@@ -112,7 +115,7 @@ def _is_file(chosen: Setting, folder: Path | None) -> bool:
 def _load(
     overrides: Sequence[Setting],
     folder: Path | None,
-    described: Mapping[str, Mapping[str, Any]],
+    described: Mapping[str, Fields],
     notes: list[str],
 ) -> PlanConfig:
     """The values of overrides; ``notes`` of files are added to those that are there."""
@@ -162,7 +165,7 @@ def _length_notes(settings: Sequence[Setting]) -> Iterator[str]:
 def _with_numbered_levels(
     overrides: Sequence[Setting],
     folder: Path | None,
-    described: Mapping[str, Mapping[str, Any]],
+    described: Mapping[str, Fields],
 ) -> Sequence[Setting]:
     """Settings of network levels that are named (``cluster.levels.leaf.latency_s``), by number.
 
@@ -231,8 +234,8 @@ def catalogue_cluster(name: str, num_gpus: int | None = None) -> Cluster:
 def _with_other_accelerator(
     settings: Sequence[Setting],
     config_dir: Path | None,
-    described: Mapping[str, Mapping[str, Any]],
-) -> tuple[Sequence[Setting], Mapping[str, Mapping[str, Any]]]:
+    described: Mapping[str, Fields],
+) -> tuple[Sequence[Setting], Mapping[str, Fields]]:
     """The cluster of a file that holds its accelerator's fields, with one of the catalogue."""
     given = {setting.key: setting.value for setting in settings}
     path, name = given.get("cluster"), given.get("cluster.accelerator")
@@ -261,7 +264,7 @@ def _existing_folder(named: Path) -> Path:
     return folder.resolve()
 
 
-def _check_included(group: str, fields: Mapping[str, Any], config_dir: Path | None) -> None:
+def _check_included(group: str, fields: Fields, config_dir: Path | None) -> None:
     """Refuse a description that includes anything but entries of the catalogue or of the user.
 
     Hydra reads what ``defaults`` names, wherever it lies; files of the user are checked here, once
@@ -278,7 +281,7 @@ def _check_included(group: str, fields: Mapping[str, Any], config_dir: Path | No
             left += _included(group, read_mapping(group, path))
 
 
-def _included(group: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _included(group: str, fields: Fields) -> Iterator[tuple[str, str]]:
     """Group and name of what a description's ``defaults`` includes."""
     entries = fields.get("defaults", ())
     if isinstance(entries, str) or not isinstance(entries, Sequence):
@@ -308,7 +311,7 @@ def _included(group: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, str]
 def _named(
     setting: Setting,
     config_dir: Path | None,
-    entries: dict[str, Mapping[str, Any]],
+    entries: dict[str, Fields],
     notes: list[str],
 ) -> str:
     """An override for Hydra; a model or cluster given as a file becomes an entry of its group."""
@@ -329,7 +332,7 @@ def _composed_of_catalogue(overrides: tuple[str, ...], described: str) -> PlanCo
 
 
 def _composed(
-    folder: Path | None, overrides: Sequence[str], described: Mapping[str, Mapping[str, Any]]
+    folder: Path | None, overrides: Sequence[str], described: Mapping[str, Fields]
 ) -> PlanConfig:
     from omegaconf import OmegaConf
 
@@ -385,7 +388,7 @@ def _plain_error(error: Exception, overrides: Sequence[str]) -> UserInputError:
 _OF_HUGGING_FACE = frozenset({"model_type", "architectures", "text_config"})
 
 
-def _model_file(path: Path, notes: list[str]) -> Mapping[str, Any]:
+def _model_file(path: Path, notes: list[str]) -> Fields:
     """A model's description from a Hugging Face ``config.json``, its folder, or a YAML file."""
     if path.is_dir():
         path = path / "config.json"
@@ -413,14 +416,14 @@ def _model_file(path: Path, notes: list[str]) -> Mapping[str, Any]:
     return record_fields(read.spec)
 
 
-def record_fields(record: object) -> Mapping[str, Any]:
+def record_fields(record: object) -> Fields:
     """A model's or a cluster's record, or its fields in a file, as those of its description."""
     fields = to_plain(record)
     pattern = fields.pop("moe_layer_pattern", None)
     return {**fields, "moe_layer_freq": pattern} if pattern else fields
 
 
-def read_mapping(group: str, path: Path) -> Mapping[str, Any]:
+def read_mapping(group: str, path: Path) -> Fields:
     """What a YAML file of the user describes: a model, a cluster or an accelerator.
 
     Of a plan file it is the model, or the cluster, that the plan was made for.
@@ -429,13 +432,13 @@ def read_mapping(group: str, path: Path) -> Mapping[str, Any]:
     return _of_own_file(group, path, loaded) if "schema" in loaded else loaded
 
 
-def _loaded(group: str, path: Path) -> Mapping[str, Any]:
+def _loaded(group: str, path: Path) -> Fields:
     """A YAML file of the user as it stands."""
     return _parsed(group, path, read_text(path, group, most=DESCRIPTION.num_bytes))
 
 
 @functools.lru_cache(maxsize=16)
-def _parsed(group: str, path: Path, text: str) -> Mapping[str, Any]:
+def _parsed(group: str, path: Path, text: str) -> Fields:
     from omegaconf import DictConfig, OmegaConf
 
     check_yaml(text, group, name=str(path), limits=DESCRIPTION)
@@ -453,7 +456,7 @@ def _parsed(group: str, path: Path, text: str) -> Mapping[str, Any]:
     return dict(fields)
 
 
-def _of_own_file(group: str, path: Path, loaded: Mapping[str, Any]) -> Mapping[str, Any]:
+def _of_own_file(group: str, path: Path, loaded: Fields) -> Fields:
     """A model or a cluster of a file that this program wrote for something else."""
     described = loaded.get(group)
     if isinstance(described, Mapping) and "layout" in loaded:

@@ -270,7 +270,7 @@ def fixed_choices(
     return frozenset((*settings.search.keep, *stated))
 
 
-def known_packages(settings: Settings, installed: Iterable[str] = ()) -> frozenset[str]:
+def known_packages(settings: Settings, installed: Iterable[str]) -> frozenset[str]:
     """Packages known to be where the job runs; ``UserInputError`` for one that no choice needs."""
     known = [package.value for package in Package]
     for name in settings.search.packages:

@@ -7,10 +7,9 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.config.compose import Settings, compose, record_fields
+from nest_megatron.config.compose import Fields, Settings, compose, record_fields
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import (
     GROUPS,
@@ -24,15 +23,17 @@ from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.layout.dims import SHORT_DEGREES, RankOrder
 from nest_megatron.model.spec import TransformerSpec
 
+#: A path, as text or as an object.
+StrPath = str | os.PathLike[str]
 #: How a model or a cluster is given: a name or a path as text, a path, or the fields of its file.
-Source = str | os.PathLike[str] | Mapping[str, Any]
+Source = StrPath | Fields
 
 
 def compose_keywords(
     model: Source | TransformerSpec | None,
     cluster: Source | Cluster,
     keywords: Mapping[str, object],
-    config_dir: str | os.PathLike[str] | None = None,
+    config_dir: StrPath | None = None,
     num_gpus: int | None = None,
     global_batch_size: int | None = None,
 ) -> Settings:
@@ -55,7 +56,7 @@ def compose_keywords(
     if "out" in keywords:
         raise UserInputError("out", keywords["out"], "a call writes no file", "Use Plan.save.")
     named: dict[str, object] = {}
-    described: dict[str, Mapping[str, Any]] = {}
+    described: dict[str, Fields] = {}
     for group, source in (("model", model), ("cluster", cluster)):
         if source is None and group == "model":
             continue
@@ -79,13 +80,13 @@ def compose_keywords(
     return compose(parsed, folder, described=described)
 
 
-def typed_path(source: str | os.PathLike[str]) -> str:
+def typed_path(source: StrPath) -> str:
     """A name or a path as it is typed: a path has a slash."""
     text = os.fspath(source)
     return text if isinstance(source, str) or "/" in text else f"./{text}"
 
 
-def _description(group: str, source: object) -> Mapping[str, Any]:
+def _description(group: str, source: object) -> Fields:
     if isinstance(source, TransformerSpec if group == "model" else Cluster):
         return record_fields(source)
     if isinstance(source, Mapping):

@@ -423,7 +423,7 @@ def site_calibration(
     return Site(calibration, path.stem, known), ()
 
 
-def read_reliability(settings: Settings, save_interval: int | None = None) -> Reliability | None:
+def read_reliability(settings: Settings, save_interval: int | None) -> Reliability | None:
     """How often the job fails, where the configuration gives the mean time between failures."""
     said = settings.reliability.stated()
     if settings.reliability.mtbf_hours is None:
@@ -440,9 +440,7 @@ def read_reliability(settings: Settings, save_interval: int | None = None) -> Re
     return Reliability(**said)
 
 
-def read_rates(
-    settings: Settings, seq_length: int, schedule: BatchSchedule | None = None
-) -> Rates | None:
+def read_rates(settings: Settings, seq_length: int, schedule: BatchSchedule | None) -> Rates | None:
     """What a GPU costs and how long the run is, where the configuration says one of them."""
     cost, train = settings.cost, settings.train
     tokens = train.tokens

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from nest_megatron.config.compose import Settings
@@ -374,9 +373,7 @@ def _dims(settings: Settings, request: Request, given: dict[str, int]) -> Parall
     return ParallelDims(**given, rank_order=order)
 
 
-def read_shard(
-    settings: Settings, spec: TransformerSpec, flags: Mapping[str, Any] = MappingProxyType({})
-) -> LayerShard:
+def read_shard(settings: Settings, spec: TransformerSpec, flags: Mapping[str, Any]) -> LayerShard:
     """How the configuration divides a layer; what is not given is Megatron's default.
 
     Args:

@@ -272,7 +272,7 @@ class Ranked:
         return assemble(unpriced, model, layout, estimate(model, layout), self.record)
 
 
-def ranked(request: Request, on_progress: Progress | None = None) -> Ranked | NoPlan | EndedEarly:
+def ranked(request: Request, on_progress: Progress | None) -> Ranked | NoPlan | EndedEarly:
     """What ``plan`` chooses among: the plan, and all that were compared with it."""
     searched = _search(request, request.deadline(), on_progress)
     if not searched.result.plans:

@@ -182,9 +182,7 @@ def single_relaxations(request: Request, out_of_time: OutOfTime = lambda: False)
     return [name for name in fixed if is_legal_without(request, (name,), out_of_time)]
 
 
-def is_legal_without(
-    request: Request, names: Collection[str], out_of_time: OutOfTime = lambda: False
-) -> bool:
+def is_legal_without(request: Request, names: Collection[str], out_of_time: OutOfTime) -> bool:
     """Whether some combination is legal where these fixed values are left out."""
     space = request.space
     fixed = {name: value for name, value in space.fixed.items() if name not in names}
