@@ -28,6 +28,7 @@ from nest_megatron.planner.layouts import (
     check_launchable,
     describe_grid,
     estimate_for,
+    predict,
     predicted_batches,
     search_record,
 )
@@ -87,11 +88,11 @@ def plan(
         plans, choice = choose_plan(request, model, searched.result)
         plans = with_runner_up_first(plans, choose) if choose else plans
         taken, *others = plans
-        best = _predicted(model, taken.solved)
+        best = predict(request, model, taken.solved.layout)
         if larger := _too_large(request, model, best):
             return plan(replace(request, global_batch_size=larger), choose=choose)
         found = assemble(
-            *(request, model, best.layout, best.predicted),
+            *(request, model, best),
             search_record(request, searched.result, searched.seconds, taken.solved, choose),
             alternatives=tuple(alternative(taken, each) for each in others),
             choice=None if choose else _with_riskier(request, deadline, searched, choice),
@@ -204,7 +205,7 @@ def _with_riskier(
     ).result
     if not found.plans:
         return choice
-    layout, predicted = _predicted(model, found.plans[0])
+    layout, predicted, _ = predict(request, model, found.plans[0].layout)
     riskier = RiskierLayout(
         layout=layout,
         iteration_time_s=predicted.iteration_time_s,
@@ -269,7 +270,7 @@ class Ranked:
         """The plan file of one of the candidates, without runners-up."""
         request, model, layout = self.request, self.model, candidate.solved.layout
         unpriced = replace(request, reliability=None, rates=None)
-        return assemble(unpriced, model, layout, estimate(model, layout), self.record)
+        return assemble(unpriced, model, predict(request, model, layout), self.record)
 
 
 def ranked(request: Request, on_progress: Progress | None) -> Ranked | NoPlan | EndedEarly:
@@ -312,11 +313,7 @@ def _best(request: Request, deadline: Deadline) -> PredictedLayout | None:
     if not searched.result.plans:
         return None
     (taken, *_), _ = choose_plan(request, searched.model, searched.result)
-    return _predicted(searched.model, taken.solved)
-
-
-def _predicted(model: CostModel, plan: SolvedLayout) -> PredictedLayout:
-    return PredictedLayout(plan.layout, estimate(model, plan.layout))
+    return predict(request, searched.model, taken.solved.layout)
 
 
 def _faster(

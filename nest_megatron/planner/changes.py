@@ -18,7 +18,7 @@ from nest_megatron.layout.stage_layout import StagePartition, layout_string, spr
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.planner.layouts import Priced, Prices, Variant, difference
+from nest_megatron.planner.layouts import PredictedLayout, Prices, Variant, difference
 from nest_megatron.planner.request import Request
 
 #: Why Megatron refuses a layout, or nothing.
@@ -61,7 +61,7 @@ def changes(request: Request, before: Variant, after: Variant, refusal: Refusal)
     )
 
 
-def _in_order(between: _Between, prices: Prices, now: Priced) -> Iterator[LayoutChange]:
+def _in_order(between: _Between, prices: Prices, now: PredictedLayout) -> Iterator[LayoutChange]:
     done: frozenset[str] = frozenset()
     while left := [name for name in between.names if name not in done]:
         taken, rule = _next(between, prices, done, left)
@@ -81,8 +81,8 @@ def _next(
         for order, names in enumerate(combinations(left, number)):
             layout, _ = between.layout(done | {*names})
             if layout is not None:
-                priced = prices.of(layout)
-                legal.append((not priced.found.fits, priced.step_s, order, names))
+                found = prices.of(layout).predicted
+                legal.append((not found.fits, found.iteration_time_s, order, names))
         if legal:
             taken = min(legal)[-1]
             return taken, between.rule(done, taken)
@@ -90,15 +90,15 @@ def _next(
 
 
 def _change(
-    words: tuple[ChoiceChange, ...], now: Priced, then: Priced, rule: str = ""
+    words: tuple[ChoiceChange, ...], now: PredictedLayout, then: PredictedLayout, rule: str = ""
 ) -> LayoutChange:
     return LayoutChange(
         choices=words,
         rule=rule,
-        step_s=then.step_s,
+        step_s=then.predicted.iteration_time_s,
         difference=difference(now, then),
-        peak_memory_bytes=then.peak_memory_bytes,
-        fits=then.found.fits,
+        peak_memory_bytes=then.predicted.peak_memory_bytes,
+        fits=then.predicted.fits,
     )
 
 

@@ -51,18 +51,32 @@ from nest_megatron.solver.backend import choose
 from nest_megatron.solver.outcome import NO_THRESHOLD
 from nest_megatron.solver.ranking import SearchResult, SolvedLayout
 from nest_megatron.solver.space import DEFAULT_LIMITS, SearchSpace
-from nest_megatron.units import Bytes, Seconds, to_seconds
+from nest_megatron.units import to_seconds
 from nest_megatron.version import __version__
 
 #: Certificate of a search that time ended before it had a plan.
 ENDED_EARLY = "ended-early"
 
 
+class PredictedLayout(NamedTuple):
+    """A layout of a job with its prediction, and how far that can be off."""
+
+    layout: Layout
+    predicted: Estimate
+    known: Predictive
+
+
+def predict(request: Request, model: CostModel, layout: Layout) -> PredictedLayout:
+    """What is expected of a layout of a request's job."""
+    found = estimate(model, layout)
+    known = expected(request.site, model, layout, found.iteration_time_s)
+    return PredictedLayout(layout, found, known)
+
+
 def assemble(
     request: Request,
     model: CostModel,
-    layout: Layout,
-    predicted: Estimate,
+    found: PredictedLayout,
     record: SearchRecord,
     *,
     alternatives: tuple[Alternative, ...] = (),
@@ -71,14 +85,14 @@ def assemble(
     """The plan of a layout for a request; ``others`` are further fields of ``ParallelPlan``."""
     site, rates = request.site, request.rates
     spec, cluster = model.spec, model.cluster
-    known = expected(site, model, layout, predicted.iteration_time_s)
+    layout, predicted, known = found
     peak_bytes = predicted.peak_memory_bytes
     without, short = (out_of_memory(model, layout, peak_bytes, each) for each in (None, site))
     memory = None if site is None else site.memory_change(model, layout, without)
     kept, step_s = None, predicted.iteration_time_s
     if request.reliability is not None:
         kept = goodput(request.reliability, step_s, layout.num_gpus)
-    found = ParallelPlan(
+    plan = ParallelPlan(
         model=spec,
         cluster=cluster,
         train=TrainChoice(
@@ -108,7 +122,7 @@ def assemble(
         batches=predicted_batches(model, layout, request.batch_schedule),
         **others,
     )
-    return found if rates is None else replace(found, price=priced(found, rates))
+    return plan if rates is None else replace(plan, price=priced(plan, rates))
 
 
 def described(known: Predictive, out_of_memory: float) -> Uncertainty:
@@ -289,13 +303,6 @@ def nothing_searched() -> SearchRecord:
 _LEVEL = 0.9
 
 
-class PredictedLayout(NamedTuple):
-    """A layout that was found for a request, and what is expected of it."""
-
-    layout: Layout
-    predicted: Estimate
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
     """What runs: a layout, and the cost model's assumptions as its job's flags make them."""
@@ -304,32 +311,14 @@ class Variant:
     layout: Layout
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Priced:
-    """A layout with its prediction, and how far that can be off."""
-
-    found: Estimate
-    known: Predictive
-
-    @property
-    def step_s(self) -> Seconds:
-        """The predicted step."""
-        return self.found.iteration_time_s
-
-    @property
-    def peak_memory_bytes(self) -> Bytes:
-        """Of the pipeline rank with the highest peak."""
-        return self.found.peak_memory_bytes
-
-
-def difference(other: Priced, found: Priced) -> Difference:
-    """How a priced layout differs from another one."""
+def difference(other: PredictedLayout, found: PredictedLayout) -> Difference:
+    """How a layout differs from another one of the same job."""
     ratio = found.known.median_s / other.known.median_s
     spread = NormalDist().inv_cdf((1.0 + _LEVEL) / 2.0) * difference_deviation(
         found.known, other.known
     )
     return Difference(
-        seconds=found.step_s - other.step_s,
+        seconds=found.predicted.iteration_time_s - other.predicted.iteration_time_s,
         percent=100.0 * (ratio - 1.0),
         low_percent=100.0 * (ratio * math.exp(-spread) - 1.0),
         high_percent=100.0 * (ratio * math.exp(spread) - 1.0),
@@ -343,12 +332,9 @@ class Prices(Caching):
     def __init__(self, request: Request) -> None:
         self._request = request
 
-    def of(self, variant: Variant) -> Priced:
+    def of(self, variant: Variant) -> PredictedLayout:
         """The prediction of a variant, whether Megatron launches it or not."""
-        model = self._model(variant.settings)
-        found = estimate(model, variant.layout)
-        known = expected(self._request.site, model, variant.layout, found.iteration_time_s)
-        return Priced(found=found, known=known)
+        return predict(self._request, self._model(variant.settings), variant.layout)
 
     @cached_by(lambda _, settings: settings)
     def _model(self, settings: CostSettings) -> CostModel:
@@ -379,7 +365,7 @@ def estimate_for(
     )
     return assemble(
         replace(request, defaults=(), given=()),  # which are of a search
-        *(model, layout, estimate(model, layout)),
+        *(model, predict(request, model, layout)),
         replace(nothing_searched(), not_modelled=request.not_modelled),
     )
 
