@@ -12,6 +12,7 @@ from pathlib import Path
 from nest_megatron.catalogue_files import catalogue_entry, catalogue_root
 from nest_megatron.cluster.described import (
     DISCOVERED,
+    Described,
     described,
     is_slower,
     planned_as_slower,
@@ -271,19 +272,15 @@ def number_said(environment: Mapping[str, str], *names: str) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiscoveredCluster:
+class DiscoveredCluster(Described):
     """A cluster, its hosts with their groups, and where each figure is from.
 
     Args:
         accelerator: its name in the catalogue, where it is of the catalogue.
     """
 
-    cluster: Cluster
     hosts: tuple[Host, ...]
     topology: Topology
-    seen: tuple[str, ...]
-    assumed: tuple[str, ...]
-    notes: tuple[str, ...]
     accelerator: str | None
 
     def text(self, out: Path) -> str:
