@@ -311,6 +311,7 @@ class CostInputs:
 
     Args:
         accelerator: its name; none where nothing depends on it.
+        spec: in the place of the job's.
         lengths: of the data's sequences, which count where they are packed.
     """
 
@@ -319,6 +320,8 @@ class CostInputs:
         settings: Settings,
         job: Job,
         accelerator: str = "",
+        *,
+        spec: TransformerSpec | None = None,
         lengths: SequenceLengths | None = None,
     ) -> None:
         own = {field.name for field in dataclasses.fields(CostSettings)}
@@ -327,7 +330,7 @@ class CostInputs:
         self._assumed = {name: value for name, value in assumed.items() if name in own}
         self._target = read_target(settings, job.target)
         self._precision = read_precision(settings, job.precision)
-        self._spec, self._flags = job.spec, job.memory_flags
+        self._spec, self._flags = spec or job.spec, job.memory_flags
         self._accelerator, self._lengths = accelerator, lengths
 
     def costs(self, knobs: Iterable[NumericKnob] = ()) -> CostSettings:

@@ -205,7 +205,7 @@ def request_for(
         packed = job.packs if train.sequence_packing is None else train.sequence_packing
         lengths = read_lengths(train, spec.seq_length, packed=packed)
         notes += length_notes(lengths, packed=packed)
-        inputs = CostInputs(settings, replace(job, spec=spec), name, lengths)
+        inputs = CostInputs(settings, job, name, spec=spec, lengths=lengths)
         costs = settings_within(inputs.costs(), policy)
         if spec.vision is not None and costs.precision.is_quantized:
             raise UnplannableModelError(
