@@ -175,7 +175,7 @@ def compared(run: Published, seconds: float) -> Compared:
         filled=max(stage.peak_memory_bytes for stage in ours.stages) / ours.capacity_bytes,
         uneven=job.spec.num_layers % best.layout.dims.num_chunks != 0,
         even_s=_best_even(run, model),
-        proven=result.certificate.optimal,
+        proven=result.optimal,
     )
 
 

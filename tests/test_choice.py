@@ -22,8 +22,7 @@ from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.stage_layout import is_uniform
 from nest_megatron.planner import NoPlan, Request, plan
-from nest_megatron.planner import choice as choosing
-from nest_megatron.planner.choice import Candidate, choose_plan
+from nest_megatron.planner.choice import Candidate, candidate, choose_plan
 from nest_megatron.report.answer import answer_report
 from nest_megatron.report.html import html_report
 from nest_megatron.report.terminal import plan_report
@@ -74,9 +73,11 @@ def searched(model: str, num_gpus: int, tie_percent: float) -> tuple[CostModel, 
     return cost, search.run()
 
 
-def chosen(model: str, num_gpus: int, tie_percent: float = 1.0, **own: object) -> choosing.Chosen:
+def chosen(model: str, num_gpus: int, tie_percent: float = 1.0, **own: object) -> Candidate:
     cost, result = searched(model, num_gpus, tie_percent)
-    return choose_plan(request(model, num_gpus, tie_percent=tie_percent, **own), cost, result)
+    asked = request(model, num_gpus, tie_percent=tie_percent, **own)
+    (taken, *_), _ = choose_plan(asked, cost, result)
+    return taken
 
 
 def text_of(report: RenderableType) -> str:
@@ -120,18 +121,18 @@ def test_without_ties_the_plan_is_the_fastest_of_the_allowed(model: str, num_gpu
 @pytest.mark.parametrize("percent", [0.5, 1.0, 3.0])
 @pytest.mark.parametrize(("model", "num_gpus"), JOBS)
 def test_no_plan_of_a_tie_is_simpler(model: str, num_gpus: int, percent: float) -> None:
-    taken = chosen(model, num_gpus, percent)
-    everything = list(taken.known.values())
+    mine = chosen(model, num_gpus, percent)
+    cost, result = searched(model, num_gpus, percent)
+    asked = request(model, num_gpus)
+    everything = [candidate(asked, cost, each) for each in result.known]
     most = min(each.step_s for each in everything) * (1 + percent / 100)
     tied = [each for each in everything if each.step_s <= most]
-    mine = taken.known[taken.plan]
     assert mine in tied
     assert mine.complexity == min(each.complexity for each in tied)
 
 
-def candidate(**changes: object) -> Candidate:
-    taken = chosen("llama3_70b", 64)
-    known = dataclasses.replace(taken.known[taken.plan], is_custom=True, changes=2)
+def changed(**changes: object) -> Candidate:
+    known = dataclasses.replace(chosen("llama3_70b", 64), is_custom=True, changes=2)
     dims = {name: value for name, value in changes.items() if name.endswith("parallel_size")}
     own = {name: value for name, value in changes.items() if name not in dims}
     layout = known.solved.layout
@@ -152,23 +153,24 @@ def test_ties_go_by_the_stated_order() -> None:
         {"changes": 0},
         {"out_of_memory": 0.0},
     ]
-    ranked = sorted(order, key=lambda simpler: candidate(**{**worse, **simpler}).complexity)
+    ranked = sorted(order, key=lambda simpler: changed(**{**worse, **simpler}).complexity)
     assert ranked == order
 
 
 def test_what_a_plan_changes_of_the_users_settings_is_counted() -> None:
     taken = chosen("llama3_70b", 64)
-    dims = taken.plan.layout.dims
+    layout = taken.solved.layout
     own = {
-        "tensor_model_parallel_size": dims.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": dims.pipeline_model_parallel_size,
-        "micro_batch_size": taken.plan.layout.micro_batch_size,
+        "tensor_model_parallel_size": layout.dims.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": layout.dims.pipeline_model_parallel_size,
+        "micro_batch_size": layout.micro_batch_size,
         "train_iters": 10,
     }
-    same = chosen("llama3_70b", 64, own=own)
-    assert same.known[taken.plan].changes == 0
-    other = chosen("llama3_70b", 64, own={**own, "micro_batch_size": 99})
-    assert other.known[taken.plan].changes == 1
+    cost, _ = searched("llama3_70b", 64, 1.0)
+    same = candidate(request(own=own), cost, taken.solved)
+    assert same.changes == 0
+    other = candidate(request(own={**own, "micro_batch_size": 99}), cost, taken.solved)
+    assert other.changes == 1
 
 
 def test_what_runs_today_is_kept_with_a_risk_that_a_new_layout_may_not_have() -> None:

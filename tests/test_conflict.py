@@ -21,8 +21,7 @@ from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.planner import Request, check_launchable, plan
-from nest_megatron.planner.conflict import binding, single_relaxations
-from nest_megatron.planner.shortage import refuse_if_nothing_is_legal
+from nest_megatron.planner.shortage import binding, refuse_if_nothing_is_legal, single_relaxations
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace

@@ -45,7 +45,7 @@ def found(request: Request) -> ParallelPlan:
 def test_the_price_is_that_of_the_plans_own_layout() -> None:
     request = asked()
     planned = found(request)
-    (bf16,) = (o for o in request.numeric_offers if "grad-reduce-in-bf16" in o.knob.flags)
+    (bf16,) = (o for o in request.numeric_offers if "grad-reduce-in-bf16" in o.words[0])
     assert bf16.settings.traits.gradient_bytes == 2
     assert request.settings.traits.gradient_bytes == 4  # never taken
     other = CostModel(request.spec, request.cluster, bf16.settings, request.times)
@@ -64,7 +64,7 @@ def test_the_price_is_that_of_the_layout_which_the_freed_memory_allows() -> None
     planned = found(request)
     assert planned.layout.recompute != NO_RECOMPUTE
     (said,) = (text for text in planned.offers if "--exp-avg-dtype bf16" in text)
-    (offer,) = (o for o in request.numeric_offers if "--exp-avg-dtype bf16" in o.words)
+    (offer,) = (o for o in request.numeric_offers if "--exp-avg-dtype bf16" in o.words[0])
     changed = dataclasses.replace(
         request,
         settings=offer.settings,
@@ -91,7 +91,7 @@ def test_what_the_job_has_chosen_is_not_offered() -> None:
 
 
 def flags(*words: str) -> list[str]:
-    return [offer.knob.flags for offer in asked(*words).numeric_offers]
+    return [offer.words[0] for offer in asked(*words).numeric_offers]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def gain(planned: ParallelPlan, other: Estimate) -> float:
 def test_a_choice_that_does_not_fit_is_no_offer() -> None:
     request = asked()
     planned = found(request)
-    (offer,) = (o for o in request.numeric_offers if "grad-reduce" in o.knob.flags)
+    (offer,) = (o for o in request.numeric_offers if "grad-reduce" in o.words[0])
     settings = dataclasses.replace(offer.settings, memory_margin=0.9)
     tight = dataclasses.replace(offer, settings=settings)
     asked_again = dataclasses.replace(request, numeric_offers=(tight,))

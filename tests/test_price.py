@@ -10,7 +10,7 @@ import pytest
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.estimate import Rates
-from nest_megatron.planner.assemble import priced
+from nest_megatron.planner.layouts import priced
 from tests.cli.runs import run
 
 JOB = ("model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=16", "train.global_batch_size=128")

@@ -122,8 +122,8 @@ def test_a_wrong_word_starts_nothing() -> None:
 def test_a_pinned_plan_is_priced_so_today(recipe: make.Recipe, cluster: str) -> None:
     plan = read(recipe.path(cluster)).plan
     job = PlannedJob(plan, None)
-    today, pinned = Prices(job.request(SearchSpace())).of(job.own), plan.predicted
-    assert (today.step_s, today.peak_memory_bytes) == (
+    today, pinned = Prices(job.request(SearchSpace())).of(job.own).predicted, plan.predicted
+    assert (today.iteration_time_s, today.peak_memory_bytes) == (
         pinned.iteration_time_s,
         pinned.peak_memory_bytes,
     ), f"run python recipes/make.py {plan.model.name}"

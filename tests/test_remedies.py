@@ -14,8 +14,7 @@ from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.planner import NoPlan, Request, plan
-from nest_megatron.planner.request import MemoryOffer
-from nest_megatron.planner.shortage import no_plan
+from nest_megatron.planner.shortage import memory_changes, no_plan
 from tests.cli.test_memory_verdicts import BASE
 from tests.integrations.commands import LLAMA3_8B
 
@@ -38,28 +37,20 @@ def nothing(request: Request) -> NoPlan:
     return found
 
 
-def changed_by(offer: MemoryOffer, request: Request) -> Request:
-    return dataclasses.replace(
-        request,
-        settings=offer.settings,
-        space=offer.space,
-        remedies=False,
-        num_alternatives=0,
-    )
+def has_plan(request: Request) -> bool:
+    asked = dataclasses.replace(request, remedies=False, num_alternatives=0)
+    return isinstance(plan(asked), ParallelPlan)
 
 
 def test_each_remedy_is_one_with_its_plan() -> None:
     """Of the sets of changes those are told that no smaller one is part of."""
     request = asked("cluster.num_gpus=2", "memory.margin=0.2")
-    offers = [o for o in request.memory_offers if OFFLOADED not in " ".join(o.words)]
-    request = dataclasses.replace(request, memory_offers=tuple(offers))
+    assert [OFFLOADED in words for (words,) in request.memory_spaces] == [True]
+    request = dataclasses.replace(request, memory_spaces={})
     found = nothing(request)
     number, *others = found.remedies
     assert number.change == "cluster.num_gpus=4"
-    fits = {
-        offer.words: isinstance(plan(changed_by(offer, request)), ParallelPlan)
-        for offer in request.memory_offers
-    }
+    fits = {words: has_plan(other) for words, other in memory_changes(request).items()}
     enough = [{*words} for words in fits if fits[words]]
     minimal = [" ".join(w) for w in fits if fits[w] and not any(e < {*w} for e in enough)]
     told = [each.change for each in others if each.change.startswith("--")]
@@ -74,7 +65,7 @@ def test_each_remedy_is_one_with_its_plan() -> None:
 
 
 def test_changes_are_tried_singly_and_together() -> None:
-    words = {offer.words for offer in asked().memory_offers}
+    words = memory_changes(asked())
     singles = {word for each in words for word in each}
     assert {HOST, STATES, GRADIENTS, FP8_WEIGHTS} < singles
     assert any(each.startswith(OFFLOADED) for each in singles)
@@ -82,26 +73,27 @@ def test_changes_are_tried_singly_and_together() -> None:
     assert (STATES, GRADIENTS, FP8_WEIGHTS) in words
     assert not any({HOST, STATES} <= {*each} for each in words)  # the host has them in float32
     assert not any({HOST, FP8_WEIGHTS} <= {*each} for each in words)  # of delayed scaling alone
-    sizes = [len(offer.words) for offer in asked().memory_offers]
+    sizes = [*map(len, words)]
     assert sizes == sorted(sizes)
 
 
 def test_a_job_is_offered_what_it_lacks_and_its_framework_has() -> None:
-    bridge = [word for o in asked("target=megatron_bridge_0.3").memory_offers for word in o.words]
+    others = memory_changes(asked("target=megatron_bridge_0.3"))
+    bridge = [word for words in others for word in words]
     assert not any("grad_reduce" in word for word in bridge)  # its recipes have it
     assert "optimizer.optimizer_cpu_offload=True" in " ".join(bridge)
     assert not any(word.startswith("--") for word in bridge)
     _, request = read_request(
         LLAMA3_8B, compose(parse(["cluster=dgx_h100"]), None), free=(), version="0.16"
     )
-    words = {word for offer in request.memory_offers for word in offer.words}
-    assert GRADIENTS not in words
-    assert not any("fp8-param" in word for word in words)
+    said = {word for words in memory_changes(request) for word in words}
+    assert GRADIENTS not in said
+    assert not any("fp8-param" in word for word in said)
     _, request = read_request(
         f"{BASE} --bf16", compose(parse(["cluster=dgx_h100"]), None), free=(), version="0.16"
     )
-    (zero,) = (o for o in request.memory_offers if "ZeRO-3" in o.words[0] and len(o.words) == 1)
-    assert zero.words == ("ZeRO-2 or ZeRO-3 through Megatron-FSDP (--free use_megatron_fsdp)",)
+    words = ("ZeRO-2 or ZeRO-3 through Megatron-FSDP (--free use_megatron_fsdp)",)
+    zero = memory_changes(request)[words]
     assert zero.space.zero_stages == (ZeroStage.GRADIENTS, ZeroStage.WEIGHTS)
     assert zero.space.version == request.space.version
 

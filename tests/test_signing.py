@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from nest_megatron import minisign
 from nest_megatron.errors import UserInputError
-from nest_megatron.planner.signed import (
+from nest_megatron.planner.pins import (
     read_signers,
     sign_pinned,
     signature_path,

@@ -6,7 +6,6 @@ results and errors are those of the command line; ``docs/api.md`` is made of the
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
@@ -16,15 +15,11 @@ from typing import TYPE_CHECKING
 
 from nest_megatron.api.jobs import command_words, estimate_job, outcome, plan_job
 from nest_megatron.api.results import Catalogue, Explanation, Plan, PlanTable, Scaling
-from nest_megatron.api.sweep import sweep_row
-from nest_megatron.api.variants import WhatIf, whatif, whatif_command
+from nest_megatron.api.sweep import WhatIf, sweep_row, whatif, whatif_command
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.catalogue import named_cluster, named_model
 from nest_megatron.config.compose import Settings
-from nest_megatron.config.keywords import (
-    Source,
-    compose_keywords,
-)
+from nest_megatron.config.keywords import Source, StrPath, compose_keywords
 from nest_megatron.config.overrides import Setting
 from nest_megatron.config.request import request_of
 from nest_megatron.errors import UserInputError
@@ -91,7 +86,7 @@ def plan(
     num_gpus: int | None = None,
     global_batch_size: int | None = None,
     shortlist: bool = False,
-    config_dir: str | os.PathLike[str] | None = None,
+    config_dir: StrPath | None = None,
     on_progress: Progress | None = None,
     **settings: object,
 ) -> Plan:
@@ -128,7 +123,7 @@ def plan(
 
 
 def plan_command(
-    command: str | os.PathLike[str] | Sequence[str],
+    command: StrPath | Sequence[str],
     *,
     cluster: Source | Cluster,
     num_gpus: int | None = None,
@@ -137,7 +132,7 @@ def plan_command(
     megatron_version: str | None = None,
     strict: bool = False,
     shortlist: bool = False,
-    config_dir: str | os.PathLike[str] | None = None,
+    config_dir: StrPath | None = None,
     on_progress: Progress | None = None,
     **settings: object,
 ) -> Plan:
@@ -206,7 +201,7 @@ def estimate(
     cluster: Source | Cluster,
     num_gpus: int | None = None,
     global_batch_size: int | None = None,
-    config_dir: str | os.PathLike[str] | None = None,
+    config_dir: StrPath | None = None,
     **settings: object,
 ) -> Plan:
     """Price one layout: as ``plan``, but nothing is searched, and defaults are Megatron's.
@@ -228,13 +223,13 @@ def estimate(
 
 
 def estimate_command(
-    command: str | os.PathLike[str] | Sequence[str],
+    command: StrPath | Sequence[str],
     *,
     cluster: Source | Cluster,
     num_gpus: int | None = None,
     megatron_version: str | None = None,
     strict: bool = False,
-    config_dir: str | os.PathLike[str] | None = None,
+    config_dir: StrPath | None = None,
     **settings: object,
 ) -> Plan:
     """Price a Megatron-LM command as it is typed: what ``nest-megatron estimate --from`` does.
@@ -272,7 +267,7 @@ def plan_table(
     cluster: Source | Cluster,
     nodes: Iterable[int],
     global_batch_size: int | None = None,
-    config_dir: str | os.PathLike[str] | None = None,
+    config_dir: StrPath | None = None,
     **settings: object,
 ) -> PlanTable:
     """Find a plan for each of several numbers of nodes, which load each other's checkpoints.
@@ -296,8 +291,9 @@ def plan_table(
 
     counts = tuple(nodes)
     if not counts or min(counts) < 1:
-        limit, fix = "it holds numbers of at least 1", "Give for example range(15, 17)."
-        raise UserInputError("nodes", counts, limit, fix)
+        raise UserInputError(
+            "nodes", counts, "it holds numbers of at least 1", "Give for example range(15, 17)."
+        )
     sizes = None, global_batch_size
     composed = compose_keywords(model, cluster, settings, config_dir, *sizes)
     job = table_job(settings_for_nodes(composed, counts))
@@ -310,7 +306,7 @@ def plan_for_gpus(
     cluster: Source | Cluster,
     gpus: Iterable[int],
     global_batch_size: int | None = None,
-    config_dir: str | os.PathLike[str] | None = None,
+    config_dir: StrPath | None = None,
     **settings: object,
 ) -> Scaling:
     """Plan one job for each of several numbers of GPUs: what ``plan --for-gpus`` does.
@@ -356,7 +352,7 @@ def table_job(composed: Settings) -> TableJob:
     )
 
 
-def load_plan(path: str | os.PathLike[str]) -> Plan:
+def load_plan(path: StrPath) -> Plan:
     """Read a plan file, pinned or not.
 
     Raises:

@@ -27,10 +27,11 @@ from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.hydra_loader import config_loader
-from nest_megatron.config.layout import estimate_layout
+from nest_megatron.config.keywords import StrPath
 from nest_megatron.config.overrides import Setting, first_line, type_limit
 from nest_megatron.config.request import request_of
 from nest_megatron.config.schema import PlanConfig
+from nest_megatron.config.space import estimate_layout
 from nest_megatron.documents import read_json
 from nest_megatron.errors import BAD_INPUT, ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import expanded, write_text
@@ -43,6 +44,7 @@ from nest_megatron.planner import plan as find_plan
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import error_fields, progress
 from nest_megatron.report.failure import WITHOUT_PLAN, require_plan
+from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Seconds
 from nest_megatron.version import __version__
 
@@ -77,7 +79,7 @@ def plan_job(
 
 def estimate_job(settings: Settings) -> Plan:
     """Price a layout of settings: what ``estimate`` does, here and on the command line."""
-    return _launchable(*estimate_layout(settings))
+    return _launchable(*estimate_layout(settings, request_of(settings, SearchSpace())))
 
 
 def _launchable(found: ParallelPlan, notes: tuple[str, ...]) -> Plan:
@@ -96,7 +98,7 @@ _CODES = {"plan": OK, "no_plan": NOTHING_FITS, "ended_early": ENDED_EARLY, "erro
 Result = dict[str, Any]
 
 
-def command_words(command: str | os.PathLike[str] | Sequence[str]) -> str | Sequence[str]:
+def command_words(command: StrPath | Sequence[str]) -> str | Sequence[str]:
     """A command as it is read; a path names a script."""
     return ["bash", os.fspath(command)] if isinstance(command, os.PathLike) else command
 
@@ -242,22 +244,28 @@ def opened(folder: Path) -> Iterator[None]:
 
     taken = [name for name in TABLES if (folder / name).exists()]
     if taken and not (folder / _JOBS).is_dir():
-        limit = f"it holds {', '.join(taken)}, and no sweep was run in it"
-        raise _refused(folder, limit, "Name another folder.")
+        raise _refused(
+            folder,
+            f"it holds {', '.join(taken)}, and no sweep was run in it",
+            "Name another folder.",
+        )
     try:
         folder.mkdir(exist_ok=True)
         (folder / _JOBS).mkdir(exist_ok=True)
     except OSError as error:
-        limit = (
-            f"results of several jobs are kept in a folder, and it cannot be made: {error.strerror}"
-        )
-        raise _refused(folder, limit, "Name a folder inside one that is there.") from error
+        raise _refused(
+            folder,
+            "results of several jobs are kept in a folder, and it cannot be made: "
+            f"{error.strerror}",
+            "Name a folder inside one that is there.",
+        ) from error
     try:
         with FileLock(folder / _JOBS / "lock").acquire(timeout=0):
             yield
     except Timeout as error:
-        limit, fix = "another sweep is writing into it", "Wait for it, or name another folder."
-        raise _refused(folder, limit, fix) from error
+        raise _refused(
+            folder, "another sweep is writing into it", "Wait for it, or name another folder."
+        ) from error
 
 
 def _refused(folder: Path, limit: str, fix: str) -> UserInputError:
@@ -321,9 +329,12 @@ def check_launcher(settings: Sequence[Setting], *, has_folder: bool) -> None:
     """Refuse a launcher whose jobs run elsewhere where no folder is named."""
     name = _launcher(settings)
     if name.startswith(("submitit", "ray")) and not has_folder:
-        limit = "its jobs may run on other machines, and leave their results in a folder"
-        fix = "Add out=FOLDER on a file system that all of them share."
-        raise UserInputError(LAUNCHER, name, limit, fix)
+        raise UserInputError(
+            LAUNCHER,
+            name,
+            "its jobs may run on other machines, and leave their results in a folder",
+            "Add out=FOLDER on a file system that all of them share.",
+        )
 
 
 #: Called with the number of each job that begins in this process.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.cluster.records import Cluster
+from nest_megatron.config.keywords import StrPath
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, write_text
 from nest_megatron.integrations.fields import ABSENT, find
@@ -142,9 +142,12 @@ class Plan(Shown):
         launch = self.record.launch.get(LAUNCHER)
         if launch is None:
             framework = self.record.provenance.framework
-            limit = "the plan holds no command of Megatron-LM"
-            fix = "Plan for target=megatron_lm, or give the recipe to Plan.apply."
-            raise UserInputError("plan", framework, limit, fix)
+            raise UserInputError(
+                "plan",
+                framework,
+                "the plan holds no command of Megatron-LM",
+                "Plan for target=megatron_lm, or give the recipe to Plan.apply.",
+            )
         return parallel_argv(launch_request(self.record)) if layout_only else list(launch.argv)
 
     def apply(self, recipe: Any) -> tuple[Change, ...]:
@@ -169,11 +172,14 @@ class Plan(Shown):
             from nest_megatron.integrations import megatron_bridge
 
             return megatron_bridge.apply_plan(recipe, self.record)
-        limit = "it is neither a recipe of NeMo nor a ConfigContainer of Megatron-Bridge"
-        fix = "Give what pretrain_recipe() returns; Plan.to_megatron_args is for Megatron-LM."
-        raise UserInputError("recipe", type(recipe).__name__, limit, fix)
+        raise UserInputError(
+            "recipe",
+            type(recipe).__name__,
+            "it is neither a recipe of NeMo nor a ConfigContainer of Megatron-Bridge",
+            "Give what pretrain_recipe() returns; Plan.to_megatron_args is for Megatron-LM.",
+        )
 
-    def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
+    def save(self, path: StrPath, *, force: bool = False) -> None:
         """Write the plan file that ``load_plan`` and ``nest-megatron pin`` read.
 
         Args:
@@ -244,7 +250,7 @@ class PlanTable(Shown):
         found = self.record.planned()
         return {entry.num_nodes: Plan(record=each, notes=self.notes) for entry, each in found}
 
-    def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
+    def save(self, path: StrPath, *, force: bool = False) -> None:
         """Write the file that ``nest-megatron pin`` freezes; arguments as of ``Plan.save``."""
         check_output("path", Path(path), force=force)
         write_text(Path(path), planner_table.dump(self.record))
@@ -367,11 +373,11 @@ class Explanation(Shown):
         flags = () if plan.launch else parallel_argv(launch_request(plan))
         return html_report(plan, self.times, flags=flags)
 
-    def write_html(self, path: str | os.PathLike[str]) -> None:
+    def write_html(self, path: StrPath) -> None:
         """Write the page of ``to_html``."""
         write_text(Path(path), self.to_html())
 
-    def write_timeline(self, path: str | os.PathLike[str]) -> None:
+    def write_timeline(self, path: StrPath) -> None:
         """Write the schedule: a ``.json`` trace for Perfetto, or a ``.png`` or ``.svg`` picture."""
         from nest_megatron.report.schedule_view import chrome_trace
         from nest_megatron.report.timeline import draw_timeline

@@ -1,37 +1,63 @@
-"""Jobs of a sweep: planned where a folder has no result of them yet, and gathered in a table."""
+"""Jobs of a sweep, planned and gathered in a table; and a job on changed clusters (``whatif``)."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 from nest_megatron.api.jobs import (
     ON_JOB,
     Result,
     SweepJob,
+    SweptCommand,
     check_launcher,
     code_of,
+    command_words,
     is_done,
     launch,
     opened,
     read_result,
+    sweep_job,
     write_list,
 )
-from nest_megatron.config.overrides import Setting
-from nest_megatron.errors import NestError
+from nest_megatron.api.results import Plan
+from nest_megatron.config.compose import compose
+from nest_megatron.config.defaults import with_defaults
+from nest_megatron.config.keywords import StrPath, setting_texts, typed_path
+from nest_megatron.config.overrides import Setting, expand, parse, swept, value_text
+from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.files import check_output, expanded, write_bytes, write_text
 from nest_megatron.layout import plan_file
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.packages import install_command, is_installed
+from nest_megatron.planner.layouts import keep_layout
+from nest_megatron.planner.pins import read_plan
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.charts import sweep_chart
+from nest_megatron.report.console import Shown, print_notes
 from nest_megatron.report.plan_rows import PlanRow, to_csv, to_parquet
+from nest_megatron.report.whatif import (
+    Variant,
+    variants_document,
+    variants_page,
+    variants_report,
+    variants_title,
+)
 from nest_megatron.units import format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from nest_megatron.integrations.plan_job import RecipeJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +125,10 @@ def run_jobs(jobs: Sequence[SweepJob], options: SweepOptions) -> Swept:
             own = [names[job.key] for job, _ in done]
             files = _write(folder, rows, own) if options.out is not None else []
         except KeyboardInterrupt as error:
-            raise KeyboardInterrupt(_how_far(folder, jobs, options)) from error
+            number = sum(is_done(folder, job) for job in jobs)
+            kept = "the same command goes on from there"
+            kept = kept if options.out else "a folder (out) keeps them"
+            raise KeyboardInterrupt(f"{number} of {len(jobs)} jobs are done; {kept}") from error
     return Swept(done=done, rows=rows, files=files, num_missing=len(jobs) - len(done))
 
 
@@ -131,12 +160,6 @@ def _run_left(folder: Path, jobs: Sequence[SweepJob], options: SweepOptions) -> 
 def _begun(jobs: Sequence[SweepJob], number: int) -> str:
     words = ", ".join(map(str, jobs[number].varied)) or "unchanged"
     return f"{number + 1} of {len(jobs)}: {words}"
-
-
-def _how_far(folder: Path, jobs: Sequence[SweepJob], options: SweepOptions) -> str:
-    done = sum(is_done(folder, job) for job in jobs)
-    kept = "the same command goes on from there" if options.out else "a folder (out) keeps them"
-    return f"{done} of {len(jobs)} jobs are done; {kept}"
 
 
 def sweep_row(number: int, varied: Sequence[Setting], result: Result) -> PlanRow:
@@ -181,13 +204,281 @@ def _write(folder: Path, rows: Sequence[PlanRow], names: Sequence[str]) -> list[
 
 def _names(jobs: Sequence[SweepJob]) -> dict[str, str]:
     """A file for each job's key, named by what varies: the same one if the sweep grows."""
-    slugs = [_slug(job.varied) for job in jobs]
+    slugs = []
+    for job in jobs:
+        text = ",".join(f"{s.key.rpartition('.')[2]}={s.value}" for s in job.varied) or "plan"
+        slugs.append(re.sub(r"[^A-Za-z0-9._=,+-]+", "-", text)[:100])
     return {
         job.key: f"{slug}.yaml" if slugs.count(slug) == 1 else f"{slug}_{job.key}.yaml"
         for job, slug in zip(jobs, slugs, strict=True)
     }
 
 
-def _slug(varied: Sequence[Setting]) -> str:
-    text = ",".join(f"{s.key.rpartition('.')[2]}={s.value}" for s in varied) or "plan"
-    return re.sub(r"[^A-Za-z0-9._=,+-]+", "-", text)[:100]
+#: What a plan's job is; other settings say how it is planned.
+_OF_JOB = ("cluster", "model", "train", "parallel")
+#: How long its run is, in either of two ways.
+_RUN_LENGTH = ("train.tokens", "train.train_samples")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class WhatIf(Shown):
+    """A job on changed clusters: the best plan of each, and the present layout there.
+
+    Attributes:
+        present: the plan of the file; ``None`` of a command, whose layout is priced as it is typed.
+        variants: the job unchanged, then a row for each change: ``row.plan``, ``row.settings``,
+            and ``kept``, the present layout there.
+        swept: how the jobs ended, and which files were written.
+    """
+
+    present: ParallelPlan | None
+    variants: tuple[Variant, ...]
+    swept: Swept
+
+    def to_dict(self) -> dict[str, Any]:
+        """The rows as numbers, text, lists and dicts: what ``--json`` prints."""
+        return variants_document(self.variants)
+
+    def report(self) -> Iterator[RenderableType]:
+        """The table that ``nest-megatron whatif`` prints."""
+        from rich.text import Text
+
+        yield Text(variants_title(self.present, self.variants))
+        yield from variants_report(self.present, self.variants)
+
+    def to_html(self) -> str:
+        """One self-contained page: heat maps of throughput and cost, and the table."""
+        return variants_page(self.present, self.variants)
+
+    def write_html(self, path: StrPath, *, force: bool = False) -> None:
+        """Write the page of ``to_html``; ``force`` as of ``Plan.save``."""
+        check_output("path", Path(path), force=force)
+        write_text(Path(path), self.to_html())
+
+    def __repr__(self) -> str:
+        job = variants_title(self.present, self.variants)
+        return f"<WhatIf of {job}: {len(self.variants) - 1} changes>"
+
+
+def whatif(
+    plan: Plan | StrPath,
+    changes: Mapping[str, object],
+    *,
+    out: StrPath | None = None,
+    on_job: Callable[[str], None] | None = None,
+) -> WhatIf:
+    """Plan the job of a plan file on changed clusters: what ``nest-megatron whatif`` does.
+
+    Args:
+        plan: a plan, or the path of its file.
+        changes: values by setting, several in a list: every combination is planned. ``gpus`` and
+            ``memory`` are short for ``cluster.num_gpus`` and ``cluster.accelerator.memory_bytes``.
+        out: a folder that keeps the plans and their table; the same call goes on from there.
+        on_job: called as each row is begun, with which one it is.
+
+    Raises:
+        UserInputError: for a wrong setting, or a job that the file does not state.
+    """
+    if isinstance(plan, Plan):
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "plan.yaml"
+            plan.save(path)
+            return whatif(path, changes, out=out, on_job=on_job)
+    return plan_variants(Path(plan), parse_changes(_texts(changes)), _quiet(out, on_job))
+
+
+def whatif_command(
+    command: StrPath | Sequence[str],
+    changes: Mapping[str, object],
+    *,
+    cluster: StrPath,
+    free: Collection[str] = (),
+    megatron_version: str | None = None,
+    strict: bool = False,
+    out: StrPath | None = None,
+    on_job: Callable[[str], None] | None = None,
+    **settings: object,
+) -> WhatIf:
+    """Plan a Megatron-LM command on changed clusters: what ``whatif --from`` does.
+
+    Args:
+        command, free, megatron_version, strict: as for ``plan_command``; a script runs once.
+        changes, out, on_job: as for ``whatif``; settings with several values are the changes.
+        cluster: a name of ``clusters()``, or the path of a YAML file.
+        settings: as for ``plan``; they hold for every row.
+
+    Raises:
+        UserInputError: for a command that cannot be read, or a wrong setting.
+    """
+    texts = _texts({"cluster": typed_path(cluster), **settings, **changes})
+    words = command_words(command)
+    words = words if isinstance(words, str) else tuple(words)
+    read = SweptCommand(text=words, free=tuple(free), version=megatron_version, strict=strict)
+    return command_variants(read, parse_changes(texts), _quiet(out, on_job))
+
+
+def _texts(changes: Mapping[str, object]) -> list[str]:
+    """Changes as typed: lists are several values."""
+    several = (list, tuple, range)
+    return setting_texts(
+        {
+            key: ",".join(map(value_text, value)) if isinstance(value, several) else value
+            for key, value in changes.items()
+        }
+    )
+
+
+def _quiet(out: StrPath | None, on_job: Callable[[str], None] | None) -> SweepOptions:
+    path = None if out is None else os.fspath(out)
+    return SweepOptions(out=path, force=False, tell=False, on_job=on_job)
+
+
+def parse_changes(texts: Sequence[str]) -> tuple[Setting, ...]:
+    """Changes as typed, with their keys in full.
+
+    Raises:
+        UserInputError: for one that cannot be read, or that is given twice.
+    """
+    settings = parse(texts)
+    keys = [setting.key for setting in settings]
+    for setting in settings:
+        if setting.key == "out":
+            limit, fix = "whatif writes a folder", "Give it as --out FOLDER."
+        elif keys.count(setting.key) > 1:
+            limit, fix = "it is given twice", "Give its values in one, with commas between them."
+        else:
+            continue
+        raise UserInputError(setting.key, setting.value, limit, fix)
+    return settings
+
+
+def plan_variants(path: Path, changes: Sequence[Setting], options: SweepOptions) -> WhatIf:
+    """Plan each change of the job of a plan file.
+
+    A setting of the job is a change, although it has one value; others hold for every row.
+    """
+    present, _ = read_plan(path)
+    varied = swept(changes)
+    keys = [s.key for s in changes if s.key in varied or _is_of_job(s.key)]
+    if not any(map(_is_of_job, keys)):
+        raise _no_change(
+            changes,
+            "it names no change of the job",
+            "For example cluster.levels.node.bandwidth=900GB/s, memory=141GiB or gpus=256,512.",
+        )
+    from nest_megatron.integrations.plan_job import recipe_job, settings_of
+
+    base = settings_of(present, path if path.is_absolute() else Path.cwd() / path)
+    source_job = recipe_job(present, base)
+    jobs = _jobs(base, changes, keys, source_job=source_job)
+    _require_one(jobs, source_job)
+
+    def kept(job: SweepJob) -> ParallelPlan:
+        return keep_layout(present, source_job.request(job.composed()))
+
+    return _compared(present, jobs, kept, options)
+
+
+def command_variants(
+    command: SweptCommand, changes: Sequence[Setting], options: SweepOptions
+) -> WhatIf:
+    """Plan each change of a command's job: settings with several values are the changes.
+
+    Those with one value say where the command runs, and hold for every row.
+    """
+    keys = swept(changes)
+    if "cluster" in keys:
+        raise _no_change(
+            changes, "a command runs on one cluster today", "Name it, and change its settings."
+        )
+    if not any(map(_is_of_job, keys)):
+        raise _no_change(
+            changes,
+            "no setting has several values, and those of a command's job that have are changes",
+            "For example cluster.levels.node.bandwidth=450GB/s,900GB/s or gpus=256,512.",
+        )
+    held = [setting for setting in changes if setting.key not in keys]
+    command = command.recorded(compose(with_defaults(held)))
+    print_notes(command.notes if options.tell else ())
+    jobs = _jobs((), changes, keys, command)
+    command.content(jobs[0].composed())  # what cannot be read is so in all
+
+    def is_of_layout(key: str) -> bool:
+        return key.startswith("parallel.") or key == "train.micro_batch_size"
+
+    def typed(job: SweepJob) -> ParallelPlan:
+        return command.typed(job.composed(without=is_of_layout))
+
+    return _compared(None, jobs, typed, options)
+
+
+def _no_change(changes: Sequence[Setting], limit: str, fix: str) -> UserInputError:
+    return UserInputError("whatif", " ".join(map(str, changes)), limit, fix)
+
+
+def _is_of_job(key: str) -> bool:
+    return key.partition(".")[0] in _OF_JOB and key not in _RUN_LENGTH
+
+
+def _jobs(
+    base: Sequence[Setting],
+    changes: Sequence[Setting],
+    keys: Collection[str],
+    command: SweptCommand | None = None,
+    source_job: RecipeJob | None = None,
+) -> list[SweepJob]:
+    """The job unchanged, and one for each combination of the changes."""
+    held = [setting for setting in changes if setting.key not in keys]
+    each = [_merged(base, held), *(_merged(base, job) for job in expand(changes))]
+    compose(with_defaults(each[-1]))  # what is wrong with the keys is wrong in all
+    unchanged, *changed = each
+    return [
+        sweep_job(unchanged, (), command=command, source_job=source_job),
+        *(
+            sweep_job(settings, keys, command=command, source_job=source_job)
+            for settings in changed
+        ),
+    ]
+
+
+def _merged(base: Sequence[Setting], given: Sequence[Setting]) -> tuple[Setting, ...]:
+    """The settings of a plan's job, with others in the place of its own."""
+    keys = {setting.key for setting in given}
+    keys |= {*_RUN_LENGTH} if keys.intersection(_RUN_LENGTH) else set()
+    return (*(setting for setting in base if setting.key not in keys), *given)
+
+
+def _require_one(jobs: Sequence[SweepJob], source_job: RecipeJob) -> None:
+    """Refuse what is wrong in the unchanged job, or in all of its changes."""
+    unchanged, *changed = jobs
+    source_job.request(unchanged.composed())
+    errors = []
+    for job in changed:
+        try:
+            source_job.request(job.composed())
+        except UserInputError as error:
+            errors.append(error)
+        else:
+            return
+    raise errors[0]
+
+
+def _compared(
+    present: ParallelPlan | None,
+    jobs: Sequence[SweepJob],
+    kept: Callable[[SweepJob], ParallelPlan],
+    options: SweepOptions,
+) -> WhatIf:
+    """Plan the jobs, and price the present layout in each; what writes a folder comes last."""
+    priced: dict[tuple[Setting, ...], tuple[ParallelPlan | None, str]] = {}
+    for job in jobs:
+        try:
+            priced[job.settings] = kept(job), ""
+        except UserInputError as error:
+            priced[job.settings] = None, f"{error.what} = {error.value}: {error.limit}"
+    found = run_jobs(jobs, options)
+    variants = []
+    for (job, _), row in zip(found.done, found.rows, strict=True):
+        plan, refusal = priced[job.settings]
+        variants.append(Variant(row=row, kept=plan, refusal=refusal))
+    return WhatIf(present=present, variants=tuple(variants), swept=found)

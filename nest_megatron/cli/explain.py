@@ -28,7 +28,7 @@ def keygen(out: Path, *, no_password: bool, as_json: bool) -> None:
     from nest_megatron import minisign
     from nest_megatron.errors import UserInputError
     from nest_megatron.files import check_output, write_text
-    from nest_megatron.planner.signed import PUBLIC_SUFFIX
+    from nest_megatron.planner.pins import PUBLIC_SUFFIX
     from nest_megatron.report.console import say, show_json
 
     public = out.with_suffix(PUBLIC_SUFFIX)
@@ -76,8 +76,7 @@ def verify(path: Path, *, keys: tuple[str, ...], signature: Path | None, as_json
     """
     from nest_megatron.errors import UserInputError
     from nest_megatron.plain import to_plain
-    from nest_megatron.planner.pins import read_pinned
-    from nest_megatron.planner.signed import read_signers, verify_pinned
+    from nest_megatron.planner.pins import read_pinned, read_signers, verify_pinned
     from nest_megatron.printing import one_line
     from nest_megatron.report.console import say, show_json
 
@@ -232,9 +231,9 @@ def pin(
         pinned_for,
         plan_text,
         read_pinned,
+        sign_pinned,
         write_pinned,
     )
-    from nest_megatron.planner.signed import sign_pinned
     from nest_megatron.report.console import say, show_json
 
     target = out or path

@@ -24,8 +24,8 @@ from nest_megatron.cli.command_kinds import (
 )
 from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.job import CostInputs, Job
-from nest_megatron.config.layout import LAYER_DEGREES, read_shard
 from nest_megatron.config.overrides import parse, refuse_sweeps
+from nest_megatron.config.space import LAYER_DEGREES, read_shard
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, require_folder
 from nest_megatron.integrations.typed_command import read_model
@@ -191,7 +191,7 @@ def _extract_layers(options: _Options) -> None:
     composed = compose(settings, options.config_dir)
     text = sys.stdin.read() if options.from_command == "-" else options.from_command
     spec, flags = read_model(composed, text, options.megatron_version)
-    CostInputs.of(composed, Job(spec=spec)).costs()  # refuses what the cost model would
+    CostInputs(composed, Job(spec=spec)).costs()  # refuses what the cost model would
     shard = read_shard(composed, spec, flags)
     shard = dataclasses.replace(shard, flash_attention=not options.unfused)
     layers = {kind: _layer(spec, kind, shard, options) for kind in _kinds(spec, options.layer)}

@@ -13,8 +13,14 @@ from rich.console import RenderableType
 from nest_megatron.api import PlanTable, table_job
 from nest_megatron.api.jobs import sweep_job
 from nest_megatron.api.results import Scaling
-from nest_megatron.api.sweep import SweepOptions, Swept, run_jobs
-from nest_megatron.api.variants import command_variants, parse_changes, plan_variants
+from nest_megatron.api.sweep import (
+    SweepOptions,
+    Swept,
+    command_variants,
+    parse_changes,
+    plan_variants,
+    run_jobs,
+)
 from nest_megatron.cli.command_kinds import forced
 from nest_megatron.cli.planning import FreeingOptions, PlanOptions, composed_settings
 from nest_megatron.config.compose import Settings, compose

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -41,9 +41,12 @@ def named_cluster(name: str) -> Cluster:
 def read_spec(settings: Settings) -> TransformerSpec:
     """The model, at the sequence length that was asked for; ``UserInputError`` if there is none."""
     if settings.model is None and settings.flags is not None:
-        limit = f"no model is given that has {settings.flags}"
-        fix = "Name one: model=NAME, or add --from with your command."
-        raise UserInputError("model", None, limit, fix)
+        raise UserInputError(
+            "model",
+            None,
+            f"no model is given that has {settings.flags}",
+            "Name one: model=NAME, or add --from with your command.",
+        )
     if settings.model is None:
         raise UserInputError(
             "model",
@@ -53,7 +56,7 @@ def read_spec(settings: Settings) -> TransformerSpec:
             "--from with your command.",
         )
     spec = with_seq_length(spec_from_mapping(settings.model), settings.train.seq_length)
-    spec = dataclasses.replace(spec, adapters=read_adapters(settings) or spec.adapters)
+    spec = replace(spec, adapters=read_adapters(settings) or spec.adapters)
     if settings.checks.plausibility:
         require_plausible(spec, None, typed=settings.given)
     return spec
@@ -67,7 +70,7 @@ def with_seq_length(spec: TransformerSpec, seq_length: int | None) -> Transforme
     longest = spec.max_position_embeddings
     if longest is not None and spec.position_embedding_type == "rope":
         longest = max(longest, seq_length)
-    return dataclasses.replace(spec, seq_length=seq_length, max_position_embeddings=longest)
+    return replace(spec, seq_length=seq_length, max_position_embeddings=longest)
 
 
 def read_cluster(settings: Settings, num_gpus: int | None = None) -> Cluster:
@@ -93,8 +96,9 @@ def read_adapters(settings: Settings) -> Adapters | None:
     scheme = given.pop("scheme", None)
     if scheme is None:
         for name, value in given.items():
-            limit, fix = "it needs a scheme", "Add for example peft.scheme=lora."
-            raise UserInputError(f"peft.{name}", value, limit, fix)
+            raise UserInputError(
+                f"peft.{name}", value, "it needs a scheme", "Add for example peft.scheme=lora."
+            )
         return None
     given["target_modules"] = tuple(given.get("target_modules", ()))
     return Adapters(scheme=choice("peft.scheme", scheme, PeftScheme), **given)

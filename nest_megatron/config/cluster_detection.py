@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nest_megatron.catalogue_files import catalogue_entry, catalogue_root
 from nest_megatron.cluster.described import (
     DISCOVERED,
+    Described,
     described,
     is_slower,
     planned_as_slower,
@@ -139,9 +139,12 @@ def _discovered(
         )
     unseen = {host.name: host.unseen for host in hosts if host.gpus is None}
     if unseen:
-        limit = "; ".join(next(iter(unseen.values()))) or "they show no NVIDIA GPU"
-        fix = "Repair them, or name the cluster with nest.cluster."
-        raise UserInputError("hosts", shown_names(list(unseen)), limit, fix)
+        raise UserInputError(
+            "hosts",
+            shown_names(list(unseen)),
+            "; ".join(next(iter(unseen.values()))) or "they show no NVIDIA GPU",
+            "Repair them, or name the cluster with nest.cluster.",
+        )
     gpus, notes = like_gpus(hosts, gpus, mixed)
     assert gpus is not None
     accelerator, assumed = catalogued(gpus)
@@ -189,9 +192,12 @@ def like_gpus(
     for cluster, kind in clusters:
         if all(is_slower(cluster, other) for other, _ in clusters):
             return kind, (planned_as_slower(cluster, hosts),)
-    limit = "no kind has the smaller figure of memory, speed and links in everything"
-    fix = "Describe a cluster with the smaller figures in a file, and name it."
-    raise UserInputError("mixed GPUs", describe_kinds(found), limit, fix)
+    raise UserInputError(
+        "mixed GPUs",
+        describe_kinds(found),
+        "no kind has the smaller figure of memory, speed and links in everything",
+        "Describe a cluster with the smaller figures in a file, and name it.",
+    )
 
 
 def catalogued(gpus: LocalGpus) -> tuple[str, Cluster]:
@@ -205,10 +211,13 @@ def catalogued(gpus: LocalGpus) -> tuple[str, Cluster]:
             continue  # reading takes time
         accelerator = accelerator_from_mapping(catalogue_entry("accelerator", name))
         if is_same_device(accelerator, gpus):
-            return name, dataclasses.replace(catalogue_cluster(cluster), accelerator=accelerator)
-    limit = f"no cluster is given, and {gpus.describe()} is not in the catalogue"
-    fix = "Describe it in a file (`nest-megatron cluster new` writes one) and name that file."
-    raise UserInputError("nest.cluster", None, limit, fix)
+            return name, replace(catalogue_cluster(cluster), accelerator=accelerator)
+    raise UserInputError(
+        "nest.cluster",
+        None,
+        f"no cluster is given, and {gpus.describe()} is not in the catalogue",
+        "Describe it in a file (`nest-megatron cluster new` writes one) and name that file.",
+    )
 
 
 def _seen_cluster(cluster: Cluster, hosts: Sequence[Host]) -> tuple[Cluster, tuple[str, ...]]:
@@ -240,9 +249,12 @@ def _sized(
     cluster = read_cluster(composed, world_size)
     said = read_cluster(composed).num_gpus if given else world_size
     if said != world_size:
-        limit = f"the launcher started {world_size} ranks"
-        fix = "Leave it out: the number of ranks is the size (or add nest.dry_run=true)."
-        raise UserInputError("nest.cluster.num_gpus", said, limit, fix)
+        raise UserInputError(
+            "nest.cluster.num_gpus",
+            said,
+            f"the launcher started {world_size} ranks",
+            "Leave it out: the number of ranks is the size (or add nest.dry_run=true).",
+        )
     return cluster
 
 
@@ -260,19 +272,15 @@ def number_said(environment: Mapping[str, str], *names: str) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiscoveredCluster:
+class DiscoveredCluster(Described):
     """A cluster, its hosts with their groups, and where each figure is from.
 
     Args:
         accelerator: its name in the catalogue, where it is of the catalogue.
     """
 
-    cluster: Cluster
     hosts: tuple[Host, ...]
     topology: Topology
-    seen: tuple[str, ...]
-    assumed: tuple[str, ...]
-    notes: tuple[str, ...]
     accelerator: str | None
 
     def text(self, out: Path) -> str:
@@ -313,9 +321,12 @@ def cluster_template(name: str | None, out: Path) -> str:
     """
     called = out.stem if name is None else name
     if not _NAME.fullmatch(called):
-        limit = "it must be a word of letters, digits, _, - and ., at most 100"
-        fix = "Write for example: nest-megatron cluster new site --out clusters/site.yaml"
-        raise UserInputError("NAME", called, limit, fix)
+        raise UserInputError(
+            "NAME",
+            called,
+            "it must be a word of letters, digits, _, - and ., at most 100",
+            "Write for example: nest-megatron cluster new site --out clusters/site.yaml",
+        )
     template = catalogue_root().joinpath("cluster", "custom.yaml").read_text(encoding="utf-8")
     body = template[template.index("defaults:") :]
     for field, word in (("name", called), ("description", f"{called}: describe it here")):
@@ -349,8 +360,14 @@ def discovered(
     elif gpus is not None:
         accelerator, stand_in = catalogued(gpus)
     assert stand_in is not None
-    if topology is not None:
-        _require_in(topology, hosts)
+    missing = [host.name for host in hosts if topology and topology.of(host.name) is None]
+    if topology is not None and missing:
+        raise UserInputError(
+            "hosts",
+            shown_names(missing),
+            f"{topology.source} does not say which groups they are in",
+            "Give the groups of all hosts with --hosts FILE.",
+        )
     found = described(stand_in, hosts, topology)
     names = [level.name for level in found.cluster.levels]
     known = topology or Topology(source="", level_names=(), groups={h.name: () for h in hosts})
@@ -363,7 +380,7 @@ def discovered(
     )
     unused = unused_outputs(sources, hosts, topology)
     return DiscoveredCluster(
-        cluster=dataclasses.replace(
+        cluster=replace(
             found.cluster,
             name=f"{stand_in.name}{DISCOVERED}",
             description=" ".join(
@@ -394,8 +411,9 @@ def _hosts(sources: Sources, listed: Topology | None, base: Cluster | None) -> t
         told = "; ".join(f"{name}: {slices}" for name, slices in divided.items())
         raise divided_gpus("GPUs of hosts", told)
     if not hosts:
-        limit = "neither a program nor a file names one"
-        raise UserInputError("hosts", None, limit, fix="Add --hosts FILE.")
+        raise UserInputError(
+            "hosts", None, "neither a program nor a file names one", fix="Add --hosts FILE."
+        )
     return hosts
 
 
@@ -423,19 +441,14 @@ def _require_named(sources: Sources, hosts: Sequence[Host], base: Cluster) -> No
     counts = {host.name: host.num_gpus for host in hosts if host.num_gpus}
     if len({*counts.values()}) > 1:
         told = ", ".join(f"{name}: {count}" for name, count in counts.items())
-        limit = "a job is planned for as many GPUs on every host"
-        fix = "Name those that have as many with --hosts FILE."
-        raise UserInputError("GPUs of hosts", told, limit, fix)
+        raise UserInputError(
+            "GPUs of hosts",
+            told,
+            "a job is planned for as many GPUs on every host",
+            "Name those that have as many with --hosts FILE.",
+        )
     for name in sources.gpu_names:
         require_same_product(base, name, "--cluster")
-
-
-def _require_in(topology: Topology, hosts: Sequence[Host]) -> None:
-    missing = [host.name for host in hosts if topology.of(host.name) is None]
-    if missing:
-        limit = f"{topology.source} does not say which groups they are in"
-        fix = "Give the groups of all hosts with --hosts FILE."
-        raise UserInputError("hosts", shown_names(missing), limit, fix)
 
 
 def _differences(sources: Sources, hosts: Sequence[Host], base: Cluster) -> Iterator[str]:

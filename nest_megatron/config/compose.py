@@ -39,6 +39,9 @@ from nest_megatron.plain import to_plain
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+#: What describes a model, a cluster or an accelerator, by name.
+Fields = Mapping[str, Any]
+
 _OWN_ENTRY = "_described"
 _LEVELS = "cluster.levels."
 _LEVEL = re.compile(r"cluster\.levels\.([^.]+)\.")
@@ -74,7 +77,7 @@ def compose(
     overrides: Sequence[Setting],
     config_dir: Path | None = None,
     *,
-    described: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    described: Mapping[str, Fields] = MappingProxyType({}),
 ) -> Settings:
     """Compose checked overrides over ``hydra_configs/plan.yaml``.
 
@@ -112,7 +115,7 @@ def _is_file(chosen: Setting, folder: Path | None) -> bool:
 def _load(
     overrides: Sequence[Setting],
     folder: Path | None,
-    described: Mapping[str, Mapping[str, Any]],
+    described: Mapping[str, Fields],
     notes: list[str],
 ) -> PlanConfig:
     """The values of overrides; ``notes`` of files are added to those that are there."""
@@ -162,7 +165,7 @@ def _length_notes(settings: Sequence[Setting]) -> Iterator[str]:
 def _with_numbered_levels(
     overrides: Sequence[Setting],
     folder: Path | None,
-    described: Mapping[str, Mapping[str, Any]],
+    described: Mapping[str, Fields],
 ) -> Sequence[Setting]:
     """Settings of network levels that are named (``cluster.levels.leaf.latency_s``), by number.
 
@@ -211,9 +214,12 @@ def _with_undivided_levels(overrides: Sequence[Setting]) -> Sequence[Setting]:
         own = {"cluster": name, "cluster.num_gpus": str(size)}
         kept = (setting for setting in overrides if setting.key != "cluster")
         return [*(Setting(key=key, value=value) for key, value in own.items()), *kept]
-    limit = "the plan's file holds the bandwidth that its cluster's oversubscription leaves"
-    fix = "Change the bandwidth of the level, or name the cluster (cluster=NAME, or its own file)."
-    raise UserInputError("cluster.oversubscription", asked, limit, fix)
+    raise UserInputError(
+        "cluster.oversubscription",
+        asked,
+        "the plan's file holds the bandwidth that its cluster's oversubscription leaves",
+        "Change the bandwidth of the level, or name the cluster (cluster=NAME, or its own file).",
+    )
 
 
 def catalogue_cluster(name: str, num_gpus: int | None = None) -> Cluster:
@@ -228,8 +234,8 @@ def catalogue_cluster(name: str, num_gpus: int | None = None) -> Cluster:
 def _with_other_accelerator(
     settings: Sequence[Setting],
     config_dir: Path | None,
-    described: Mapping[str, Mapping[str, Any]],
-) -> tuple[Sequence[Setting], Mapping[str, Mapping[str, Any]]]:
+    described: Mapping[str, Fields],
+) -> tuple[Sequence[Setting], Mapping[str, Fields]]:
     """The cluster of a file that holds its accelerator's fields, with one of the catalogue."""
     given = {setting.key: setting.value for setting in settings}
     path, name = given.get("cluster"), given.get("cluster.accelerator")
@@ -249,12 +255,16 @@ def _existing_folder(named: Path) -> Path:
     """The user's folder of groups, from / on."""
     folder = expanded(named, "--config-dir")
     if not folder.is_dir():
-        fix = "Name a folder with model/, cluster/ or accelerator/ inside."
-        raise UserInputError("--config-dir", str(named), "there is no such folder", fix)
+        raise UserInputError(
+            "--config-dir",
+            str(named),
+            "there is no such folder",
+            "Name a folder with model/, cluster/ or accelerator/ inside.",
+        )
     return folder.resolve()
 
 
-def _check_included(group: str, fields: Mapping[str, Any], config_dir: Path | None) -> None:
+def _check_included(group: str, fields: Fields, config_dir: Path | None) -> None:
     """Refuse a description that includes anything but entries of the catalogue or of the user.
 
     Hydra reads what ``defaults`` names, wherever it lies; files of the user are checked here, once
@@ -271,12 +281,16 @@ def _check_included(group: str, fields: Mapping[str, Any], config_dir: Path | No
             left += _included(group, read_mapping(group, path))
 
 
-def _included(group: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _included(group: str, fields: Fields) -> Iterator[tuple[str, str]]:
     """Group and name of what a description's ``defaults`` includes."""
     entries = fields.get("defaults", ())
     if isinstance(entries, str) or not isinstance(entries, Sequence):
-        limit, fix = "defaults must be a list", "For example - /accelerator@accelerator: NAME."
-        raise UserInputError(f"{group} defaults", str(entries), limit, fix)
+        raise UserInputError(
+            f"{group} defaults",
+            str(entries),
+            "defaults must be a list",
+            "For example - /accelerator@accelerator: NAME.",
+        )
     for entry in entries:
         pairs = entry.items() if isinstance(entry, Mapping) else [(f"/{group}", entry)]
         for key, name in pairs:
@@ -285,16 +299,19 @@ def _included(group: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, str]
             if name == "_self_" and not isinstance(entry, Mapping):
                 continue
             if of.removeprefix("/") not in CATALOGUE_GROUPS or not of.startswith("/"):
-                limit = f"a description includes entries of /{', /'.join(CATALOGUE_GROUPS)}"
-                fix = "For example - /accelerator@accelerator: h100_sxm_80gb."
-                raise UserInputError(f"{group} defaults", str(entry), limit, fix)
+                raise UserInputError(
+                    f"{group} defaults",
+                    str(entry),
+                    f"a description includes entries of /{', /'.join(CATALOGUE_GROUPS)}",
+                    "For example - /accelerator@accelerator: h100_sxm_80gb.",
+                )
             yield of.removeprefix("/"), str(name)
 
 
 def _named(
     setting: Setting,
     config_dir: Path | None,
-    entries: dict[str, Mapping[str, Any]],
+    entries: dict[str, Fields],
     notes: list[str],
 ) -> str:
     """An override for Hydra; a model or cluster given as a file becomes an entry of its group."""
@@ -315,7 +332,7 @@ def _composed_of_catalogue(overrides: tuple[str, ...], described: str) -> PlanCo
 
 
 def _composed(
-    folder: Path | None, overrides: Sequence[str], described: Mapping[str, Mapping[str, Any]]
+    folder: Path | None, overrides: Sequence[str], described: Mapping[str, Fields]
 ) -> PlanConfig:
     from omegaconf import OmegaConf
 
@@ -349,21 +366,29 @@ def _plain_error(error: Exception, overrides: Sequence[str]) -> UserInputError:
             what, wrong = key, value
         group, _, inner = key.partition(".")
         if inner and group in GROUPS and "root: NoneType" in str(error):  # there is no such node
-            limit, fix = f"no {group} is named whose field it could be", f"Name one: {group}=NAME."
-            return UserInputError(key, value, limit, fix)
+            return UserInputError(
+                key,
+                value,
+                f"no {group} is named whose field it could be",
+                f"Name one: {group}=NAME.",
+            )
     if "list index out of range" in str(error.__cause__ or error):
-        limit, fix = "the list has no such entry", "Count from 0, or use its name."
-        return UserInputError(what, wrong, limit, fix)
-    limit = type_limit(error.__cause__ or error)
-    fix = "Correct the value; docs/settings.md explains each setting."
-    return UserInputError(what, wrong, limit, fix)
+        return UserInputError(
+            what, wrong, "the list has no such entry", "Count from 0, or use its name."
+        )
+    return UserInputError(
+        what,
+        wrong,
+        type_limit(error.__cause__ or error),
+        "Correct the value; docs/settings.md explains each setting.",
+    )
 
 
 #: Keys of which every Hugging Face configuration has one.
 _OF_HUGGING_FACE = frozenset({"model_type", "architectures", "text_config"})
 
 
-def _model_file(path: Path, notes: list[str]) -> Mapping[str, Any]:
+def _model_file(path: Path, notes: list[str]) -> Fields:
     """A model's description from a Hugging Face ``config.json``, its folder, or a YAML file."""
     if path.is_dir():
         path = path / "config.json"
@@ -391,14 +416,14 @@ def _model_file(path: Path, notes: list[str]) -> Mapping[str, Any]:
     return record_fields(read.spec)
 
 
-def record_fields(record: object) -> Mapping[str, Any]:
+def record_fields(record: object) -> Fields:
     """A model's or a cluster's record, or its fields in a file, as those of its description."""
     fields = to_plain(record)
     pattern = fields.pop("moe_layer_pattern", None)
     return {**fields, "moe_layer_freq": pattern} if pattern else fields
 
 
-def read_mapping(group: str, path: Path) -> Mapping[str, Any]:
+def read_mapping(group: str, path: Path) -> Fields:
     """What a YAML file of the user describes: a model, a cluster or an accelerator.
 
     Of a plan file it is the model, or the cluster, that the plan was made for.
@@ -407,13 +432,13 @@ def read_mapping(group: str, path: Path) -> Mapping[str, Any]:
     return _of_own_file(group, path, loaded) if "schema" in loaded else loaded
 
 
-def _loaded(group: str, path: Path) -> Mapping[str, Any]:
+def _loaded(group: str, path: Path) -> Fields:
     """A YAML file of the user as it stands."""
     return _parsed(group, path, read_text(path, group, most=DESCRIPTION.num_bytes))
 
 
 @functools.lru_cache(maxsize=16)
-def _parsed(group: str, path: Path, text: str) -> Mapping[str, Any]:
+def _parsed(group: str, path: Path, text: str) -> Fields:
     from omegaconf import DictConfig, OmegaConf
 
     check_yaml(text, group, name=str(path), limits=DESCRIPTION)
@@ -431,7 +456,7 @@ def _parsed(group: str, path: Path, text: str) -> Mapping[str, Any]:
     return dict(fields)
 
 
-def _of_own_file(group: str, path: Path, loaded: Mapping[str, Any]) -> Mapping[str, Any]:
+def _of_own_file(group: str, path: Path, loaded: Fields) -> Fields:
     """A model or a cluster of a file that this program wrote for something else."""
     described = loaded.get(group)
     if isinstance(described, Mapping) and "layout" in loaded:

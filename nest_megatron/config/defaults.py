@@ -81,8 +81,12 @@ def _read(path: Path) -> Iterator[Setting]:
     text = read_text(path, "defaults", most=DESCRIPTION.num_bytes)
     fields = parse_yaml(text, "defaults", name=str(path)) or {}
     if not isinstance(fields, Mapping):
-        limit, fix = "it is no mapping", "Write KEY: VALUE lines, such as search.max_seconds: 30."
-        raise UserInputError("defaults", str(path), limit, fix)
+        raise UserInputError(
+            "defaults",
+            str(path),
+            "it is no mapping",
+            "Write KEY: VALUE lines, such as search.max_seconds: 30.",
+        )
     lines = key_lines(text)
     for name, value in leaves(fields):
         where = f"{path} line {lines.get(name, 1)}"
@@ -96,15 +100,21 @@ def _check(name: str, value: object, where: str) -> None:
     """Refuse a name that is none, or that of something that each job says itself."""
     first = name.partition(".")[0]
     if first in _OF_JOBS or name in _ALSO_OF_JOBS:
-        limit = f"a site has no default of it ({where})"
-        fix = "Leave it out: a job says it itself, and policies set limits (docs/policy.md)."
-        raise UserInputError(f"nest.{name}", value, limit, fix)
+        raise UserInputError(
+            f"nest.{name}",
+            value,
+            f"a site has no default of it ({where})",
+            "Leave it out: a job says it itself, and policies set limits (docs/policy.md).",
+        )
     known = (*section_keys(), *launch_keys())
     if first != "cluster" and name not in known:
         names = [each for each in known if each.partition(".")[0] not in _OF_JOBS]
-        limit = f"there is no such setting ({where})"
-        fix = nearest(name, ["cluster", *names], count=2)
-        raise UserInputError(f"nest.{name}", value, limit, fix)
+        raise UserInputError(
+            f"nest.{name}",
+            value,
+            f"there is no such setting ({where})",
+            nearest(name, ["cluster", *names], count=2),
+        )
 
 
 def _typed(value: Any) -> str:
@@ -124,8 +134,9 @@ def naming_defaults(settings: Sequence[Setting]) -> Iterator[None]:
         origin = origins.get(error.what.removeprefix("nest."))
         if origin is None or origin in error.limit or type(error) is not UserInputError:
             raise
-        limit = f"{error.limit} (from {origin})"
-        raise UserInputError(error.what, error.value, limit, fix=error.fix) from error
+        raise UserInputError(
+            error.what, error.value, f"{error.limit} (from {origin})", fix=error.fix
+        ) from error
 
 
 def site_files(name: str, variable: str, environment: Mapping[str, str]) -> Iterator[Path]:

@@ -18,20 +18,19 @@ if TYPE_CHECKING:
     from hydra.plugins.config_source import ConfigSource
     from omegaconf import DictConfig
 
+#: Configurations of no file, by their group (``None`` has none) and name.
+Entries = Mapping[tuple[str | None, str], Any]
 #: The tables of the grammar and the list of plugins are the process's, and filled as they are used.
 _LOCK = threading.RLock()
 #: Entries of every process's store that Hydra's own configuration is made of.
 _HYDRAS_OWN = ("hydra", "_dummy_empty_config_.yaml")
 
 
-def config_loader(
-    folders: Sequence[Path], entries: Mapping[tuple[str | None, str], Any]
-) -> ConfigLoaderImpl:
+def config_loader(folders: Sequence[Path], entries: Entries) -> ConfigLoaderImpl:
     """What loads configurations of folders.
 
     Args:
         folders: absolute; the first that has a file of a name is read.
-        entries: configurations of no file, by their group (``None`` has none) and name.
     """
     import hydra
     from hydra import version
@@ -96,7 +95,7 @@ def _schema_source(store: ConfigStore) -> ConfigSource:
     return StructuredConfigSource()
 
 
-def _own_store(entries: Mapping[tuple[str | None, str], Any]) -> ConfigStore:
+def _own_store(entries: Entries) -> ConfigStore:
     from hydra.core.config_store import ConfigStore
 
     store = object.__new__(ConfigStore)  # a call returns the only one of the process
@@ -111,7 +110,7 @@ def compose_config(
     name: str,
     overrides: Sequence[str],
     folders: Sequence[Path],
-    entries: Mapping[tuple[str | None, str], Any],
+    entries: Entries,
 ) -> DictConfig:
     """A configuration without Hydra's own part; see ``config_loader``."""
     from hydra.types import RunMode

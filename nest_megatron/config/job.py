@@ -9,7 +9,6 @@ import importlib.util
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,12 +34,7 @@ from nest_megatron.layout.cuda_graphs import CudaGraphs
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.execution_rules import EXECUTION_ARGUMENTS
 from nest_megatron.layout.knobs import KNOBS, Package, choices_of_execution
-from nest_megatron.layout.numeric_knobs import (
-    MEMORY_KNOBS,
-    NUMERIC_KNOBS,
-    NumericKnob,
-    refused_together,
-)
+from nest_megatron.layout.numeric_knobs import NumericKnob, refused_together
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import Recompute
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, known_release
@@ -48,8 +42,7 @@ from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.planner.request import MemoryOffer, NumericOffer
-from nest_megatron.solver.space import SearchSpace
+from nest_megatron.planner.request import NumericOffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +270,7 @@ def fixed_choices(
     return frozenset((*settings.search.keep, *stated))
 
 
-def known_packages(settings: Settings, installed: Iterable[str] = ()) -> frozenset[str]:
+def known_packages(settings: Settings, installed: Iterable[str]) -> frozenset[str]:
     """Packages known to be where the job runs; ``UserInputError`` for one that no choice needs."""
     known = [package.value for package in Package]
     for name in settings.search.packages:
@@ -313,125 +306,90 @@ def installed_packages() -> tuple[str, ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CostInputs:
     """What the cost model is told of a job: its flags over its target's defaults, then ``cost.*``.
 
     Args:
-        flags: the job's, by Megatron's names.
-        assumed: of the cost model, as the user says it.
+        accelerator: its name; none where nothing depends on it.
+        spec: in the place of the job's.
         lengths: of the data's sequences, which count where they are packed.
     """
 
-    spec: TransformerSpec
-    target: Target
-    accelerator: str
-    precision: Precision
-    flags: Mapping[str, Any]
-    assumed: Mapping[str, Any]
-    lengths: SequenceLengths | None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         settings: Settings,
         job: Job,
         accelerator: str = "",
         *,
         spec: TransformerSpec | None = None,
-        flags: Mapping[str, Any] | None = None,
         lengths: SequenceLengths | None = None,
-    ) -> CostInputs:
-        """Those of a job on an accelerator, with another model or other flags if they are given."""
-        precision = read_precision(settings, job.precision)
+    ) -> None:
         own = {field.name for field in dataclasses.fields(CostSettings)}
         memory = {f"memory_{name}": each for name, each in settings.memory.stated().items()}
         assumed = {**settings.cost.stated(), **memory}
-        return cls(
-            spec=spec or job.spec,
-            target=read_target(settings, job.target),
-            accelerator=accelerator,
-            precision=precision,
-            flags=job.memory_flags if flags is None else flags,
-            assumed={name: value for name, value in assumed.items() if name in own},
-            lengths=lengths,
-        )
+        self._assumed = {name: value for name, value in assumed.items() if name in own}
+        self._target = read_target(settings, job.target)
+        self._precision = read_precision(settings, job.precision)
+        self._spec, self._flags = spec or job.spec, job.memory_flags
+        self._accelerator, self._lengths = accelerator, lengths
 
     def costs(self, knobs: Iterable[NumericKnob] = ()) -> CostSettings:
         """The assumptions of the cost model, after some choices."""
-        flags, precision = dict(self.flags), self.precision
+        flags, precision = dict(self._flags), self._precision
         for knob in knobs:
             flags |= {**dict.fromkeys(knob.instead_of, False), **knob.values}
             precision = knob.precision or precision
-        place = self.accelerator, precision, flags, self.spec
-        found = self.target.settings(*place, **self.assumed)
-        if self.lengths is None or not self.lengths.packed:
+        place = self._accelerator, precision, flags, self._spec
+        found = self._target.settings(*place, **self._assumed)
+        if self._lengths is None or not self._lengths.packed:
             return found
-        return found.on_packs(self.lengths)
+        return found.on_packs(self._lengths)
 
     def execution(self) -> Execution:
         """How layers are carried out."""
-        flags = self.flags
-        if self.spec.vision is not None:  # samples have lengths for which no buffers are made
+        flags = self._flags
+        if self._spec.vision is not None:  # samples have lengths for which no buffers are made
             flags = {"tp_comm_overlap": False, **flags}
-        return self.target.execution(self.accelerator, self.precision, flags, self.spec)
+        return self._target.execution(self._accelerator, self._precision, flags, self._spec)
 
-    def numeric_offers(self) -> tuple[NumericOffer, ...]:
-        """Choices that change numbers and that the job has not made."""
-        return tuple(
-            NumericOffer(knob=knob, settings=self.costs([knob]), words=words)
-            for knob, words in self._open_knobs(NUMERIC_KNOBS)
-        )
-
-    def memory_offers(
-        self, spaces: Mapping[tuple[str, ...], SearchSpace]
-    ) -> tuple[MemoryOffer, ...]:
-        """Ways to need less memory that the job has not taken, singly and together.
-
-        Args:
-            spaces: what is searched as the job is, without words, and after other changes.
-        """
-        groups = [self._open_knobs(knobs) for knobs in MEMORY_KNOBS]
-        own, found = self._all_flags(), []
-        for chosen in product(*((None, *group) for group in groups)):
+    def offers(self, *groups: Iterable[NumericKnob]) -> tuple[NumericOffer, ...]:
+        """Choices that change numbers and that the job has not made, at most one of each group."""
+        flags = self._target.flags(self._accelerator, self._precision, self._flags, self._spec)
+        found = []
+        for chosen in product(*((None, *self._open_knobs(group, flags)) for group in groups)):
             pairs = [pair for pair in chosen if pair is not None]
-            knobs = [knob for knob, _ in pairs]
-            if refused_together(own, knobs):
-                continue
-            costs = self.costs(knobs)
-            for more, space in spaces.items():
-                stages = space.zero_stages
-                for knob in knobs:
-                    stages = knob.zero_stages(stages)
-                if stages and (words := (*(word for _, word in pairs), *more)):
-                    narrow = dataclasses.replace(space, zero_stages=stages)
-                    offer = MemoryOffer(words=words, settings=costs, space=narrow)
-                    found.append((len(words), len(more), offer))
-        return tuple(offer for *_, offer in sorted(found, key=itemgetter(0, 1)))
+            knobs = tuple(knob for knob, _ in pairs)
+            if knobs and not refused_together(flags, knobs):
+                words = tuple(each for _, each in pairs)
+                found.append(NumericOffer(knobs=knobs, words=words, settings=self.costs(knobs)))
+        return tuple(found)
 
-    def _open_knobs(self, knobs: Iterable[NumericKnob]) -> list[tuple[NumericKnob, str]]:
-        """Those of some choices that the job could make and has not, and what its user sets."""
-        own, target = self._all_flags(), self.target
+    def _open_knobs(
+        self, knobs: Iterable[NumericKnob], flags: Mapping[str, Any]
+    ) -> list[tuple[NumericKnob, str]]:
+        """Those of some choices that a job of these flags has not made, and what its user sets."""
+        target, spec = self._target, self._spec
         fields = None if target in MEGATRON_LM else NUMERIC_FIELDS.get(target.fitted, {})
         return [
             (knob, knob.flags if fields is None else fields[knob.flags])
             for knob in knobs
             if (fields is None or knob.flags in fields)
             # an encoder of images is priced in 16 bits
-            and (knob.precision is None or self.spec.vision is None)
-            and knob.is_for(own, self.precision, self.accelerator, has_experts=self.spec.is_moe)
+            and (knob.precision is None or spec.vision is None)
+            and knob.is_for(flags, self._precision, self._accelerator, has_experts=spec.is_moe)
         ]
-
-    def _all_flags(self) -> Mapping[str, Any]:
-        return self.target.flags(self.accelerator, self.precision, self.flags, self.spec)
 
 
 def read_precision(settings: Settings, own: Precision = Precision.BF16) -> Precision:
     """The number format: the one asked for, or the job's own."""
     named = settings.train.precision
     if named in _FP8_RECIPES:
-        limit, fix = "it is a recipe of fp8", f"Write train.precision=fp8 train.fp8_recipe={named}."
-        raise UserInputError("train.precision", named, limit, fix)
+        raise UserInputError(
+            "train.precision",
+            named,
+            "it is a recipe of fp8",
+            f"Write train.precision=fp8 train.fp8_recipe={named}.",
+        )
     return own if named is None else choice("train.precision", named, Precision)
 
 
@@ -464,7 +422,10 @@ def read_target(settings: Settings, own: Target | None = None) -> Target:
         return own or DEFAULT_TARGET
     named = target_named(settings.target)
     if own is not None and named.name != own.name:
-        limit = f"the job runs on {own.framework}"
-        fix = "Leave it out, or plan from a model and a cluster."
-        raise UserInputError("target", settings.target, limit, fix)
+        raise UserInputError(
+            "target",
+            settings.target,
+            f"the job runs on {own.framework}",
+            "Leave it out, or plan from a model and a cluster.",
+        )
     return named

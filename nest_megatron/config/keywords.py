@@ -7,10 +7,9 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.config.compose import Settings, compose, record_fields
+from nest_megatron.config.compose import Fields, Settings, compose, record_fields
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import (
     GROUPS,
@@ -24,15 +23,17 @@ from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.layout.dims import SHORT_DEGREES, RankOrder
 from nest_megatron.model.spec import TransformerSpec
 
+#: A path, as text or as an object.
+StrPath = str | os.PathLike[str]
 #: How a model or a cluster is given: a name or a path as text, a path, or the fields of its file.
-Source = str | os.PathLike[str] | Mapping[str, Any]
+Source = StrPath | Fields
 
 
 def compose_keywords(
     model: Source | TransformerSpec | None,
     cluster: Source | Cluster,
     keywords: Mapping[str, object],
-    config_dir: str | os.PathLike[str] | None = None,
+    config_dir: StrPath | None = None,
     num_gpus: int | None = None,
     global_batch_size: int | None = None,
 ) -> Settings:
@@ -49,12 +50,13 @@ def compose_keywords(
     for text in texts:
         key, _, value = text.partition("=")
         if (size := sizes.get(key)) is not None:
-            limit, fix = f"another argument says {size}", "Leave one of the two out."
-            raise UserInputError(key, value, limit, fix)
+            raise UserInputError(
+                key, value, f"another argument says {size}", "Leave one of the two out."
+            )
     if "out" in keywords:
         raise UserInputError("out", keywords["out"], "a call writes no file", "Use Plan.save.")
     named: dict[str, object] = {}
-    described: dict[str, Mapping[str, Any]] = {}
+    described: dict[str, Fields] = {}
     for group, source in (("model", model), ("cluster", cluster)):
         if source is None and group == "model":
             continue
@@ -68,27 +70,33 @@ def compose_keywords(
     parsed = with_defaults(given, names_cluster="cluster" in described)
     for setting in parsed if isinstance(cluster, Cluster) else ():
         if setting.key == "cluster.oversubscription":
-            limit = "a record holds the bandwidth that its own oversubscription leaves"
-            fix = "Give the cluster by its name or as the fields of its file."
-            raise UserInputError(setting.key, setting.value, limit, fix)
+            raise UserInputError(
+                setting.key,
+                setting.value,
+                "a record holds the bandwidth that its own oversubscription leaves",
+                "Give the cluster by its name or as the fields of its file.",
+            )
     refuse_sweeps(parsed)
     return compose(parsed, folder, described=described)
 
 
-def typed_path(source: str | os.PathLike[str]) -> str:
+def typed_path(source: StrPath) -> str:
     """A name or a path as it is typed: a path has a slash."""
     text = os.fspath(source)
     return text if isinstance(source, str) or "/" in text else f"./{text}"
 
 
-def _description(group: str, source: object) -> Mapping[str, Any]:
+def _description(group: str, source: object) -> Fields:
     if isinstance(source, TransformerSpec if group == "model" else Cluster):
         return record_fields(source)
     if isinstance(source, Mapping):
         return source
-    limit = "it is none of a name, a path, a record and a mapping of fields"
-    fix = f"For example {group}='NAME', of nest_megatron.{group}s()."
-    raise UserInputError(group, type(source).__name__, limit, fix)
+    raise UserInputError(
+        group,
+        type(source).__name__,
+        "it is none of a name, a path, a record and a mapping of fields",
+        f"For example {group}='NAME', of nest_megatron.{group}s().",
+    )
 
 
 def setting_texts(keywords: Mapping[str, object]) -> list[str]:
@@ -116,9 +124,12 @@ def setting_texts(keywords: Mapping[str, object]) -> list[str]:
             texts += map(str, value)
             continue
         if key in ("nodes", "num_nodes"):
-            limit = "a job's size is its number of GPUs"
-            fix = "Give num_gpus=16; nest_megatron.plan_table(nodes=[2, 4]) plans for several."
-            raise UserInputError(key, value, limit, fix)
+            raise UserInputError(
+                key,
+                value,
+                "a job's size is its number of GPUs",
+                "Give num_gpus=16; nest_megatron.plan_table(nodes=[2, 4]) plans for several.",
+            )
         found = [known for known in keys if known.rpartition(".")[2] == key]
         only = found[0] if len(found) == 1 and key not in keys else None
         whole = only or SHORT_KEYS.get(key) or layout_key(key) or key
@@ -175,8 +186,9 @@ def read_layout(text: str, option: str) -> Settings:
     for name, given in _pairs(text, option):
         key, value = _setting(name, given, option)
         if found.setdefault(key, value) != value:
-            limit = f"{key}={found[key]} is given as well"
-            raise UserInputError(option, f"{name}={value}", limit, fix="Give one.")
+            raise UserInputError(
+                option, f"{name}={value}", f"{key}={found[key]} is given as well", fix="Give one."
+            )
     if not found:
         raise UserInputError(option, text, "it names no size", "For example tp=8,pp=4.")
     settings = parse(f"{key}={value}" for key, value in found.items())
@@ -206,9 +218,12 @@ def _setting(name: str, value: str | None, option: str) -> tuple[str, str]:
         return _SWITCHES[plain]
     key = layout_key(plain)
     if key is None or value is None:
-        limit = "it has no value" if key else "it says nothing of a layout"
-        fix = "For example tp=8." if key else nearest(plain, {*_SETTINGS, *_SHORT, *_SWITCHES})
-        raise UserInputError(option, name, limit, fix)
+        raise UserInputError(
+            option,
+            name,
+            "it has no value" if key else "it says nothing of a layout",
+            "For example tp=8." if key else nearest(plain, {*_SETTINGS, *_SHORT, *_SWITCHES}),
+        )
     if "," in value and not value.startswith("[") and not key.endswith("_layout"):
         raise UserInputError(option, f"{name}={value}", "it has several values", "Give one layout.")
     return key, value

@@ -79,8 +79,12 @@ def read_words(words: Iterable[str]) -> LaunchWords:
         if text.startswith("nest="):
             name = text.removeprefix("nest=")
             if name == "tune":
-                limit = "a rank of a job that has started cannot start others on its GPUs"
-                raise UserInputError("+nest", name, limit, fix=_TUNE)
+                raise UserInputError(
+                    "+nest",
+                    name,
+                    "a rank of a job that has started cannot start others on its GPUs",
+                    fix=_TUNE,
+                )
             require_known("+nest", name, [mode.value for mode in Mode])
             mode = Mode(name)
             continue
@@ -125,28 +129,28 @@ def _job_setting(text: str) -> Setting:
 
 def read_launch(words: LaunchWords) -> LaunchConfig:
     """The launch settings, typed; ``UserInputError`` for a wrong type or outside its range."""
-    with naming_defaults(words.launch):
-        return _read_launch(words)
-
-
-def _read_launch(words: LaunchWords) -> LaunchConfig:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    config = OmegaConf.structured(LaunchConfig)
-    for setting in words.launch:
-        try:
-            OmegaConf.update(config, setting.key, _value(setting))
-        except OmegaConfBaseException as error:
-            what, limit = f"nest.{setting.key}", type_limit(error)
-            raise UserInputError(what, setting.value, limit, "Correct the value.") from error
-    launch = OmegaConf.to_object(config)
-    assert isinstance(launch, LaunchConfig)
-    _check(launch)
-    if words.mode is Mode.AUTO and any(s.key == "on_mismatch" for s in words.launch):
-        limit, fix = "+nest=auto plans for the machines that are there", "Leave it out."
-        raise UserInputError("nest.on_mismatch", launch.on_mismatch, limit, fix)
-    return launch
+    with naming_defaults(words.launch):
+        config = OmegaConf.structured(LaunchConfig)
+        for setting in words.launch:
+            try:
+                OmegaConf.update(config, setting.key, _value(setting))
+            except OmegaConfBaseException as error:
+                what, limit = f"nest.{setting.key}", type_limit(error)
+                raise UserInputError(what, setting.value, limit, "Correct the value.") from error
+        launch = OmegaConf.to_object(config)
+        assert isinstance(launch, LaunchConfig)
+        _check(launch)
+        if words.mode is Mode.AUTO and any(s.key == "on_mismatch" for s in words.launch):
+            raise UserInputError(
+                "nest.on_mismatch",
+                launch.on_mismatch,
+                "+nest=auto plans for the machines that are there",
+                "Leave it out.",
+            )
+        return launch
 
 
 def _value(setting: Setting) -> Any:
@@ -176,5 +180,9 @@ def _check(launch: LaunchConfig) -> None:
     ranks = launch.ranks
     is_list = isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks)
     if ranks not in ("by_host", "launched") and not is_list:
-        limit = "it is by_host, launched, or a list with the new rank of each launched one"
-        raise UserInputError("nest.ranks", ranks, limit, "Leave it out.")
+        raise UserInputError(
+            "nest.ranks",
+            ranks,
+            "it is by_host, launched, or a list with the new rank of each launched one",
+            "Leave it out.",
+        )

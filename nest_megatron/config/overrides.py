@@ -102,8 +102,12 @@ def _setting(text: str) -> Setting:
     key, equals, value = text.partition("=")
     if not equals or not key:
         meant = (f"Did you mean {g}={text}?" for g in GROUPS if text in catalogue_names(g))
-        fix = next(meant, "For example model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64.")
-        raise UserInputError("override", text, "settings are written key=value", fix)
+        raise UserInputError(
+            "override",
+            text,
+            "settings are written key=value",
+            next(meant, "For example model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64."),
+        )
     refuse_resolvers(key, [key, value])
     key = SHORT_KEYS.get(name := key.lstrip("+").strip(), name)
     if key == "model.hf":
@@ -123,8 +127,9 @@ def refuse_resolvers(what: str, value: object, fix: str = "Write the value itsel
     for text in _texts(value):
         opened = text.replace("\\", "").partition("${")[2]  # Hydra takes backslashes away
         if ":" in opened:
-            limit = "it calls a resolver of OmegaConf, and values are only data"
-            raise UserInputError(what, text, limit, fix)
+            raise UserInputError(
+                what, text, "it calls a resolver of OmegaConf, and values are only data", fix
+            )
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -159,13 +164,20 @@ def _require_readable(text: str) -> None:
     """Refuse what no setting is, before a parser looks at it."""
     key = text.partition("=")[0][:80]
     if len(text) > _MAX_LENGTH:
-        limit = f"a setting has at most {_MAX_LENGTH:,} characters"
-        fix = "Put what is longer into a file of your own (model=FILE, cluster=FILE)."
-        raise UserInputError(key, len(text), limit, fix)
+        raise UserInputError(
+            key,
+            len(text),
+            f"a setting has at most {_MAX_LENGTH:,} characters",
+            "Put what is longer into a file of your own (model=FILE, cluster=FILE).",
+        )
     brackets = [1 if character in "[{(" else -1 for character in text if character in "[]{}()"]
     if max(itertools.accumulate(brackets), default=0) > _MAX_DEPTH:
-        value, limit = text[len(key) + 1 :], f"its brackets are nested more than {_MAX_DEPTH} deep"
-        raise UserInputError(key, value, limit, fix="Correct the value.")
+        raise UserInputError(
+            key,
+            text[len(key) + 1 :],
+            f"its brackets are nested more than {_MAX_DEPTH} deep",
+            fix="Correct the value.",
+        )
 
 
 def _check_key(setting: Setting) -> None:
@@ -175,8 +187,12 @@ def _check_key(setting: Setting) -> None:
     if key not in section_keys():
         raise UserInputError(key, setting.value, "there is no such setting", _nearest_key(key))
     if setting.value is None:
-        limit = "only a key of the model or the cluster is removed with ~"
-        raise UserInputError(key, None, limit, fix=f"Write {key}=null.")
+        raise UserInputError(
+            key,
+            None,
+            "only a key of the model or the cluster is removed with ~",
+            fix=f"Write {key}=null.",
+        )
 
 
 def _nearest_key(key: str) -> str:
@@ -266,9 +282,12 @@ def refuse_sweeps(settings: Sequence[Setting]) -> None:
     """Refuse several values for one key where one job is planned."""
     for setting in settings:
         if len(_values(setting)) > 1:
-            limit = "it has several values, and one job is planned"
-            fix = "Give one value; `nest-megatron plan --multirun` plans each."
-            raise UserInputError(setting.key, setting.value, limit, fix)
+            raise UserInputError(
+                setting.key,
+                setting.value,
+                "it has several values, and one job is planned",
+                "Give one value; `nest-megatron plan --multirun` plans each.",
+            )
 
 
 def _values(setting: Setting) -> list[str | None]:
@@ -292,14 +311,22 @@ def _values(setting: Setting) -> list[str | None]:
 
 def _require_jobs(what: str, number: int) -> None:
     if number > MAX_JOBS:
-        limit = f"a sweep has at most {MAX_JOBS:,} jobs"
-        raise UserInputError(what, number, limit, fix="Leave some of the values out.")
+        raise UserInputError(
+            what,
+            number,
+            f"a sweep has at most {MAX_JOBS:,} jobs",
+            fix="Leave some of the values out.",
+        )
 
 
 def unreadable(key: str, value: object, error: Exception) -> UserInputError:
     """The error for a value that Hydra's grammar does not take."""
-    fix = "Put text with special characters into quotes: key=\"'text'\"."
-    return UserInputError(key, value, limit=f"it cannot be read: {first_line(error)}", fix=fix)
+    return UserInputError(
+        key,
+        value,
+        limit=f"it cannot be read: {first_line(error)}",
+        fix="Put text with special characters into quotes: key=\"'text'\".",
+    )
 
 
 def value_text(value: object) -> str:

@@ -7,14 +7,14 @@ user's own, and the file that ``NEST_MEGATRON_POLICY`` names.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import grp
 import itertools
 import os
 import pwd
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.defaults import key_lines, site_files
@@ -25,7 +25,6 @@ from nest_megatron.files import read_text, require_unwritable
 from nest_megatron.layout.policy import (
     AuditRules,
     LaunchRules,
-    PlanRules,
     Policy,
     PolicyError,
     PolicyFile,
@@ -34,10 +33,8 @@ from nest_megatron.layout.recompute import RecomputeGranularity, RecomputeModule
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.minisign import is_public_line
 from nest_megatron.plain import Source, from_plain
-from nest_megatron.planner.request import MemoryOffer, NumericOffer
+from nest_megatron.planner.request import NumericOffer
 from nest_megatron.solver.space import DEGREES, SearchSpace
-
-Offered = TypeVar("Offered", NumericOffer, MemoryOffer)
 
 #: Names another policy, beside the operators' and the user's own.
 VARIABLE: Final = "NEST_MEGATRON_POLICY"
@@ -63,35 +60,38 @@ def _read(path: Path) -> PolicyFile:
     fields = parse_yaml(text, "policy", name=str(path))
     fields = {} if fields is None else fields
     if not isinstance(fields, Mapping):
-        fix = "Write plan:, launch: or audit: with rules below."
-        raise UserInputError("policy", str(path), limit="it is no mapping", fix=fix)
+        raise UserInputError(
+            "policy",
+            str(path),
+            limit="it is no mapping",
+            fix="Write plan:, launch: or audit: with rules below.",
+        )
     for name in fields:
         require_known(f"{path}: policy", str(name), ("plan", "launch", "audit"))
-    found = PolicyFile(
-        path=str(path),
-        plan=from_plain(PlanRules, _section(fields, "plan"), f"{path}: plan", _TYPED),
-        launch=from_plain(LaunchRules, _section(fields, "launch"), f"{path}: launch", _TYPED),
-        audit=_read_audit(fields.get("audit"), path),
-        owners=frozenset({path.stat().st_uid}),
-        lines=key_lines(text),
-    )
-    _check_words(found.launch, _section(fields, "launch"), path)
+    stated = {name: section for name, section in fields.items() if section is not None}
+    of_file = {"path": str(path), "owners": [path.stat().st_uid], "lines": key_lines(text)}
+    found = from_plain(PolicyFile, {**stated, **of_file}, f"{path}:", _TYPED)
+    _check_audit(found.audit, path)
+    _check_words(found.launch, stated.get("launch", ()), path)
     for name, (least, most) in found.plan.ranges.items():
         require_known(f"{path}: plan.ranges", name, DEGREES)
         if not 1 <= least <= most:
-            limit, fix = "a range is [least, most], of at least 1", "Correct the policy."
-            raise UserInputError(f"{path}: {name}", [least, most], limit, fix)
+            raise UserInputError(
+                f"{path}: {name}",
+                [least, most],
+                "a range is [least, most], of at least 1",
+                "Correct the policy.",
+            )
     for name, largest in _SHARES.items():
         share = getattr(found.plan, name)
         if not 0 <= share <= largest:
-            limit, fix = f"it is a share, from 0 to {largest:g}", "Write 0.3 for 30 %."
-            raise UserInputError(f"{path}: plan.{name}", share, limit, fix)
+            raise UserInputError(
+                f"{path}: plan.{name}",
+                share,
+                f"it is a share, from 0 to {largest:g}",
+                "Write 0.3 for 30 %.",
+            )
     return found
-
-
-def _section(fields: Mapping[str, Any], name: str) -> Any:
-    section = fields.get(name)
-    return {} if section is None else section
 
 
 #: Rules of a launch of which an empty list would be no rule.
@@ -121,17 +121,20 @@ def _check_words(rules: LaunchRules, fields: Collection[str], path: Path) -> Non
                 refuse(name, word, limit, "Name it from / on.")
 
 
-def _read_audit(fields: Any, path: Path) -> AuditRules | None:
-    if fields is None:
-        return None
-    rules = from_plain(AuditRules, fields, f"{path}: audit", _TYPED)
+def _check_audit(rules: AuditRules | None, path: Path) -> None:
+    if rules is None:
+        return
     if not Path(rules.file).is_absolute():
-        limit, fix = "jobs start in many folders", "Name it from / on."
-        raise UserInputError(f"{path}: audit.file", rules.file, limit, fix)
+        raise UserInputError(
+            f"{path}: audit.file", rules.file, "jobs start in many folders", "Name it from / on."
+        )
     if not 0 < rules.mode <= 0o777:
-        limit, fix = "it is a file's rights, in octal with a 0 before it", "For example 0622."
-        raise UserInputError(f"{path}: audit.mode", rules.mode, limit, fix)
-    return rules
+        raise UserInputError(
+            f"{path}: audit.mode",
+            rules.mode,
+            "it is a file's rights, in octal with a 0 before it",
+            "For example 0622.",
+        )
 
 
 def space_within(space: SearchSpace, policy: Policy, cluster: Cluster) -> dict[str, Any]:
@@ -191,17 +194,17 @@ def settings_within(settings: CostSettings, policy: Policy) -> CostSettings:
             value, rule = settings.precision.value, "plan.forbidden_precision"
             raise file.broken(rule, "precision", value, "it is forbidden")
         margin = max(settings.memory_margin, file.plan.least_memory_free)
-        settings = dataclasses.replace(settings, memory_margin=margin)
+        settings = replace(settings, memory_margin=margin)
     return settings
 
 
-def offers_within(offers: Iterable[Offered], policy: Policy) -> tuple[Offered, ...]:
-    """Choices that change numbers or memory, without those that a policy forbids."""
+def offers_within(offers: Iterable[NumericOffer], policy: Policy) -> tuple[NumericOffer, ...]:
+    """Choices that change numbers, without those that a policy forbids."""
     left = []
     for offer in offers:
         with contextlib.suppress(PolicyError):
             settings = settings_within(offer.settings, policy)
-            left.append(dataclasses.replace(offer, settings=settings))
+            left.append(replace(offer, settings=settings))
     return tuple(left)
 
 

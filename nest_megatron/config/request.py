@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from operator import attrgetter
-from typing import Any, Concatenate, Final, ParamSpec
+from typing import Any, Final
 
 from nest_megatron.catalogue_files import default_setting
 from nest_megatron.cluster.discovery import is_same_device, known_gpus
@@ -74,6 +73,7 @@ from nest_megatron.layout.knobs import (
     open_values,
     unknown_packages,
 )
+from nest_megatron.layout.numeric_knobs import MEMORY_KNOBS, NUMERIC_KNOBS
 from nest_megatron.layout.policy import Policy, PolicyError
 from nest_megatron.layout.rulebook.devices import device_notes, require_recipe
 from nest_megatron.layout.rulebook.facts import is_within
@@ -81,13 +81,11 @@ from nest_megatron.model.encoder import PeftScheme
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Request
 from nest_megatron.planner.request import Offer
-from nest_megatron.profile.choose import Wanted, choose_times
+from nest_megatron.profile.choose import TimedJob, choose_times
 from nest_megatron.profile.installed import installed_versions, nccl_version
 from nest_megatron.profile.records import ProfileMode
 from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Seconds
-
-Rest = ParamSpec("Rest")
 
 #: Bandwidth from which activations can wait on the host: above PCIe of the fifth generation
 #: (63 GB/s), below NVLink-C2C.
@@ -142,22 +140,6 @@ def request_of(
     )
 
 
-def _naming_defaults(
-    function: Callable[Concatenate[Job, Cluster, Settings, Rest], Request],
-) -> Callable[Concatenate[Job, Cluster, Settings, Rest], Request]:
-    """An error about a default of the site, of the job's settings, says where it is from."""
-
-    @functools.wraps(function)
-    def run(
-        job: Job, cluster: Cluster, settings: Settings, /, *args: Rest.args, **kwargs: Rest.kwargs
-    ) -> Request:
-        with naming_defaults(settings.defaults):
-            return function(job, cluster, settings, *args, **kwargs)
-
-    return run
-
-
-@_naming_defaults
 def request_for(
     job: Job,
     cluster: Cluster,
@@ -187,132 +169,149 @@ def request_for(
         UserInputError: for a setting that is wrong, or if what is fixed cannot be laid over the
             GPUs or the batch.
     """
-    train, search = settings.train, settings.search
-    if settings.flags is not None and job.command is None:
-        limit, fix = "no command of Megatron-LM is there that has flags", "Add --from COMMAND."
-        raise UserInputError("flags", settings.flags, limit, fix)
-    if settings.assume_harmless and not job.fields:
-        fields = list(settings.assume_harmless)
-        limit = "it names fields of a recipe of NeMo or Megatron-Bridge, and this job is none"
-        raise UserInputError("assume_harmless", fields, limit, "Leave it out.")
-    if job.target is not None:
-        _require_own_words(settings, job, prefix)
-    spec = with_images(with_seq_length(job.spec, train.seq_length), train)
-    schedule = batch_schedule_of(settings, job, spec.seq_length)
-    batch, notes = batch_of(settings, job, cluster.num_gpus, schedule)
-    policy, target = read_policy(), read_target(settings, job.target)
-    within = space_within(space, policy, cluster)
-    granularity = settings.parallel.recompute_granularity
-    if not granularity and space.recompute is not None:
-        granularity = space.recompute.granularity
-    within |= space_of_frozen_weights(spec, target, within["zero_stages"], granularity)
-    require_experts(spec, settings.parallel)
-    if settings.checks.plausibility:
-        require_plausible(spec, cluster, batch, typed=settings.given)
-    check_quotients(space, cluster.num_gpus, batch)
-    name = cluster.accelerator.name
-    lengths = read_lengths(train, spec.seq_length, packed=job.packs)
-    notes += length_notes(train, lengths, packed=job.packs)
-    inputs = CostInputs.of(settings, job, name, spec=spec, lengths=lengths)
-    costs = settings_within(inputs.costs(), policy)
-    if spec.vision is not None and costs.precision.is_quantized:
-        value, limit = costs.precision.value, "an encoder of images is priced in 16 bits"
-        raise UnplannableModelError("train.precision", value, limit, fix="Use bf16.")
-    recipe = costs.traits.fp8_recipe.value if costs.precision.is_quantized else None
-    require_recipe(name, recipe)
-    choices = KnobConditions(
-        spec=spec,
-        accelerator=name,
-        fp8_recipe=recipe if costs.precision is Precision.FP8 else None,
-        packages=known_packages(settings, job.packages),
-        fixed=fixed_choices(settings, job.fixed, freed),
-        has_engine=job.transformer_impl != "local",
-        capturable=job.capturable
-        and schedule is None
-        and is_within(target.megatron_core, since=_GRAPHS_SINCE),
-        has_fast_link=cluster.accelerator.host_bandwidth_bytes_per_s >= _FAST_LINK,
-        counts_on_host=job.counts_on_host,
-        can_state=job.can_state,
-        closed=job.closed,
-    )
-    execution, executions = inputs.execution(), space.executions
-    if choose_execution:
-        execution, executions = always_on(execution, choices), open_values(choices, execution)
-    of_job: dict[str, Any] = {
-        "batch_unit": schedule.batch_unit if schedule else None,
-        "execution": execution,
-        "executions": executions,
-        "version": target.megatron_core,
-        "transformer_impl": job.transformer_impl,
-        "cuda_graphs": None if "cuda_graph_impl" in executions else job.graphs,
-    }
-    if choose_execution and job.target is None:
-        require_buildable(spec, target)
-        of_job["fixed"] = buildable_degrees(spec, target, space.fixed)
-    space = dataclasses.replace(space, **within, **of_job)
-    offer = offer and _offer_within(offer, of_job, policy, cluster)
-    defaults = tuple(f"{each} from {each.origin}" for each in settings.defaults)
-    if defaults:
-        notes.append(f"Defaults of this site: {'; '.join(defaults)}.")
-    mode = choice(f"{prefix}profile.mode", settings.profile.mode, ProfileMode)
-    require_seconds(f"{prefix}profile.max_seconds", settings.profile.max_seconds)
-    named = f"model={spec.name} cluster={cluster.name}"
-    wanted = Wanted(
-        spec=spec,
-        accelerator=cluster.accelerator,
-        precision=costs.precision,
-        versions=versions or {},
-        prefix=prefix,
-        command="--from <your script and its flags>" if prefix else named,
-        implementation=job.transformer_impl,
-    )
-    times = choose_times(wanted, mode, settings.profile.name)
-    site, site_notes = site_calibration(cluster, versions) if settings.profile.site else (None, ())
-    require_at_least(
-        "search.num_alternatives", search.num_alternatives, 0, "Give the number of runners-up."
-    )
-    own = {**job.fixed, "micro_batch_size": job.micro_batch_size}
-    spaces = _other_spaces(space, offer, choices, choose_execution)
-    return Request(
-        spec=spec,
-        cluster=cluster,
-        global_batch_size=batch,
-        settings=costs,
-        space=space,
-        max_seconds=search.max_seconds,
-        begun_s=begun_s,
-        num_alternatives=search.num_alternatives,
-        backend=read_backend(search.backend),
-        times=times.times,
-        not_modelled=job.not_modelled,
-        offer=offer,
-        packages=unknown_packages(choices) if choose_execution else {},
-        numeric_offers=offers_within(inputs.numeric_offers(), policy),
-        memory_offers=offers_within(inputs.memory_offers(spaces), policy),
-        reliability=read_reliability(settings, job.save_interval),
-        rates=read_rates(settings, spec.seq_length, schedule),
-        max_oom_chance=settings.memory.max_oom_chance,
-        tie_percent=search.tie_percent,
-        own={name: value for name, value in own.items() if value is not None},
-        shortlist=shortlist,
-        notes=(
-            *notes,
-            *policy_notes(policy),
-            *device_notes(name, recipe, execution),
-            *site_notes,
-            *adapter_notes(spec),
-            *_scan_notes(spec),
-            *image_notes(spec),
-            *times.notes,
-        ),
-        profile_notes=times.notes,
-        batch_schedule=schedule,
-        sequence_lengths=lengths,
-        policy=policy,
-        defaults=defaults,
-        given=recorded_settings(settings),
-        site=site,
-    )
+    with naming_defaults(settings.defaults):
+        train, search = settings.train, settings.search
+        if settings.flags is not None and job.command is None:
+            raise UserInputError(
+                "flags",
+                settings.flags,
+                "no command of Megatron-LM is there that has flags",
+                "Add --from COMMAND.",
+            )
+        if settings.assume_harmless and not job.fields:
+            fields = list(settings.assume_harmless)
+            raise UserInputError(
+                "assume_harmless",
+                fields,
+                "it names fields of a recipe of NeMo or Megatron-Bridge, and this job is none",
+                "Leave it out.",
+            )
+        if job.target is not None:
+            _require_own_words(settings, job, prefix)
+        spec = with_images(with_seq_length(job.spec, train.seq_length), train)
+        schedule = batch_schedule_of(settings, job, spec.seq_length)
+        batch, notes = batch_of(settings, job, cluster.num_gpus, schedule)
+        policy, target = read_policy(), read_target(settings, job.target)
+        within = space_within(space, policy, cluster)
+        granularity = settings.parallel.recompute_granularity
+        if not granularity and space.recompute is not None:
+            granularity = space.recompute.granularity
+        within |= space_of_frozen_weights(spec, target, within["zero_stages"], granularity)
+        require_experts(spec, settings.parallel)
+        if settings.checks.plausibility:
+            require_plausible(spec, cluster, batch, typed=settings.given)
+        check_quotients(space, cluster.num_gpus, batch)
+        name = cluster.accelerator.name
+        packed = job.packs if train.sequence_packing is None else train.sequence_packing
+        lengths = read_lengths(train, spec.seq_length, packed=packed)
+        notes += length_notes(lengths, packed=packed)
+        inputs = CostInputs(settings, job, name, spec=spec, lengths=lengths)
+        costs = settings_within(inputs.costs(), policy)
+        if spec.vision is not None and costs.precision.is_quantized:
+            raise UnplannableModelError(
+                "train.precision",
+                costs.precision.value,
+                "an encoder of images is priced in 16 bits",
+                fix="Use bf16.",
+            )
+        recipe = costs.traits.fp8_recipe.value if costs.precision.is_quantized else None
+        require_recipe(name, recipe)
+        choices = KnobConditions(
+            spec=spec,
+            accelerator=name,
+            fp8_recipe=recipe if costs.precision is Precision.FP8 else None,
+            packages=known_packages(settings, job.packages),
+            fixed=fixed_choices(settings, job.fixed, freed),
+            has_engine=job.transformer_impl != "local",
+            capturable=job.capturable
+            and schedule is None
+            and is_within(target.megatron_core, since=_GRAPHS_SINCE),
+            has_fast_link=cluster.accelerator.host_bandwidth_bytes_per_s >= _FAST_LINK,
+            counts_on_host=job.counts_on_host,
+            can_state=job.can_state,
+            closed=job.closed,
+        )
+        execution, executions = inputs.execution(), space.executions
+        if choose_execution:
+            execution, executions = always_on(execution, choices), open_values(choices, execution)
+        of_job: dict[str, Any] = {
+            "batch_unit": schedule.batch_unit if schedule else None,
+            "execution": execution,
+            "executions": executions,
+            "version": target.megatron_core,
+            "transformer_impl": job.transformer_impl,
+            "cuda_graphs": None if "cuda_graph_impl" in executions else job.graphs,
+        }
+        if choose_execution and job.target is None:
+            require_buildable(spec, target)
+            of_job["fixed"] = buildable_degrees(spec, target, space.fixed)
+        space = replace(space, **within, **of_job)
+        offer = offer and _offer_within(offer, of_job, policy, cluster)
+        defaults = tuple(f"{each} from {each.origin}" for each in settings.defaults)
+        if defaults:
+            notes.append(f"Defaults of this site: {'; '.join(defaults)}.")
+        mode = choice(f"{prefix}profile.mode", settings.profile.mode, ProfileMode)
+        require_seconds(f"{prefix}profile.max_seconds", settings.profile.max_seconds)
+        named = f"model={spec.name} cluster={cluster.name}"
+        timed = TimedJob(
+            spec=spec,
+            accelerator=cluster.accelerator,
+            precision=costs.precision,
+            versions=versions or {},
+            prefix=prefix,
+            command="--from <your script and its flags>" if prefix else named,
+            implementation=job.transformer_impl,
+        )
+        times, profile_notes = choose_times(timed, mode, settings.profile.name)
+        site, site_notes = (
+            site_calibration(cluster, versions) if settings.profile.site else (None, ())
+        )
+        require_at_least(
+            "search.num_alternatives", search.num_alternatives, 0, "Give the number of runners-up."
+        )
+        own = {**job.fixed, "micro_batch_size": job.micro_batch_size}
+        return Request(
+            spec=spec,
+            cluster=cluster,
+            global_batch_size=batch,
+            settings=costs,
+            space=space,
+            max_seconds=search.max_seconds,
+            begun_s=begun_s,
+            num_alternatives=search.num_alternatives,
+            backend=read_backend(search.backend),
+            times=times,
+            not_modelled=job.not_modelled,
+            offer=offer,
+            packages=unknown_packages(choices) if choose_execution else {},
+            numeric_offers=offers_within(
+                (each for knob in NUMERIC_KNOBS for each in inputs.offers((knob,))), policy
+            ),
+            memory_offers=offers_within(inputs.offers(*MEMORY_KNOBS), policy),
+            memory_spaces=_other_spaces(space, offer, choices if choose_execution else None),
+            reliability=read_reliability(settings, job.save_interval),
+            rates=read_rates(settings, spec.seq_length, schedule),
+            max_oom_chance=settings.memory.max_oom_chance,
+            tie_percent=search.tie_percent,
+            own={name: value for name, value in own.items() if value is not None},
+            shortlist=shortlist,
+            notes=(
+                *notes,
+                *policy_notes(policy),
+                *device_notes(name, recipe, execution),
+                *site_notes,
+                *_model_notes(spec),
+                *image_notes(spec),
+                *profile_notes,
+            ),
+            profile_notes=profile_notes,
+            batch_schedule=schedule,
+            sequence_lengths=lengths,
+            policy=policy,
+            defaults=defaults,
+            given=recorded_settings(settings),
+            site=site,
+        )
 
 
 def _offer_within(
@@ -321,37 +320,42 @@ def _offer_within(
     """Another sharding that is priced beside the plan, if a policy leaves any of it."""
     with contextlib.suppress(PolicyError):
         within = space_within(offer.space, policy, cluster)
-        return dataclasses.replace(
-            offer, space=dataclasses.replace(offer.space, **within, **of_job)
-        )
+        return replace(offer, space=replace(offer.space, **within, **of_job))
     return None
 
 
 def _other_spaces(
-    space: SearchSpace, offer: Offer | None, choices: KnobConditions, choose_execution: bool
+    space: SearchSpace, offer: Offer | None, choices: KnobConditions | None
 ) -> Mapping[tuple[str, ...], SearchSpace]:
-    """The space of a job, and those in which it could need less memory, by what the user sets."""
-    spaces: dict[tuple[str, ...], SearchSpace] = {(): space}
-    if offer is not None:
-        spaces[offer.words] = offer.space
-    everywhere = dataclasses.replace(
+    """Spaces in which a job could need less memory, by what the user sets.
+
+    Args:
+        choices: ``None`` where a plan leaves it to the framework how layers are carried out.
+    """
+    spaces = {} if offer is None else {offer.words: offer.space}
+    name = "offload_modules"
+    if choices is None or name in space.executions or space.execution.offload_modules:
+        return spaces
+    everywhere = replace(
         choices, has_fast_link=True, packages=choices.packages | {Package.ENGINE_2_9}
     )
-    name = "offload_modules"
-    values = open_values(everywhere).get(name, ()) if choose_execution else ()
-    if values and name not in space.executions and not space.execution.offload_modules:
+    if values := open_values(everywhere).get(name, ()):
         modules = " ".join(values[0])
         words = f"--fine-grained-activation-offloading --offload-modules {modules}"
         executions = {**space.executions, name: values}
-        spaces[(words,)] = dataclasses.replace(space, executions=executions)
+        spaces[(words,)] = replace(space, executions=executions)
     return spaces
 
 
 def _require_own_words(settings: Settings, job: Job, prefix: str) -> None:
     """Refuse settings that would price another job than the one that runs."""
     if read_adapters(settings) is not None:
-        limit, fix = "the job says itself what it trains", "Leave it out."
-        raise UserInputError("peft.scheme", settings.peft.scheme, limit, fix)
+        raise UserInputError(
+            "peft.scheme",
+            settings.peft.scheme,
+            "the job says itself what it trains",
+            "Leave it out.",
+        )
     own: dict[str, Any] = {
         "seq_length": job.spec.seq_length,
         "precision": job.precision.value,
@@ -360,9 +364,11 @@ def _require_own_words(settings: Settings, job: Job, prefix: str) -> None:
     for name, value in own.items():
         asked = getattr(settings.train, name)
         if asked not in (None, value):
-            limit = f"the job says {value}, and a plan does not change that"
             raise UserInputError(
-                f"{prefix}train.{name}", asked, limit, fix="Change the job itself."
+                f"{prefix}train.{name}",
+                asked,
+                f"the job says {value}, and a plan does not change that",
+                fix="Change the job itself.",
             )
 
 
@@ -378,31 +384,24 @@ def recorded_settings(settings: Settings) -> tuple[str, ...]:
     return tuple(f"{key}={value}" for key, value in values.items() if value != usual[key])
 
 
-def adapter_notes(spec: TransformerSpec) -> tuple[str, ...]:
-    """What a plan says of its adapters."""
-    if spec.adapters is None:
-        return ()
-    told = [f"All weights but those of adapters are frozen: {spec.adapters.words()}."]
-    if spec.adapters.scheme is not PeftScheme.LORA:
-        told.append(f"No measured run trains {spec.adapters.scheme}: it is priced from its code.")
-    return tuple(told)
-
-
-def _scan_notes(spec: TransformerSpec) -> tuple[str, ...]:
-    """What is known of layers whose kernels nobody has published a measurement of."""
+def _model_notes(spec: TransformerSpec) -> Iterator[str]:
+    """What a plan says of its adapters, and of layers of which few measurements are known."""
+    if spec.adapters is not None:
+        yield f"All weights but those of adapters are frozen: {spec.adapters.words()}."
+        if spec.adapters.scheme is not PeftScheme.LORA:
+            yield f"No measured run trains {spec.adapters.scheme}: it is priced from its code."
     if spec.experimental_attention_variant == "dsa":
-        return (
+        yield (
             "Sparse attention (dsa) is priced from the source of Megatron-LM 0.20 without fused "
             "kernels (dsa_kernel_backend none): every score is worked out, then masked. No run of "
-            "it is known.",
+            "it is known."
         )
-    if SCANNED.isdisjoint(spec.blocks):
-        return ()
-    return (
-        "The scan of Mamba layers and gated delta nets is priced by its arithmetic and its memory "
-        "traffic, times a share that is fitted to whole steps of hybrid models on Hopper and "
-        "Blackwell (docs/hybrid.md); no public measurement of its kernels is known.",
-    )
+    elif not SCANNED.isdisjoint(spec.blocks):
+        yield (
+            "The scan of Mamba layers and gated delta nets is priced by its arithmetic and its "
+            "memory traffic, times a share that is fitted to whole steps of hybrid models on "
+            "Hopper and Blackwell (docs/hybrid.md); no public measurement of its kernels is known."
+        )
 
 
 def site_calibration(
@@ -424,29 +423,34 @@ def site_calibration(
     return Site(calibration, path.stem, known), ()
 
 
-def read_reliability(settings: Settings, save_interval: int | None = None) -> Reliability | None:
+def read_reliability(settings: Settings, save_interval: int | None) -> Reliability | None:
     """How often the job fails, where the configuration gives the mean time between failures."""
     said = settings.reliability.stated()
     if settings.reliability.mtbf_hours is None:
         for name, value in said.items():
-            limit = "it needs the mean time between failures"
-            fix = "Add for example reliability.mtbf_hours=50000, of one GPU."
-            raise UserInputError(f"reliability.{name}", value, limit, fix)
+            raise UserInputError(
+                f"reliability.{name}",
+                value,
+                "it needs the mean time between failures",
+                "Add for example reliability.mtbf_hours=50000, of one GPU.",
+            )
         return None
     if save_interval is not None:
         said.setdefault("save_interval", save_interval)
     return Reliability(**said)
 
 
-def read_rates(
-    settings: Settings, seq_length: int, schedule: BatchSchedule | None = None
-) -> Rates | None:
+def read_rates(settings: Settings, seq_length: int, schedule: BatchSchedule | None) -> Rates | None:
     """What a GPU costs and how long the run is, where the configuration says one of them."""
     cost, train = settings.cost, settings.train
     tokens = train.tokens
     if tokens is not None and (schedule is not None or train.train_samples is not None):
-        limit, fix = "the run's samples say how long it is", "Give train.train_samples alone."
-        raise UserInputError("train.tokens", tokens, limit, fix)
+        raise UserInputError(
+            "train.tokens",
+            tokens,
+            "the run's samples say how long it is",
+            "Give train.train_samples alone.",
+        )
     if train.train_samples is not None:
         tokens = train.train_samples * seq_length
     if (cost.gpu_hour, cost.gpu_watts, train.tokens) == (None, None, None):

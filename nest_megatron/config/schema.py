@@ -170,15 +170,15 @@ class PlanConfig:
 
     model: dict[str, Any] | None = None
     cluster: dict[str, Any] | None = None
-    train: TrainConfig = field(default_factory=TrainConfig)
-    peft: PeftConfig = field(default_factory=PeftConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    search: SearchConfig = field(default_factory=SearchConfig)
-    cost: CostConfig = field(default_factory=CostConfig)
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
-    reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
-    checks: ChecksConfig = field(default_factory=ChecksConfig)
+    train: TrainConfig = TrainConfig()
+    peft: PeftConfig = PeftConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    search: SearchConfig = SearchConfig()
+    cost: CostConfig = CostConfig()
+    memory: MemoryConfig = MemoryConfig()
+    reliability: ReliabilityConfig = ReliabilityConfig()
+    profile: ProfileConfig = ProfileConfig()
+    checks: ChecksConfig = ChecksConfig()
     assume_harmless: tuple[str, ...] = _IN_FILE
     flags: str | None = None
     target: str | None = None
@@ -241,16 +241,11 @@ class LaunchConfig:
     heartbeat_timeout_s: float = 20.0
 
 
-SECTIONS: dict[str, type] = {
-    "train": TrainConfig,
-    "peft": PeftConfig,
-    "parallel": ParallelConfig,
-    "search": SearchConfig,
-    "cost": CostConfig,
-    "memory": MemoryConfig,
-    "reliability": ReliabilityConfig,
-    "profile": ProfileConfig,
-    "checks": ChecksConfig,
+#: Sections of ``PlanConfig`` by name.
+SECTIONS: dict[str, type[_Section]] = {
+    each.name: type(each.default)
+    for each in dataclasses.fields(PlanConfig)
+    if isinstance(each.default, _Section)
 }
 
 

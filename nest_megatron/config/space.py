@@ -1,9 +1,13 @@
-"""What settings fix of a layout, and what they and the framework leave to the search."""
+"""What settings fix of a layout, what is left to search, and the layout that ``estimate`` prices.
+
+What that leaves open Megatron's own defaults fill.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from nest_megatron.config.compose import Settings
@@ -13,16 +17,31 @@ from nest_megatron.config.train import REPLICA_DEGREES
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM, NEMO
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UnplannableModelError, UserInputError, require_at_least
-from nest_megatron.layout.dims import RankOrder
+from nest_megatron.layout.dims import ParallelDims, RankOrder
+from nest_megatron.layout.execution_rules import allowed_execution
+from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import (
+    NO_RECOMPUTE,
     Recompute,
     RecomputeGranularity,
     RecomputeMethod,
     RecomputeModule,
 )
+from nest_megatron.layout.rulebook import require_legal
+from nest_megatron.layout.rulebook.facts import LaunchRequest
+from nest_megatron.layout.stage_layout import (
+    expand_layout,
+    parse_layout,
+    spread_partition,
+    uniform_partition,
+)
 from nest_megatron.layout.zero import ZeroStage
+from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.model.variant import NormPlacement
+from nest_megatron.planner import Request, plan
+from nest_megatron.planner.layouts import estimate_for
 from nest_megatron.solver.backend import Backend
 from nest_megatron.solver.space import DEGREES, SearchSpace
 
@@ -75,9 +94,12 @@ def read_recompute(parallel: ParallelConfig) -> Recompute | None:
     rest = (parallel.recompute_method, parallel.recompute_num_layers, parallel.recompute_modules)
     if parallel.recompute_granularity is None:
         if any(part is not None for part in rest):
-            limit = "the other recompute settings need it"
-            fix = "Add parallel.recompute_granularity=full or selective."
-            raise UserInputError("parallel.recompute_granularity", None, limit, fix)
+            raise UserInputError(
+                "parallel.recompute_granularity",
+                None,
+                "the other recompute settings need it",
+                "Add parallel.recompute_granularity=full or selective.",
+            )
         return None
     wanted = {
         choice("parallel.recompute_modules", name, RecomputeModule)
@@ -102,9 +124,12 @@ def _refuse_estimate_only(parallel: ParallelConfig) -> None:
             fix="Leave it out, or use `nest-megatron estimate` to price this one.",
         )
     if parallel.sequence_parallel is False and parallel.tensor_model_parallel_size != 1:
-        limit = "plan uses it wherever tensor parallelism is on: same time, less memory"
-        fix = "Leave it out, or use `nest-megatron estimate` to price a layout without it."
-        raise UserInputError("parallel.sequence_parallel", False, limit, fix)
+        raise UserInputError(
+            "parallel.sequence_parallel",
+            False,
+            "plan uses it wherever tensor parallelism is on: same time, less memory",
+            "Leave it out, or use `nest-megatron estimate` to price a layout without it.",
+        )
 
 
 def read_backend(name: str | None) -> Backend | None:
@@ -129,9 +154,12 @@ def require_buildable(spec: TransformerSpec, target: Target) -> None:
     if spec.vision is not None and not spec.has_split_encoder and "vision" not in target.builds:
         parts["vision"] = f"of {spec.vision.num_layers} layers"
     for name, value in parts.items():
-        limit = f"{target.framework} cannot build such a model"
-        fix = f"Choose another target=: nest-megatron models {spec.name} lists those that can."
-        raise UnplannableModelError(f"model {spec.name}: {name}", value, limit, fix)
+        raise UnplannableModelError(
+            f"model {spec.name}: {name}",
+            value,
+            f"{target.framework} cannot build such a model",
+            f"Choose another target=: nest-megatron models {spec.name} lists those that can.",
+        )
 
 
 def require_experts(spec: TransformerSpec, parallel: ParallelConfig) -> None:
@@ -142,8 +170,9 @@ def require_experts(spec: TransformerSpec, parallel: ParallelConfig) -> None:
     """
     name, size = "expert_tensor_parallel_size", parallel.expert_tensor_parallel_size
     if spec.num_experts is None and size not in (None, 1):
-        limit = f"{spec.name} has no experts"
-        raise UserInputError(f"parallel.{name}", size, limit, fix="Leave it out.")
+        raise UserInputError(
+            f"parallel.{name}", size, f"{spec.name} has no experts", fix="Leave it out."
+        )
 
 
 def buildable_degrees(
@@ -161,8 +190,12 @@ def buildable_degrees(
         return fixed
     name = "virtual_pipeline_model_parallel_size"
     if (value := fixed.get(name, 1)) != 1:
-        limit = f"the class of {spec.name} in {target.framework} refuses virtual stages"
-        raise UserInputError(f"parallel.{name}", value, limit, fix="Use 1.")
+        raise UserInputError(
+            f"parallel.{name}",
+            value,
+            f"the class of {spec.name} in {target.framework} refuses virtual stages",
+            fix="Use 1.",
+        )
     return {**fixed, name: 1}
 
 
@@ -185,13 +218,19 @@ def space_of_frozen_weights(
     if spec.adapters is None:
         return {}
     if target in MEGATRON_LM:
-        limit = f"{target.framework} trains all weights"
-        fix = "Add target=megatron_bridge or target=nemo."
-        raise UserInputError("peft.scheme", str(spec.adapters.scheme), limit, fix)
+        raise UserInputError(
+            "peft.scheme",
+            str(spec.adapters.scheme),
+            f"{target.framework} trains all weights",
+            "Add target=megatron_bridge or target=nemo.",
+        )
     if target is NEMO and recompute == RecomputeGranularity.FULL:
-        limit = "NeMo loses the gradients of adapters with it, as the embedding is frozen"
-        fix = "Recompute modules (selective), or use Megatron-Bridge."
-        raise UserInputError("recompute_granularity", "full", limit, fix)
+        raise UserInputError(
+            "recompute_granularity",
+            "full",
+            "NeMo loses the gradients of adapters with it, as the embedding is frozen",
+            "Recompute modules (selective), or use Megatron-Bridge.",
+        )
     stages = tuple(stage for stage in zero_stages if not stage.is_fsdp)
     found: dict[str, Any] = {"zero_stages": stages} if stages else {}
     return found | ({"full_recompute": False} if target is NEMO else {})
@@ -220,3 +259,168 @@ def _check_divides(space: SearchSpace, names: Iterable[str], whole: int, words: 
         if len(fixed) > 1:
             fix = "Change one of them or more, or leave out what may be searched."
         raise UserInputError(" * ".join(fixed), product, limit, fix)
+
+
+#: Degrees that change what one rank does in a layer.
+LAYER_DEGREES = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+
+
+def estimate_layout(settings: Settings, request: Request) -> tuple[ParallelPlan, tuple[str, ...]]:
+    """Price the layout of a configuration, if Megatron launches it; with what was assumed.
+
+    Args:
+        request: of a space that the settings say nothing of.
+    """
+    grid, notes = _grid(settings, request)
+    notes = (*notes, *request.profile_notes)
+    text = settings.parallel.pipeline_model_parallel_layout
+    pp = grid.dims.pipeline_model_parallel_size
+    if text is not None:
+        partition = parse_layout(text, request.spec, pp)
+        return estimate_for(request, grid.with_stages(partition)), notes
+    try:
+        virtual = grid.dims.virtual_pipeline_model_parallel_size
+        partition = uniform_partition(request.spec, pp, virtual)
+    except UserInputError as error:
+        found, note = _uneven(request, grid)
+        return found, (*notes, f"{error.what} = {error.value} does not split evenly; {note}")
+    return estimate_for(request, grid.with_stages(partition)), notes
+
+
+def _uneven(request: Request, grid: PartialLayout) -> tuple[ParallelPlan, str]:
+    """The fastest partition of a grid that does not split evenly, or the evenest if none fits."""
+    if grid.sequence_parallel == (grid.dims.tensor_model_parallel_size > 1):
+        fixed = {name: getattr(grid.dims, name) for name in DEGREES if name != "micro_batch_size"}
+        space = replace(
+            request.space,
+            fixed={**fixed, "micro_batch_size": grid.micro_batch_size},
+            rank_orders=(grid.dims.rank_order,),
+            zero_stages=(grid.zero,),
+            recompute=grid.recompute,
+        )
+        check_quotients(space, request.cluster.num_gpus, request.global_batch_size)
+        request = replace(request, space=space, num_alternatives=0)
+        found = plan(request)
+        if isinstance(found, ParallelPlan):
+            which = "" if found.search.certificate == "optimal" else " found in the time"
+            return found, f"the fastest uneven layout{which} that fits is used."
+    partition = spread_partition(request.spec, grid.dims)
+    return estimate_for(
+        request, grid.with_stages(partition)
+    ), "the layers are spread as evenly as they go."
+
+
+def _grid(settings: Settings, request: Request) -> tuple[PartialLayout, tuple[str, ...]]:
+    given = fixed_degrees(settings)
+    micro = given.pop("micro_batch_size", 1)
+    dims, notes = _dims(settings, request, given), list[str]()
+    batch = request.global_batch_size
+    if settings.train.global_batch_size is None and request.batch_schedule is None:
+        step = micro * dims.data_parallel_size
+        batch = -(-batch // step) * step
+        notes.append(f"train.global_batch_size is not given; {batch} sequences are assumed.")
+    sequence_parallel = settings.parallel.sequence_parallel
+    if sequence_parallel is None:
+        sequence_parallel = dims.tensor_model_parallel_size > 1
+    zero, recompute = read_zero(settings.parallel), read_recompute(settings.parallel)
+    grid = PartialLayout(
+        dims=dims,
+        global_batch_size=batch,
+        micro_batch_size=micro,
+        sequence_parallel=sequence_parallel,
+        recompute=NO_RECOMPUTE if recompute is None else recompute,
+        zero=ZeroStage.OPTIMIZER if zero is None else zero,
+    )
+    execution = allowed_execution(request.space.execution, grid)
+    return replace(grid, execution=execution), tuple(notes)
+
+
+def _dims(settings: Settings, request: Request, given: dict[str, int]) -> ParallelDims:
+    parallel = settings.parallel
+    if request.spec.num_experts is not None:
+        # Megatron's default for an absent --expert-tensor-parallel-size.
+        tp = given.get("tensor_model_parallel_size", 1)
+        given.setdefault("expert_tensor_parallel_size", tp)
+    text, pp = parallel.pipeline_model_parallel_layout, given.get("pipeline_model_parallel_size", 1)
+    if text is not None and len(expand_layout(text)) % pp == 0:
+        virtual = len(expand_layout(text)) // pp
+        said = given.setdefault("virtual_pipeline_model_parallel_size", virtual)
+        if said != virtual:
+            raise UserInputError(
+                "parallel.virtual_pipeline_model_parallel_size",
+                said,
+                limit=f"the layout has {virtual} virtual stages on each of the {pp} ranks",
+                fix="Leave it out.",
+            )
+    if "data_parallel_size" not in given:  # all GPUs that are left replicate
+        gpus = request.cluster.num_gpus
+        degrees: dict[str, Any] = {name: given.get(name, 1) for name in REPLICA_DEGREES}
+        one_replica = ParallelDims(**degrees).world_size
+        if gpus % one_replica:
+            raise UserInputError(
+                "tp * cp * pp",
+                one_replica,
+                f"it must divide the {gpus} GPUs of the cluster",
+                "Change a degree or cluster.num_gpus, or give parallel.data_parallel_size.",
+            )
+        given["data_parallel_size"] = gpus // one_replica
+    order = read_rank_order(parallel) or RankOrder.TP_CP_EP_DP_PP
+    return ParallelDims(**given, rank_order=order)
+
+
+def read_shard(settings: Settings, spec: TransformerSpec, flags: Mapping[str, Any]) -> LayerShard:
+    """How the configuration divides a layer; what is not given is Megatron's default.
+
+    Args:
+        flags: a command's, which count where the configuration says nothing.
+
+    Raises:
+        UserInputError: for degrees that Megatron does not build this model with.
+    """
+    parallel, train = settings.parallel, settings.train
+    given = {}
+    for name in LAYER_DEGREES:
+        stated = getattr(parallel, name)
+        given[name] = flags.get(name) if stated is None else stated
+    degrees: dict[str, Any] = {name: 1 if n is None else n for name, n in given.items()}
+    tp = degrees["tensor_model_parallel_size"]
+    if spec.num_experts is not None and given["expert_tensor_parallel_size"] is None:
+        degrees["expert_tensor_parallel_size"] = tp  # Megatron's own default
+    sequence_parallel = parallel.sequence_parallel
+    if sequence_parallel is None:
+        sequence_parallel = flags.get("sequence_parallel", tp > 1) and tp > 1
+    micro_batch_size = train.micro_batch_size
+    if micro_batch_size is None:
+        micro_batch_size = flags.get("micro_batch_size") or 1
+    shard = LayerShard(
+        **degrees, micro_batch_size=micro_batch_size, sequence_parallel=sequence_parallel
+    )
+    _check_shard(spec, shard)
+    return shard
+
+
+def _check_shard(spec: TransformerSpec, shard: LayerShard) -> None:
+    """Megatron's rules on degrees, on the smallest grid that holds them."""
+    micro, fix = shard.micro_batch_size, "Give the sequences of one micro batch."
+    require_at_least("train.micro_batch_size", micro, 1, fix)
+    degrees = {name: getattr(shard, name) for name in LAYER_DEGREES}
+    for name, value in degrees.items():
+        if value < 1:
+            ParallelDims(**{name: value})  # says what is wrong with it
+    experts = shard.expert_model_parallel_size * shard.expert_tensor_parallel_size
+    ranks = shard.tensor_model_parallel_size * shard.context_parallel_size
+    replicas = experts // math.gcd(experts, ranks)
+    asked = LaunchRequest(
+        spec=spec,
+        dims=ParallelDims(**degrees, data_parallel_size=replicas),
+        micro_batch_size=shard.micro_batch_size,
+        global_batch_size=shard.micro_batch_size * replicas,
+        sequence_parallel=shard.sequence_parallel,
+        moe_grouped_gemm=spec.is_moe,
+    )
+    require_legal(asked)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -47,8 +47,12 @@ def batch_schedule_of(settings: Settings, job: Job, seq_length: int) -> BatchSch
     if own is not None and size is not None and job.command is None:
         stated["global_batch_size"] = size
     for name, value in stated.items() if own or job.command or job.fixed else ():
-        limit, fix = "the batch, and how it grows, are the job's own", "Change the job."
-        raise UserInputError(f"train.{name}", value, limit, fix)
+        raise UserInputError(
+            f"train.{name}",
+            value,
+            "the batch, and how it grows, are the job's own",
+            "Change the job.",
+        )
     if own is not None or not stated:
         return own
     _require_taken(stated, read_target(settings, job.target), size)
@@ -68,12 +72,16 @@ def _require_taken(stated: Mapping[str, object], target: Target, size: int | Non
     """
     taken = RAMPUP if release_number(target.megatron_core) < (0, 18) else STEPS
     for name in stated.keys() - {taken}:
-        limit = f"{target.framework} with megatron-core {target.megatron_core} does not take it"
-        fix = f"Give train.{taken}, or another target."
-        raise UserInputError(f"train.{name}", stated[name], limit, fix)
+        raise UserInputError(
+            f"train.{name}",
+            stated[name],
+            f"{target.framework} with megatron-core {target.megatron_core} does not take it",
+            f"Give train.{taken}, or another target.",
+        )
     if taken == STEPS and size is not None:
-        limit, fix = "the schedule says every size", "Leave it out."
-        raise UserInputError("train.global_batch_size", size, limit, fix)
+        raise UserInputError(
+            "train.global_batch_size", size, "the schedule says every size", "Leave it out."
+        )
 
 
 def batch_of(
@@ -127,35 +135,40 @@ def read_lengths(train: TrainConfig, longest: int, *, packed: bool) -> SequenceL
 
     Args:
         longest: tokens of a sequence at most.
-        packed: the job packs its sequences, where ``train.sequence_packing`` does not say it.
+        packed: several sequences stand in one.
 
     Raises:
         UserInputError: for settings that contradict each other, or a file that cannot be read.
     """
     mean, deviation = train.sequence_length_mean, train.sequence_length_std
-    packs = _packs(train, packed=packed)
     if train.sequence_lengths is not None:
         if (mean, deviation) != (None, None):
-            limit, fix = "mean and deviation are given as well", "Give the file alone."
-            raise _wrong(_FILE, train.sequence_lengths, limit, fix)
+            raise _wrong(
+                _FILE,
+                train.sequence_lengths,
+                "mean and deviation are given as well",
+                "Give the file alone.",
+            )
         path = expanded(Path(train.sequence_lengths), _FILE)
-        return lengths_from_counts(_counts(path), longest, packed=packs, source=path.name)
+        return lengths_from_counts(_counts(path), longest, packed=packed, source=path.name)
     if mean is None and deviation is None:
         return None
     for name, value in ((_MEAN, mean), (_STD, deviation)):
         if value is None:
-            limit = "the work of attention depends on the mean and on the standard deviation"
-            raise _wrong(name, None, limit, "Give both, or a file (train.sequence_lengths).")
+            raise _wrong(
+                name,
+                None,
+                "the work of attention depends on the mean and on the standard deviation",
+                "Give both, or a file (train.sequence_lengths).",
+            )
     assert mean is not None
     assert deviation is not None
-    return lengths_from_moments(mean, deviation, longest, packed=packs)
+    return lengths_from_moments(mean, deviation, longest, packed=packed)
 
 
-def length_notes(
-    train: TrainConfig, lengths: SequenceLengths | None, *, packed: bool
-) -> Iterator[str]:
+def length_notes(lengths: SequenceLengths | None, *, packed: bool) -> Iterator[str]:
     """What is assumed of packed sequences whose lengths nothing says; ``packed`` as above."""
-    if _packs(train, packed=packed) and lengths is None:
+    if packed and lengths is None:
         yield (
             "Sequences are packed, and how long they are is not said: attention is priced as if "
             "each pack were one sequence, the most that it can be. train.sequence_lengths=FILE, or "
@@ -166,10 +179,6 @@ def length_notes(
             "Each sequence stands alone and is filled up with padding: the lengths of data change "
             "no time of a step. If several stand in one, train.sequence_packing=true says so."
         )
-
-
-def _packs(train: TrainConfig, *, packed: bool) -> bool:
-    return packed if train.sequence_packing is None else train.sequence_packing
 
 
 def with_images(spec: TransformerSpec, train: TrainConfig) -> TransformerSpec:
@@ -186,22 +195,36 @@ def with_images(spec: TransformerSpec, train: TrainConfig) -> TransformerSpec:
     if vision is None or (tokens is None and images is None and vision.num_images):
         return spec
     if tokens is None:
-        limit = "no field of the model says how many tokens of images a sequence has"
         raise _wrong(
-            "image_tokens", None, limit, "Give their mean, for example train.image_tokens=1024."
+            "image_tokens",
+            None,
+            "no field of the model says how many tokens of images a sequence has",
+            "Give their mean, for example train.image_tokens=1024.",
         )
     if not 1 <= tokens <= spec.seq_length:
-        limit = f"a sequence has {spec.seq_length} tokens"
-        raise _wrong("image_tokens", tokens, limit, "Give the mean of those of images.")
+        raise _wrong(
+            "image_tokens",
+            tokens,
+            f"a sequence has {spec.seq_length} tokens",
+            "Give the mean of those of images.",
+        )
     if images is None:
         images = 1 if vision.has_any_size else -(-tokens // vision.num_projected_tokens)
     elif not vision.has_any_size:
-        limit = f"each image has {vision.num_projected_tokens} tokens"
-        raise _wrong("images", images, limit, "Give train.image_tokens alone.")
+        raise _wrong(
+            "images",
+            images,
+            f"each image has {vision.num_projected_tokens} tokens",
+            "Give train.image_tokens alone.",
+        )
     if not 1 <= images <= tokens:
-        limit = f"each has at least one of the {tokens} tokens (train.image_tokens)"
-        raise _wrong("images", images, limit, "Give their mean, rounded up.")
-    return dataclasses.replace(spec, vision=vision.with_images(tokens, images))
+        raise _wrong(
+            "images",
+            images,
+            f"each has at least one of the {tokens} tokens (train.image_tokens)",
+            "Give their mean, rounded up.",
+        )
+    return replace(spec, vision=vision.with_images(tokens, images))
 
 
 def image_notes(spec: TransformerSpec) -> tuple[str, ...]:
@@ -238,9 +261,12 @@ def _counts(path: Path) -> Mapping[int, float]:
         try:
             length, count = _row(line)
         except (KeyError, TypeError, ValueError):
-            limit = f"line {number} is {line[:60]!r}, no length in tokens"
-            fix = "Write LENGTH, LENGTH COUNT, or a JSON object with a length or input_ids."
-            raise _wrong(_FILE, str(path), limit, fix) from None
+            raise _wrong(
+                _FILE,
+                str(path),
+                f"line {number} is {line[:60]!r}, no length in tokens",
+                "Write LENGTH, LENGTH COUNT, or a JSON object with a length or input_ids.",
+            ) from None
         counts[length] += count
     return counts
 
@@ -270,9 +296,12 @@ def _array(path: Path) -> Iterable[int]:
         ):
             raise ValueError(kind)
     except (IndexError, KeyError, SyntaxError, TypeError, ValueError) as error:
-        limit = f"it is no array of one whole number for each sequence ({shortened(str(error))})"
-        fix = "Save the lengths alone: numpy.save(path, [len(x) for x in data])."
-        raise _wrong(_FILE, str(path), limit, fix) from error
+        raise _wrong(
+            _FILE,
+            str(path),
+            f"it is no array of one whole number for each sequence ({shortened(str(error))})",
+            "Save the lengths alone: numpy.save(path, [len(x) for x in data]).",
+        ) from error
     byte_order: Literal["big", "little"] = "big" if order == ">" else "little"
     rows = (content[at : at + width] for at in range(start, start + count * width, width))
     return (int.from_bytes(row, byte_order, signed=letter == "i") for row in rows)

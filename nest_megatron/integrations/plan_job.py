@@ -51,8 +51,7 @@ from nest_megatron.layout.stage_layout import StagePartition, parse_layout, spre
 from nest_megatron.model.execution import Execution
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.planner import Request
-from nest_megatron.planner.assemble import describe_space
-from nest_megatron.planner.layouts import Prices, Variant, difference, estimate_for
+from nest_megatron.planner.layouts import Prices, Variant, describe_space, difference, estimate_for
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.profile.records import ANALYTIC_NAME, ProfileMode
 from nest_megatron.solver.space import DEGREES, SearchSpace

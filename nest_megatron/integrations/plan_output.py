@@ -43,9 +43,10 @@ from nest_megatron.planner.pins import (
     parse_pinned,
     pinned_for,
     plan_text,
+    read_signers,
+    verify_pinned,
 )
 from nest_megatron.planner.plan_table import TableText, is_table
-from nest_megatron.planner.signed import read_signers, verify_pinned
 from nest_megatron.printing import one_line
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.profile.records import ANALYTIC_NAME
@@ -87,7 +88,7 @@ def pin_plan(
         megatron_lm=release,
     )
     if is_table(text):
-        table = TableText.of(text, str(path)).table()
+        table = TableText(text, str(path)).table()
         pins = [_reviewed(pin, plan) for _, plan in table.planned()]
         return PinnedTable(pin=pins[0], table=table)
     plan = plan_file.load(text, str(path))

@@ -6,7 +6,7 @@ Source: ``TransformerConfig.__post_init__`` (0.16.1 :1144, :1232, :1852-1912; 0.
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -101,7 +101,7 @@ def _without(execution: Execution, *names: str) -> Execution:
     changed = {name for name in names if getattr(execution, name) != getattr(PLAIN, name)}
     if not changed:
         return execution
-    return dataclasses.replace(execution, **{name: getattr(PLAIN, name) for name in changed})
+    return replace(execution, **{name: getattr(PLAIN, name) for name in changed})
 
 
 def allowed_execution(
@@ -157,4 +157,4 @@ def _with_scope(execution: Execution, recompute: Recompute) -> Execution:
     if scope == execution.cuda_graph_scope:
         return execution
     impl = execution.cuda_graph_impl if scope else PLAIN.cuda_graph_impl
-    return dataclasses.replace(execution, cuda_graph_impl=impl, cuda_graph_scope=scope)
+    return replace(execution, cuda_graph_impl=impl, cuda_graph_scope=scope)

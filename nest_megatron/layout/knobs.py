@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from nest_megatron.layout.rulebook.devices import closed_on
@@ -268,14 +267,14 @@ def always_on(given: Execution, conditions: KnobConditions) -> Execution:
     """
     backend = given.moe_flex_dispatcher_backend
     if not _runs_on(backend, conditions) and "token_dispatcher" not in conditions.fixed:
-        given = dataclasses.replace(
+        given = replace(
             given,
             moe_token_dispatcher_type=TokenDispatcher.ALLTOALL,
             moe_flex_dispatcher_backend=None,
         )
     names = [knob.name for knob in KNOBS if knob.always and _is_open(knob, conditions)]
     fields: dict[str, Any] = dict.fromkeys(names, True)
-    return dataclasses.replace(given, **fields)
+    return replace(given, **fields)
 
 
 def open_values(conditions: KnobConditions, given: Execution = PLAIN) -> dict[str, tuple[Any, ...]]:

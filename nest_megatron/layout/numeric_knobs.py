@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
@@ -163,7 +162,7 @@ _HOST_OPTIMIZER = NumericKnob(
     of_sharded_optimizer=True,
     of_adam=True,
 )
-_FP8_AND_ITS_WEIGHTS = dataclasses.replace(
+_FP8_AND_ITS_WEIGHTS = replace(
     _TENSORWISE,
     flags=f"{_TENSORWISE.flags} {_FP8_WEIGHTS.flags}",
     values={**_TENSORWISE.values, **_FP8_WEIGHTS.values},

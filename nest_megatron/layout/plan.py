@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nest_megatron.cluster.placement import torchrun_words
@@ -112,7 +111,7 @@ class Provenance:
         """With what the plan was made for, unless that is said already."""
         if self.framework is not None:
             return self
-        return dataclasses.replace(
+        return replace(
             self,
             framework=framework,
             framework_version=version,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -16,26 +15,28 @@ from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE, PeakLimit, out_
 from nest_megatron.cost_model.peak_posterior import PredictedPeak, predicted_peak
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.deadline import Deadline
-from nest_megatron.layout.batch_schedule import PredictedBatch
-from nest_megatron.layout.estimate import Choice, RiskierLayout
+from nest_megatron.layout.estimate import Choice, RiskierLayout, Shortlist
 from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.plan import ParallelPlan, PresentLayout, SearchRecord
 from nest_megatron.layout.policy import require_allowed
-from nest_megatron.planner.assemble import (
+from nest_megatron.planner.choice import Candidate, candidate, choose_plan, with_runner_up_first
+from nest_megatron.planner.layouts import (
     ENDED_EARLY,
+    PredictedLayout,
     alternative,
     assemble,
+    check_launchable,
+    describe_grid,
+    estimate_for,
+    predict,
     predicted_batches,
     search_record,
 )
-from nest_megatron.planner.choice import Candidate, Chosen, candidates, choose_plan, runner_up
-from nest_megatron.planner.layouts import PredictedLayout, check_launchable, estimate_for
 from nest_megatron.planner.offers import offers
 from nest_megatron.planner.request import Request
 from nest_megatron.planner.shortage import (
     EndedEarly,
     NoPlan,
-    describe_grid,
     no_plan,
     refuse_if_nothing_is_legal,
 )
@@ -83,27 +84,28 @@ def plan(
     deadline = request.deadline()
     searched = _search(request, deadline, on_progress)
     if searched.result.plans:
-        chosen, model = _chosen(request, searched, choose), searched.model
-        best, find = _predicted(model, chosen.plan), partial(_best, deadline=deadline)
-        batches = tuple(predicted_batches(model, best.layout, request.batch_schedule))
-        if larger := _too_large(request, model, best, batches):
-            return plan(dataclasses.replace(request, global_batch_size=larger), choose=choose)
+        model, find = searched.model, partial(_best, deadline=deadline)
+        plans, choice = choose_plan(request, model, searched.result)
+        plans = with_runner_up_first(plans, choose) if choose else plans
+        taken, *others = plans
+        best = predict(request, model, taken.solved.layout)
+        if larger := _too_large(request, model, best):
+            return plan(replace(request, global_batch_size=larger), choose=choose)
         found = assemble(
-            *(request, model, best.layout, best.predicted),
-            search_record(request, searched.result, searched.seconds, chosen.plan, choose),
-            alternatives=tuple(alternative(chosen.plan, each, chosen) for each in chosen.others),
-            choice=None if choose else _with_riskier(request, deadline, searched, chosen.choice),
-            shortlist=chosen.shortlist(model) if request.shortlist else None,
-            present=_present_layout(request, searched, chosen.plan),
+            *(request, model, best),
+            search_record(request, searched.result, searched.seconds, taken.solved, choose),
+            alternatives=tuple(alternative(taken, each) for each in others),
+            choice=None if choose else _with_riskier(request, deadline, searched, choice),
+            shortlist=_shortlist(model, plans) if request.shortlist else None,
+            present=_present_layout(request, searched, taken.solved),
             offers=offers(best, request, find, partial(_faster, request, deadline)),
-            batches=batches,
         )
         require_allowed(found, request.policy)
         return found
     record = search_record(request, searched.result, searched.seconds)
     if record.certificate == ENDED_EARLY:
         return EndedEarly(
-            lower_bound_s=to_seconds(searched.result.certificate.lower_bound),
+            lower_bound_s=to_seconds(searched.result.lower_bound),
             max_seconds=request.max_seconds,
             search=record,
         )
@@ -111,13 +113,12 @@ def plan(
     return no_plan(request, searched.model, record, _before_report(deadline), _best)
 
 
-def _too_large(
-    request: Request, model: CostModel, found: PredictedLayout, batches: Sequence[PredictedBatch]
-) -> int | None:
+def _too_large(request: Request, model: CostModel, found: PredictedLayout) -> int | None:
     """The largest batch of a schedule, which keeps most micro batches, if one of them is too large.
 
     A plan that fits with it fits with all.
     """
+    batches = predicted_batches(model, found.layout, request.batch_schedule)
     limit = PeakLimit(model, request.max_oom_chance, request.site).of(found.layout)
     most = max(limit, found.predicted.peak_memory_bytes)
     if all(batch.peak_memory_bytes <= most for batch in batches):
@@ -204,13 +205,13 @@ def _with_riskier(
     ).result
     if not found.plans:
         return choice
-    layout, predicted = _predicted(model, found.plans[0])
+    layout, predicted, _ = predict(request, model, found.plans[0].layout)
     riskier = RiskierLayout(
         layout=layout,
         iteration_time_s=predicted.iteration_time_s,
         out_of_memory=out_of_memory(model, layout, predicted.peak_memory_bytes, request.site),
     )
-    return dataclasses.replace(choice, riskier=riskier)
+    return replace(choice, riskier=riskier)
 
 
 def _before_report(deadline: Deadline) -> Deadline:
@@ -218,38 +219,27 @@ def _before_report(deadline: Deadline) -> Deadline:
     return deadline.without(min(_REPORT_S, _REPORT_SHARE * deadline.seconds))
 
 
-def _present_of(request: Request) -> Layout | None:
-    """What the job runs today, with the batch that is planned for."""
-    present, batch = request.present, request.global_batch_size
-    if present is None or present.global_batch_size == batch:
-        return present
-    return dataclasses.replace(present, global_batch_size=batch)
-
-
 def _present_that_fits(request: Request, model: CostModel) -> Layout | None:
     """What the job runs today, where it is likely to fit in memory."""
-    own = _present_of(request)
+    own = request.present
     if own is None:
         return None
     chance = out_of_memory(model, own, predicted_peak(model, own).peak_bytes, request.site)
     return own if chance <= MOST_OOM_CHANCE else None
 
 
-def _chosen(request: Request, searched: _Searched, number: int = 0) -> Chosen:
-    """What is taken for a request, or the runner-up that the user asks for.
+def _shortlist(model: CostModel, ranked: Sequence[Candidate]) -> Shortlist:
+    from nest_megatron.planner.to_measure import shortlisted
 
-    Raises:
-        UserInputError: if there is no such runner-up.
-    """
-    chosen = choose_plan(request, searched.model, searched.result)
-    return runner_up(chosen, number) if number else chosen
+    layouts = [each.solved.layout for each in ranked]
+    return shortlisted(model, [each.step for each in ranked], layouts)
 
 
 def _present_layout(
     request: Request, searched: _Searched, best: SolvedLayout
 ) -> PresentLayout | None:
     """What the job runs today beside the plan that is taken."""
-    own = _present_of(request)
+    own = request.present
     if own is None:
         return None
     model, kept = searched.model, best == searched.result.present
@@ -279,33 +269,29 @@ class Ranked:
     def plan(self, candidate: Candidate) -> ParallelPlan:
         """The plan file of one of the candidates, without runners-up."""
         request, model, layout = self.request, self.model, candidate.solved.layout
-        unpriced = dataclasses.replace(request, reliability=None, rates=None)
-        return assemble(
-            *(unpriced, model, layout, estimate(model, layout), self.record),
-            alternatives=(),
-            batches=tuple(predicted_batches(model, layout, request.batch_schedule)),
-        )
+        unpriced = replace(request, reliability=None, rates=None)
+        return assemble(unpriced, model, predict(request, model, layout), self.record)
 
 
-def ranked(request: Request, on_progress: Progress | None = None) -> Ranked | NoPlan | EndedEarly:
+def ranked(request: Request, on_progress: Progress | None) -> Ranked | NoPlan | EndedEarly:
     """What ``plan`` chooses among: the plan, and all that were compared with it."""
     searched = _search(request, request.deadline(), on_progress)
     if not searched.result.plans:
         found = plan(request)  # why there is none
         assert not isinstance(found, ParallelPlan)
         return found
-    model, chosen = searched.model, choose_plan(request, searched.model, searched.result).plan
+    model, result = searched.model, searched.result
+    chosen = choose_plan(request, model, result)[0][0].solved
     plans = sorted(
-        {*searched.result.known, *_other_micro_batches(request, searched)},
+        {*result.known, *_other_micro_batches(request, searched)},
         key=lambda plan: (plan != chosen, plan.rank),
     )[: request.num_alternatives + 1]
-    known = candidates(request, model, plans, searched.result.present)
     return Ranked(
         request=request,
         model=model,
-        candidates=tuple(known.values()),
+        candidates=tuple(candidate(request, model, plan, result.present) for plan in plans),
         peaks={plan: predicted_peak(model, plan.layout) for plan in plans},
-        record=search_record(request, searched.result, searched.seconds, chosen),
+        record=search_record(request, result, searched.seconds, chosen),
     )
 
 
@@ -315,8 +301,8 @@ def _other_micro_batches(request: Request, searched: _Searched) -> set[SolvedLay
     found: set[SolvedLayout] = set()
     most = 0 if name in space.fixed else space.limits.get(name, max(_MICRO_BATCHES))
     for size in (size for size in _MICRO_BATCHES if size <= most):
-        narrow = dataclasses.replace(space, fixed={**space.fixed, name: size})
-        asked = dataclasses.replace(request, space=narrow, present=None)
+        narrow = replace(space, fixed={**space.fixed, name: size})
+        asked = replace(request, space=narrow, present=None)
         found.update(_search(asked, request.deadline(), model=searched.model).result.plans)
     return found
 
@@ -326,11 +312,8 @@ def _best(request: Request, deadline: Deadline) -> PredictedLayout | None:
     searched = _search(request, deadline)
     if not searched.result.plans:
         return None
-    return _predicted(searched.model, _chosen(request, searched).plan)
-
-
-def _predicted(model: CostModel, plan: SolvedLayout) -> PredictedLayout:
-    return PredictedLayout(plan.layout, estimate(model, plan.layout))
+    (taken, *_), _ = choose_plan(request, searched.model, searched.result)
+    return predict(request, searched.model, taken.solved.layout)
 
 
 def _faster(

@@ -8,7 +8,6 @@ from itertools import combinations
 from typing import Any
 
 from nest_megatron.caching import Caching, cached_by
-from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import DEGREES, ParallelDims
 from nest_megatron.layout.estimate import Changes, ChoiceChange, LayoutChange
@@ -19,7 +18,7 @@ from nest_megatron.layout.stage_layout import StagePartition, layout_string, spr
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.planner.layouts import Priced, Prices, Variant, difference
+from nest_megatron.planner.layouts import PredictedLayout, Prices, Variant, difference
 from nest_megatron.planner.request import Request
 
 #: Why Megatron refuses a layout, or nothing.
@@ -47,22 +46,22 @@ def changes(request: Request, before: Variant, after: Variant, refusal: Refusal)
     between = _Between(request.spec, before, after, refusal)
     prices = Prices(request)
     first, last = prices.of(before), prices.of(after)
-    alone = tuple(_alone(between, prices, first, name) for name in between.names)
+    alone = []
+    for name in between.names:
+        layout, rule = between.layout(frozenset({name}))
+        words = between.words([name])
+        if layout is None:
+            alone.append(LayoutChange(choices=words, rule=rule))
+        else:
+            alone.append(_change(words, first, prices.of(layout)))
     return Changes(
-        alone=alone,
+        alone=tuple(alone),
         in_order=tuple(_in_order(between, prices, first)),
         whole=difference(first, last),
     )
 
 
-def _alone(between: _Between, prices: Prices, first: Priced, name: str) -> LayoutChange:
-    layout, rule = between.layout(frozenset({name}))
-    if layout is None:
-        return LayoutChange(choices=between.words([name]), rule=rule)
-    return _change(between.words([name]), first, prices.of(layout))
-
-
-def _in_order(between: _Between, prices: Prices, now: Priced) -> Iterator[LayoutChange]:
+def _in_order(between: _Between, prices: Prices, now: PredictedLayout) -> Iterator[LayoutChange]:
     done: frozenset[str] = frozenset()
     while left := [name for name in between.names if name not in done]:
         taken, rule = _next(between, prices, done, left)
@@ -82,8 +81,8 @@ def _next(
         for order, names in enumerate(combinations(left, number)):
             layout, _ = between.layout(done | {*names})
             if layout is not None:
-                priced = prices.of(layout)
-                legal.append((not priced.found.fits, priced.step_s, order, names))
+                found = prices.of(layout).predicted
+                legal.append((not found.fits, found.iteration_time_s, order, names))
         if legal:
             taken = min(legal)[-1]
             return taken, between.rule(done, taken)
@@ -91,15 +90,15 @@ def _next(
 
 
 def _change(
-    words: tuple[ChoiceChange, ...], now: Priced, then: Priced, rule: str = ""
+    words: tuple[ChoiceChange, ...], now: PredictedLayout, then: PredictedLayout, rule: str = ""
 ) -> LayoutChange:
     return LayoutChange(
         choices=words,
         rule=rule,
-        step_s=then.step_s,
+        step_s=then.predicted.iteration_time_s,
         difference=difference(now, then),
-        peak_memory_bytes=then.peak_memory_bytes,
-        fits=then.found.fits,
+        peak_memory_bytes=then.predicted.peak_memory_bytes,
+        fits=then.predicted.fits,
     )
 
 
@@ -185,7 +184,9 @@ class _Between(Caching):
         asked = Execution(**{f: part for each in _OF_EXECUTION for f, part in value[each]})
         grid = dataclasses.replace(grid, execution=allowed_execution(asked, grid))
         stages = self._partition(grid.dims, with_stages=_STAGES in chosen)
-        settings = _settings(self._after.settings, value)
+        settings = self._after.settings
+        traits = dataclasses.replace(settings.traits, overlap_param_gather=value[_GATHERS])
+        settings = dataclasses.replace(settings, dp_overlap=value[_REDUCES], traits=traits)
         return Variant(settings=settings, layout=grid.with_stages(stages, sharding)), asked
 
     def _without_effect(self, variant: Variant, asked: Execution, chosen: frozenset[str]) -> str:
@@ -236,19 +237,15 @@ def _values(variant: Variant) -> dict[str, Any]:
     }
 
 
-def _settings(settings: CostSettings, value: Mapping[str, Any]) -> CostSettings:
-    traits = dataclasses.replace(settings.traits, overlap_param_gather=value[_GATHERS])
-    return dataclasses.replace(settings, dp_overlap=value[_REDUCES], traits=traits)
-
-
 def _dims(value: Mapping[str, Any]) -> ParallelDims:
     """The degrees; all GPUs that are left replicate."""
     degrees = {name: value[name] for name in _CHOSEN_DEGREES}
     ranks = degrees["tensor_model_parallel_size"] * degrees["context_parallel_size"]
     replica, gpus = ranks * degrees[_PP], value["num_gpus"]
     if gpus % replica:
-        limit, fix = f"it must divide the {gpus} GPUs", "Change a degree."
-        raise UserInputError("tp * cp * pp", replica, limit, fix)
+        raise UserInputError(
+            "tp * cp * pp", replica, f"it must divide the {gpus} GPUs", "Change a degree."
+        )
     return ParallelDims(
         **degrees, data_parallel_size=gpus // replica, rank_order=value["rank_order"]
     )

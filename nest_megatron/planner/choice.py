@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nest_megatron.cost_model.model import CostModel
@@ -12,7 +11,7 @@ from nest_megatron.cost_model.peak_posterior import predicted_peak
 from nest_megatron.cost_model.site import expected
 from nest_megatron.cost_model.uncertainty import Predictive
 from nest_megatron.errors import UserInputError, typed_setting
-from nest_megatron.layout.estimate import Choice, Shortlist
+from nest_megatron.layout.estimate import Choice
 from nest_megatron.layout.layout import layout_arguments
 from nest_megatron.layout.stage_layout import is_uniform
 from nest_megatron.plain import to_plain
@@ -60,45 +59,14 @@ class Candidate:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
-    """The plan to take, its runners-up from the fastest on, and how it was chosen.
-
-    Args:
-        known: what is expected of the plan and its runners-up.
-    """
-
-    plan: SolvedLayout
-    others: tuple[SolvedLayout, ...]
-    choice: Choice
-    known: Mapping[SolvedLayout, Candidate]
-
-    def shortlist(self, model: CostModel) -> Shortlist:
-        """Which of the plan and its runners-up could be the fastest."""
-        from nest_megatron.planner.to_measure import shortlisted
-
-        plans = (self.plan, *self.others)
-        steps = [self.known[plan].step for plan in plans]
-        return shortlisted(model, steps, [plan.layout for plan in plans])
-
-
-def candidates(
-    request: Request,
-    model: CostModel,
-    plans: Sequence[SolvedLayout],
-    present: SolvedLayout | None = None,
-) -> dict[SolvedLayout, Candidate]:
-    """Plans with what is expected of them.
+def candidate(
+    request: Request, model: CostModel, plan: SolvedLayout, present: SolvedLayout | None = None
+) -> Candidate:
+    """A solved plan with what is expected of it.
 
     Args:
         present: the one that runs today, if any does.
     """
-    return {plan: _candidate(request, model, plan, present) for plan in plans}
-
-
-def _candidate(
-    request: Request, model: CostModel, plan: SolvedLayout, present: SolvedLayout | None
-) -> Candidate:
     layout, peak = plan.layout, predicted_peak(model, plan.layout).peak_bytes
     return Candidate(
         solved=plan,
@@ -130,52 +98,54 @@ def ties(candidates: Sequence[Candidate], tie_percent: float) -> list[Candidate]
     return [each for each in candidates if each.step_s <= longest_s]
 
 
-def choose_plan(request: Request, model: CostModel, result: SearchResult) -> Chosen:
+def choose_plan(
+    request: Request, model: CostModel, result: SearchResult
+) -> tuple[tuple[Candidate, ...], Choice]:
     """The simplest of the plans that tie with the fastest that a search found.
 
     Args:
         result: of at least one plan.
+
+    Returns:
+        The plan and its runners-up, those from the fastest on, and how it was chosen.
     """
-    known = candidates(request, model, result.known, result.present)
+    known = {plan: candidate(request, model, plan, result.present) for plan in result.known}
     fitting = allowed([*known.values()], request.max_oom_chance)
     tied = ties(fitting, request.tie_percent)
-    taken = min(tied, key=lambda each: each.complexity).solved
-    fastest = min(fitting, key=lambda each: (each.step_s, each.solved.rank)).solved
+    taken = min(tied, key=lambda each: each.complexity)
+    fastest = min(fitting, key=lambda each: (each.step_s, each.solved.rank))
     others = [
-        plan
-        for plan in (fastest, *result.plans)
-        if plan != taken and (plan == fastest or layout_of(plan.layout) != layout_of(taken.layout))
+        known[plan]
+        for plan in dict.fromkeys((fastest.solved, *result.plans))
+        if plan != taken.solved
+        and (plan == fastest.solved or layout_of(plan.layout) != layout_of(taken.solved.layout))
     ]
-    most = max(request.num_alternatives, int(fastest != taken))
     choice = Choice(
         max_oom_chance=request.max_oom_chance,
         tie_percent=request.tie_percent,
         num_tied=len({layout_of(each.solved.layout) for each in tied}),
-        fastest_s=known[fastest].step_s,
+        fastest_s=fastest.step_s,
     )
-    return Chosen(
-        plan=taken, others=tuple(dict.fromkeys(others))[:most], choice=choice, known=known
-    )
+    return (taken, *others[: max(request.num_alternatives, int(fastest != taken))]), choice
 
 
-def runner_up(chosen: Chosen, number: int) -> Chosen:
-    """The runner-up of a number, as the user asks for it.
+def with_runner_up_first(ranked: Sequence[Candidate], number: int) -> tuple[Candidate, ...]:
+    """A plan and its runners-up, with the runner-up of a number in the plan's place.
 
     Raises:
         UserInputError: if there are fewer.
     """
-    if number > len(chosen.others):
+    plan, *others = ranked
+    if number > len(others):
         raise UserInputError(
             "nest.alternative",
             number,
-            limit=f"the search ranked {len(chosen.others)} runners-up",
+            limit=f"the search ranked {len(others)} runners-up",
             fix="Give a smaller number, or raise "
             f"{typed_setting('search.num_alternatives')} or {typed_setting('search.max_seconds')}.",
         )
-    others = list(chosen.others)
     taken = others.pop(number - 1)
-    others = sorted((chosen.plan, *others), key=lambda plan: plan.rank)
-    return dataclasses.replace(chosen, plan=taken, others=tuple(others))
+    return (taken, *sorted((plan, *others), key=lambda each: each.solved.rank))
 
 
 def _changes(request: Request, plan: SolvedLayout) -> int:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TypeVar
 
 from nest_megatron.cost_model.estimate import estimate
@@ -13,16 +12,14 @@ from nest_megatron.cost_model.formats import beside_buffers
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM
 from nest_megatron.errors import UserInputError
-from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.estimate import Estimate
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.rulebook.facts import uneven_sides
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
-from nest_megatron.model.execution import FlexBackend, TokenDispatcher
-from nest_megatron.planner.layouts import PredictedLayout
+from nest_megatron.model.execution import TokenDispatcher
+from nest_megatron.planner.layouts import PredictedLayout, describe_grid
 from nest_megatron.planner.request import NumericOffer, Request
-from nest_megatron.planner.shortage import describe_grid
 from nest_megatron.solver.executions import is_accepted
 from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.solver.space import SearchSpace
@@ -76,7 +73,7 @@ def _of_sharding(
     offer = request.offer
     if offer is None:
         return
-    asked = dataclasses.replace(
+    asked = replace(
         request,
         space=offer.space,
         offer=None,
@@ -95,18 +92,14 @@ def _of_sharding(
         sharding = other.layout.zero.sharding
         kind = offer.ckpt_format.get(sharding)
         needs = f"; it needs --ckpt-format {kind}" if kind else ""
+        fsdp = other.layout.uses_megatron_fsdp
+        how = "through Megatron-FSDP" if fsdp else "without Megatron-FSDP"
+        if offer.own is DataParallelSharding.TORCH_FSDP2:
+            how = f"{how} instead of PyTorch FSDP2" if fsdp else "without PyTorch FSDP2"
         yield (
-            f"{_named(other, offer.own)} would be {gain:.1f} % faster "
+            f"ZeRO-{int(other.layout.zero)} {how} would be {gain:.1f} % faster "
             f"({format_seconds(step_s)}){needs}. To have it: {offer.free[sharding]}"
         )
-
-
-def _named(plan: PredictedLayout, own: DataParallelSharding) -> str:
-    fsdp = plan.layout.uses_megatron_fsdp
-    how = "through Megatron-FSDP" if fsdp else "without Megatron-FSDP"
-    if own is DataParallelSharding.TORCH_FSDP2:
-        how = f"{how} instead of PyTorch FSDP2" if fsdp else "without PyTorch FSDP2"
-    return f"ZeRO-{int(plan.layout.zero)} {how}"
 
 
 def _fastest(
@@ -131,29 +124,26 @@ def _of_packages(plan: PredictedLayout, request: Request) -> Iterator[str]:
         return
     layout, model, found = plan.layout, request.cost_model(), []
     for backend in request.packages:
-        execution = dataclasses.replace(
+        execution = replace(
             layout.execution,
             moe_token_dispatcher_type=TokenDispatcher.FLEX,
             moe_flex_dispatcher_backend=backend,
         )
         way = allowed_execution(execution, layout)
         if way.is_node_limited and is_accepted(model, request.space, layout, way):
-            other = dataclasses.replace(layout, execution=way)
+            other = replace(layout, execution=way)
             found.append((backend, estimate(model, other)))
     for backend, faster in _fastest(plan, found):
-        words, package = _words(backend, request.settings.target), request.packages[backend]
+        values = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}
+        words = " ".join(f"{name}={value}" for name, value in values.items())
+        if (target := request.settings.target) is None or target.startswith("megatron_lm"):
+            flags = (f"--{name.replace('_', '-')} {value}" for name, value in values.items())
+            words = " ".join(flags)
+        package = request.packages[backend]
         yield (
             f"{words} would {faster}. It needs a package where the job runs; "
             f"search.packages=[{package}] says that it is there"
         )
-
-
-def _words(backend: FlexBackend, target: str | None) -> str:
-    """What the user sets: flags of Megatron-LM, or fields of another framework."""
-    values = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}
-    if target is None or target.startswith("megatron_lm"):
-        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
-    return " ".join(f"{name}={value}" for name, value in values.items())
 
 
 def _of_instances(plan: PredictedLayout, request: Request) -> Iterator[str]:
@@ -169,10 +159,15 @@ def _of_instances(plan: PredictedLayout, request: Request) -> Iterator[str]:
         return
     if layout.zero.is_fsdp or not layout.shards_optimizer:
         return
-    found = []
-    for number in _instances(layout.dims, is_moe=request.spec.is_moe):
-        traits = dataclasses.replace(settings.traits, optimizer_instances=number)
-        other = dataclasses.replace(settings, traits=traits)
+    dims, found = layout.dims, []
+    replicas = dims.data_parallel_size * dims.context_parallel_size
+    if request.spec.is_moe:  # those of experts as well (0.16.1 parallel_state:833)
+        replicas = math.gcd(replicas, dims.expert_data_parallel_size)
+    for number in range(2, min(_MOST_INSTANCES, replicas // 2) + 1):
+        if replicas % number:
+            continue
+        traits = replace(settings.traits, optimizer_instances=number)
+        other = replace(settings, traits=traits)
         found.append((number, estimate(request.cost_model(other), layout)))
     for number, faster in _fastest(plan, found):
         yield (
@@ -181,126 +176,76 @@ def _of_instances(plan: PredictedLayout, request: Request) -> Iterator[str]:
         )
 
 
-def _instances(dims: ParallelDims, *, is_moe: bool) -> Iterator[int]:
-    """Instances that divide the replicas, those of experts as well (0.16.1 parallel_state:833)."""
-    replicas = dims.data_parallel_size * dims.context_parallel_size
-    if is_moe:
-        replicas = math.gcd(replicas, dims.expert_data_parallel_size)
-    return (n for n in range(2, min(_MOST_INSTANCES, replicas // 2) + 1) if replicas % n == 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Numeric:
-    """What a choice that changes numbers brings to a plan.
-
-    Args:
-        words: what the user sets.
-        fits: the plan's own layout with it.
-        change: what of the layout changes with it, in words; nothing where that stays.
-    """
-
-    offer: NumericOffer
-    words: str
-    fits: bool
-    step_s: Seconds
-    faster_percent: float
-    freed_bytes: Bytes
-    freed_percent: float
-    change: str = ""
-
-    @property
-    def is_worth_it(self) -> bool:
-        """Whether the cost model can tell it from the plan."""
-        freed = self.freed_percent >= _LEAST_FREED_PERCENT and self.faster_percent > -1.0
-        return self.fits and (self.faster_percent >= _LEAST_GAIN_PERCENT or freed)
-
-    def sentence(self) -> str:
-        """What it would do, and what it changes."""
-        gains = []
-        if self.faster_percent >= _LEAST_GAIN_PERCENT and not self.change:
-            gains.append(_faster(self.faster_percent, self.step_s))
-        if self.freed_percent >= _LEAST_GAIN_PERCENT:
-            gains.append(f"free {format_gib(self.freed_bytes)} of peak memory per GPU")
-        gain = " and ".join(gains)
-        if self.change:
-            step = format_seconds(self.step_s)
-            job = f"make the job {self.faster_percent:.1f} % faster ({step}): {self.change}"
-            gain = f"{gain}, or {job}" if gain else job
-        return f"{self.words} would {gain}. It changes numbers: {self.offer.knob.changes}"
-
-
 def numeric_offers(plan: PredictedLayout, request: Request, faster: Faster) -> tuple[str, ...]:
     """The choices that change numbers and would gain something, the best first.
 
     Of choices of one family (formats of GEMMs) the best is said.
     """
-    worth = [priced for priced in _all_numeric(plan, request, faster) if priced.is_worth_it]
-    worth.sort(key=lambda priced: (priced.step_s, -priced.freed_bytes))
-    best = {priced.offer.knob.family: priced for priced in reversed(worth)}
-    said = [priced.sentence() for priced in worth if best[priced.offer.knob.family] is priced]
-    return tuple(said[:_MOST_NUMERIC])
+    gains = ((_gain_of(offer, plan, request, faster), offer) for offer in request.numeric_offers)
+    found = [(gain, offer.knobs[0].family) for gain, offer in gains if gain is not None]
+    said: dict[str, str] = {}
+    for (*_, sentence), family in sorted(found, key=lambda each: each[0][:2]):
+        said.setdefault(family, sentence)
+    return tuple(said.values())[:_MOST_NUMERIC]
 
 
-def _all_numeric(plan: PredictedLayout, request: Request, faster: Faster) -> Iterator[_Numeric]:
-    """Each choice on the plan's own layout, and on a faster one that the memory it frees allows."""
-    before = plan.predicted
-    for offer in request.numeric_offers:
-        layout = _accepted(plan, offer, request)
-        if layout is None:
-            continue
-        found = estimate(request.cost_model(offer.settings), layout)
-        freed = before.peak_memory_bytes - found.peak_memory_bytes
-        priced = _Numeric(
-            offer=offer,
-            words=offer.words + ("" if layout.zero is plan.layout.zero else " with ZeRO-1"),
-            fits=found.fits,
-            step_s=found.iteration_time_s,
-            faster_percent=_gain_percent(before.iteration_time_s, found.iteration_time_s),
-            freed_bytes=freed,
-            freed_percent=100.0 * freed / before.peak_memory_bytes,
-        )
-        if freed > 0:
-            shortest_s = min(before.iteration_time_s, found.iteration_time_s)
-            limit_s = shortest_s / (1.0 + _LEAST_GAIN_PERCENT / 100.0)
-            other = faster(*_with_its_memory(plan, offer, request), limit_s)
-            priced = priced if other is None else _on_another_layout(priced, plan, other)
-        yield priced
+def _gain_of(
+    offer: NumericOffer, plan: PredictedLayout, request: Request, faster: Faster
+) -> tuple[Seconds, Bytes, str] | None:
+    """What a choice brings to the plan's own layout, or to one that the memory it frees allows.
+
+    Returns:
+        The step, the freed memory below 0, and a sentence; ``None`` for nothing that the cost model
+        can tell from the plan.
+    """
+    (knob,), layout = offer.knobs, _accepted(plan, offer, request)
+    if layout is None:
+        return None
+    before, found = plan.predicted, estimate(request.cost_model(offer.settings), layout)
+    step_s, freed = found.iteration_time_s, before.peak_memory_bytes - found.peak_memory_bytes
+    freed_percent = 100.0 * freed / before.peak_memory_bytes
+    other = None
+    if freed > 0:
+        limit_s = min(before.iteration_time_s, step_s) / (1.0 + _LEAST_GAIN_PERCENT / 100.0)
+        other = faster(offer.settings, _space_with(offer, plan.layout, request.space), limit_s)
+    if other is not None:
+        step_s = to_seconds(other.iteration)
+    gain = _gain_percent(before.iteration_time_s, step_s)
+    frees = freed_percent >= _LEAST_FREED_PERCENT and gain > -1.0
+    if not (found.fits or other) or not (gain >= _LEAST_GAIN_PERCENT or frees):
+        return None
+    words, gains = " ".join(offer.words), list[str]()
+    if other is None:
+        words += "" if layout.zero is plan.layout.zero else " with ZeRO-1"
+        gains += [_faster(gain, step_s)] if gain >= _LEAST_GAIN_PERCENT else []
+    if freed_percent >= _LEAST_GAIN_PERCENT:
+        gains.append(f"free {format_gib(freed)} of peak memory per GPU")
+    said = " and ".join(gains)
+    if other is not None:
+        job = f"make the job {gain:.1f} % faster ({format_seconds(step_s)})"
+        said += f"{', or ' if said else ''}{job}: {_difference(plan.layout, other.layout)}"
+    return step_s, -freed, f"{words} would {said}. It changes numbers: {knob.changes}"
 
 
-def _with_its_memory(
-    plan: PredictedLayout, offer: NumericOffer, request: Request
-) -> tuple[CostSettings, SearchSpace]:
+def _space_with(offer: NumericOffer, layout: Layout, space: SearchSpace) -> SearchSpace:
     """What is searched for plans with a choice whose memory it frees.
 
     Degrees inside a layer are the plan's: a search over all of them takes as long as its own.
     """
-    dims, space = plan.layout.dims, request.space
     inside = ("tensor_model", "context", "expert_model", "expert_tensor")
-    fixed = {f"{name}_parallel_size": dims.degrees[f"{name}_parallel_size"] for name in inside}
-    space = dataclasses.replace(
-        space,
-        fixed={**space.fixed, **fixed},
-        zero_stages=offer.knob.zero_stages(space.zero_stages),
-    )
-    return offer.settings, space
+    names = [f"{name}_parallel_size" for name in inside]
+    fixed = {**space.fixed, **{name: layout.sizes[name] for name in names}}
+    return replace(offer.space_of(space), fixed=fixed)
 
 
-def _on_another_layout(priced: _Numeric, plan: PredictedLayout, other: SolvedLayout) -> _Numeric:
-    before, after = plan.layout, other.layout
+def _difference(before: Layout, after: Layout) -> str:
+    """What one layout has otherwise than another, in words."""
     known = describe_grid(before).split(", ")
     changed = [words for words in describe_grid(after).split(", ") if words not in known]
     virtual = after.dims.virtual_pipeline_model_parallel_size
     if virtual != before.dims.virtual_pipeline_model_parallel_size:
         changed.append(f"VPP {virtual}")
-    step_s = to_seconds(other.iteration)
-    return dataclasses.replace(
-        priced,
-        words=priced.offer.words,
-        fits=True,
-        step_s=step_s,
-        faster_percent=_gain_percent(plan.predicted.iteration_time_s, step_s),
-        change=", ".join(changed) or "with other stages",
-    )
+    return ", ".join(changed) or "with other stages"
 
 
 def _accepted(plan: PredictedLayout, offer: NumericOffer, request: Request) -> Layout | None:
@@ -308,13 +253,13 @@ def _accepted(plan: PredictedLayout, offer: NumericOffer, request: Request) -> L
 
     Layers that were timed in one number format say nothing of another.
     """
-    knob, traits, layout = offer.knob, offer.settings.traits, plan.layout
+    (knob,), traits, layout = offer.knobs, offer.settings.traits, plan.layout
     if layout.zero.is_fsdp and knob.precision is None:
         return None  # whose widths are flags of their own
     if knob.of_sharded_optimizer and not plan.layout.shards_optimizer:
         if ZeroStage.OPTIMIZER not in request.space.zero_stages:
             return None
-        layout = dataclasses.replace(layout, zero=ZeroStage.OPTIMIZER)
+        layout = replace(layout, zero=ZeroStage.OPTIMIZER)
     if knob.of_experts and plan.layout.execution.is_node_limited:
         return None  # its kernels drop nothing
     if knob.precision is None:
@@ -325,6 +270,6 @@ def _accepted(plan: PredictedLayout, offer: NumericOffer, request: Request) -> L
     if uneven_sides(request.spec, layout.dims, precision, recipe):
         return None
     if not beside_buffers(traits.fp8_recipe):
-        execution = dataclasses.replace(layout.execution, tp_comm_overlap=False)
-        layout = dataclasses.replace(layout, execution=execution)
+        execution = replace(layout.execution, tp_comm_overlap=False)
+        layout = replace(layout, execution=execution)
     return layout

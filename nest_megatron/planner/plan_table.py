@@ -77,60 +77,51 @@ def is_table(text: str) -> bool:
     return _HEAD.match(text) is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TableText:
     """A table's text whose plans are read when they are asked for.
 
     Args:
         name: of the file, for errors.
-        notes: as of ``PlanTable``.
-        head: further fields of the first document.
+
+    Attributes:
+        head: fields of the first document beside those of ``PlanTable``.
+        sizes: numbers of GPUs that have a plan.
+
+    Raises:
+        PlanFileError: if it is no sound table.
     """
 
-    name: str
-    entries: tuple[TableEntry, ...]
-    notes: tuple[str, ...]
-    head: Mapping[str, Any]
-    documents: tuple[str, ...]
-
-    @classmethod
-    def of(cls, text: str, name: str) -> TableText:
-        """Read the first document.
-
-        Raises:
-            PlanFileError: if it is no sound table.
-        """
-        first, *documents = text.split(_NEXT)
-        fields = plan_file.parse(first, name)
+    def __init__(self, text: str, name: str) -> None:
+        first, *self._documents = text.split(_NEXT)
+        self._name, fields = name, plan_file.parse(first, name)
         if (schema := fields.pop("schema")) != _SCHEMA:
-            limit, fix = f"this version reads tables of schema {_SCHEMA}", "Upgrade nest-megatron."
-            raise PlanFileError(f"{name}: schema", schema, limit, fix)
-        found = cls(
-            name=name,
-            entries=_listed(fields.pop(_KEY), name),
-            notes=tuple(map(str, fields.pop(_NOTES, ()))),
-            head=fields,
-            documents=tuple(documents),
-        )
-        found._check()
-        return found
-
-    def _check(self) -> None:
-        sizes, planned = [each.num_gpus for each in self.entries], self._planned()
-        limit = None
-        if not planned or len(planned) != len(self.documents):
-            limit = f"it lists {len(planned)} plans and holds {len(self.documents)}"
-        elif any(less >= more for less, more in pairwise(sizes)):
-            limit = "its entries are not in the order of their sizes"
-        if limit is not None:
-            raise PlanFileError(self.name, None, limit, fix=_AGAIN)
-
-    def _planned(self) -> list[TableEntry]:
-        return [each for each in self.entries if each.checksum is not None]
-
-    def sizes(self) -> tuple[int, ...]:
-        """Numbers of GPUs that have a plan."""
-        return tuple(each.num_gpus for each in self._planned())
+            raise PlanFileError(
+                f"{name}: schema",
+                schema,
+                f"this version reads tables of schema {_SCHEMA}",
+                "Upgrade nest-megatron.",
+            )
+        where, listed = f"{name}: {_KEY}", fields.pop(_KEY)
+        if not isinstance(listed, list):
+            raise PlanFileError(
+                where, listed, "it is a list, an entry for each number of nodes", fix=_AGAIN
+            )
+        self.entries = tuple(from_plain(TableEntry, each, where) for each in listed)
+        self._planned = [each for each in self.entries if each.checksum is not None]
+        self.sizes = tuple(each.num_gpus for each in self._planned)
+        self._notes = tuple(map(str, fields.pop(_NOTES, ())))
+        self.head: Mapping[str, Any] = fields
+        if not self.sizes or len(self.sizes) != len(self._documents):
+            raise PlanFileError(
+                name,
+                None,
+                f"it lists {len(self.sizes)} plans and holds {len(self._documents)}",
+                fix=_AGAIN,
+            )
+        if any(less.num_gpus >= more.num_gpus for less, more in pairwise(self.entries)):
+            raise PlanFileError(
+                name, None, "its entries are not in the order of their sizes", fix=_AGAIN
+            )
 
     def plan_for(self, num_gpus: int) -> ParallelPlan:
         """The plan for so many GPUs, else for the most below, else for the fewest.
@@ -138,17 +129,20 @@ class TableText:
         Raises:
             PlanFileError: if it is not the plan that the table lists.
         """
-        sizes = self.sizes()
-        at = max((i for i, size in enumerate(sizes) if size <= num_gpus), default=0)
+        at = max((i for i, size in enumerate(self.sizes) if size <= num_gpus), default=0)
         return self._read(at)
 
     def _read(self, at: int) -> ParallelPlan:
-        entry, name = self._planned()[at], f"{self.name}: {self._planned()[at].num_nodes} nodes"
-        plan = plan_file.load(self.documents[at], name)
+        entry, name = self._planned[at], f"{self._name}: {self._planned[at].num_nodes} nodes"
+        plan = plan_file.load(self._documents[at], name)
         value = plan_file.checksum(plan), plan.layout.num_gpus
         if value != (entry.checksum, entry.num_gpus):
-            limit = f"the table lists {entry.checksum} for {entry.num_gpus} GPUs"
-            raise PlanFileError(name, value, limit, fix=_AGAIN)
+            raise PlanFileError(
+                name,
+                value,
+                f"the table lists {entry.checksum} for {entry.num_gpus} GPUs",
+                fix=_AGAIN,
+            )
         return plan
 
     def told_of(self, num_gpus: int) -> str:
@@ -161,13 +155,6 @@ class TableText:
         Raises:
             PlanFileError: as ``plan_for``.
         """
-        plans = [self._read(at) for at in range(len(self.documents))]
+        plans = map(self._read, range(len(self._documents)))
         by_checksum = {plan_file.checksum(plan): plan for plan in plans}
-        return PlanTable(entries=self.entries, plans=by_checksum, notes=self.notes)
-
-
-def _listed(fields: Any, name: str) -> tuple[TableEntry, ...]:
-    if not isinstance(fields, list):
-        limit = "it is a list, an entry for each number of nodes"
-        raise PlanFileError(f"{name}: {_KEY}", fields, limit, fix=_AGAIN)
-    return tuple(from_plain(TableEntry, each, f"{name}: {_KEY}") for each in fields)
+        return PlanTable(entries=self.entries, plans=by_checksum, notes=self._notes)

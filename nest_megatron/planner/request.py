@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nest_megatron.catalogue_files import default_setting
@@ -68,31 +67,23 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericOffer:
-    """A choice that changes numbers, priced beside the plan and never taken.
+    """Choices that change numbers: priced beside a plan, or tried where none fits; never taken.
 
     Args:
-        settings: the job's own, with the choice made.
-        words: what the user sets.
+        words: what the user sets, one entry for each choice.
+        settings: the job's own, with the choices made.
     """
 
-    knob: NumericKnob
-    settings: CostSettings
-    words: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryOffer:
-    """A way of the job to need less memory, tried where nothing fits.
-
-    Args:
-        words: what the user sets, one entry for each change.
-        settings: the job's own, with the changes made.
-        space: what may be searched with them.
-    """
-
+    knobs: tuple[NumericKnob, ...]
     words: tuple[str, ...]
     settings: CostSettings
-    space: SearchSpace
+
+    def space_of(self, space: SearchSpace) -> SearchSpace:
+        """What of a space may be searched with the choices: no ZeRO stage where it is nothing."""
+        stages = space.zero_stages
+        for knob in self.knobs:
+            stages = knob.zero_stages(stages)
+        return replace(space, zero_stages=stages)
 
 
 def _beside_images(spec: TransformerSpec, vision: EncoderSpec, space: SearchSpace) -> SearchSpace:
@@ -105,25 +96,15 @@ def _beside_images(spec: TransformerSpec, vision: EncoderSpec, space: SearchSpac
     if needed:
         most = spec.num_layers // needed
         if (stated := space.fixed.get(name, 1)) > most:
-            limit = f"its first stage must hold {needed} layers, so it is at most {most}"
-            raise UserInputError(f"parallel.{name}", stated, limit, fix="Give less.")
+            raise UserInputError(
+                f"parallel.{name}",
+                stated,
+                f"its first stage must hold {needed} layers, so it is at most {most}",
+                fix="Give less.",
+            )
         limits = {**space.limits, name: min(most, space.limits.get(name, most))}
-        space = dataclasses.replace(space, limits=limits)
-    return dataclasses.replace(
-        space, even_stages=space.even_stages or vision.is_split or needed > 0
-    )
-
-
-def _refuse(what: str, value: object, limit: str) -> None:
-    fix = _FIXES.get(what, "Give percent, such as 1.")
-    raise UserInputError(what, value, limit=f"it must be {limit}", fix=fix)
-
-
-_FIXES = {
-    "train.global_batch_size": "Give the sequences of one optimizer step.",
-    "search.max_seconds": "Give the seconds that the search may take.",
-    "memory.max_oom_chance": "Give a share, such as 0.05.",
-}
+        space = replace(space, limits=limits)
+    return replace(space, even_stages=space.even_stages or vision.is_split or needed > 0)
 
 
 def _default(name: str) -> Any:
@@ -143,9 +124,10 @@ class Request:
         begun_s: when that time began (``time.monotonic``); ``None`` is when planning begins.
         offer: another sharding to be priced by ``offers.offers``.
         packages: backends of the token all-to-all whose package is not known to be there.
-        numeric_offers: choices that change numbers, for ``offers.numeric_offers``.
+        numeric_offers: single choices, for ``offers.numeric_offers``.
         remedies: whether what would help is looked for where nothing fits.
-        memory_offers: what is tried where nothing fits, the fewest changes first.
+        memory_offers: choices that need less memory, singly and together, tried where nothing fits.
+        memory_spaces: what is searched then beside ``space``, by what the user sets.
         reliability: how often the job fails; ``None`` says nothing of goodput.
         max_oom_chance: largest chance of a plan to run out of memory.
         tie_percent: plans so close to the fastest count as equal; the simplest one is taken.
@@ -160,7 +142,8 @@ class Request:
         defaults: settings of the job that are the site's, each with its file and line.
         given: settings that only the plan's record of them says, as typed.
         site: the site's calibration, by which plans are chosen; ``None`` for the catalogue's alone.
-        present: what the job runs today, where it may be kept: a plan of the space.
+        present: what the job runs today, where it may be kept: a plan of the space, with the batch
+            that is planned for.
         rates: what a GPU costs, and the length of the run; ``None`` says nothing of prices.
     """
 
@@ -179,7 +162,8 @@ class Request:
     packages: Mapping[FlexBackend, Package] = field(default_factory=dict)
     numeric_offers: tuple[NumericOffer, ...] = ()
     remedies: bool = True
-    memory_offers: tuple[MemoryOffer, ...] = ()
+    memory_offers: tuple[NumericOffer, ...] = ()
+    memory_spaces: Mapping[tuple[str, ...], SearchSpace] = field(default_factory=dict)
     reliability: Reliability | None = None
     max_oom_chance: float = _default("memory.max_oom_chance")
     tie_percent: float = _default("search.tie_percent")
@@ -197,20 +181,39 @@ class Request:
     rates: Rates | None = None
 
     def __post_init__(self) -> None:
-        batch, seconds = self.global_batch_size, self.max_seconds
+        batch, limit = self.global_batch_size, "it must be a whole number of at least 1"
         if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
-            _refuse("train.global_batch_size", batch, "a whole number of at least 1")
-        if not seconds > 0:
-            _refuse("search.max_seconds", seconds, "above 0")
+            raise UserInputError(
+                "train.global_batch_size", batch, limit, "Give the sequences of one optimizer step."
+            )
+        if not self.max_seconds > 0:
+            raise UserInputError(
+                "search.max_seconds",
+                self.max_seconds,
+                "it must be above 0",
+                "Give the seconds that the search may take.",
+            )
         if not 0 <= self.tie_percent < math.inf:
-            _refuse("search.tie_percent", self.tie_percent, "at least 0 and finite")
+            raise UserInputError(
+                "search.tie_percent",
+                self.tie_percent,
+                "it must be at least 0 and finite",
+                "Give percent, such as 1.",
+            )
         if not 0 < self.max_oom_chance <= MOST_OOM_CHANCE:
-            limit = f"above 0 and at most {MOST_OOM_CHANCE:g}"
-            _refuse("memory.max_oom_chance", self.max_oom_chance, limit)
+            raise UserInputError(
+                "memory.max_oom_chance",
+                self.max_oom_chance,
+                f"it must be above 0 and at most {MOST_OOM_CHANCE:g}",
+                "Give a share, such as 0.05.",
+            )
+        if self.present is not None and self.present.global_batch_size != batch:
+            present = replace(self.present, global_batch_size=batch)
+            object.__setattr__(self, "present", present)
         recompute = self.space.recompute or NO_RECOMPUTE
         cuts = cuts_anywhere(self.spec, recompute, self.space.version)
         if self.space.partition is None and not cuts:
-            even = dataclasses.replace(self.space, even_stages=True)
+            even = replace(self.space, even_stages=True)
             object.__setattr__(self, "space", even)
         if self.spec.vision is not None:
             space = _beside_images(self.spec, self.spec.vision, self.space)

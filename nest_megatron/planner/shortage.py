@@ -1,27 +1,38 @@
-"""Why nothing fits, and what would."""
+"""Why a job has no plan, and what would help: no legal degrees, or too little memory.
+
+Where none is legal, every combination that keeps what is fixed is held to the rules that a search
+keeps to; those that break the fewest say what binds. Then each fixed value is left out alone, to
+see which of them would make some combination legal.
+"""
 
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
 
 from nest_megatron.cost_model.memory import capacity_bytes, within_error
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE, PeakLimit
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
-from nest_megatron.layout.dims import SHORT_DEGREES
+from nest_megatron.layout import rulebook
+from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.plan import SearchRecord
-from nest_megatron.planner.conflict import binding, is_legal_without, single_relaxations
-from nest_megatron.planner.layouts import PredictedLayout
-from nest_megatron.planner.request import MemoryOffer, Request
+from nest_megatron.layout.recompute import NO_RECOMPUTE
+from nest_megatron.layout.rulebook.facts import violations
+from nest_megatron.layout.rulebook.search import is_searched
+from nest_megatron.planner.layouts import PredictedLayout, describe_grid
+from nest_megatron.planner.request import NumericOffer, Request
 from nest_megatron.solver.backend import choose, solver_of
+from nest_megatron.solver.executions import launched
+from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.memory_shortage import Shortage, fits, least_memory
+from nest_megatron.solver.outcome import OutOfTime
 from nest_megatron.solver.ranking import SearchResult
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
@@ -111,11 +122,11 @@ def refuse_if_nothing_is_legal(request: Request, result: SearchResult, deadline:
     Raises:
         UserInputError: if no combination of degrees is legal, naming the rules.
     """
-    if result.certificate.candidates:
+    if result.candidates:
         return
     broken = binding(request, deadline.passed)
     rules = "; ".join(f"{rule.what} = {rule.value}: {rule.limit}" for rule in broken)
-    rules = rules or "; ".join(sorted(result.certificate.illegal)) or "nothing divides the GPUs"
+    rules = rules or "; ".join(sorted(result.illegal)) or "nothing divides the GPUs"
     advice = _relaxed(request, deadline)
     if not advice and all(rule.what != "global_batch_size" for rule in broken):
         advice = " ".join(rule.fix for rule in broken)
@@ -140,6 +151,130 @@ def _relaxed(request: Request, deadline: Deadline) -> str:
     return ""
 
 
+_TP, _CP = "tensor_model_parallel_size", "context_parallel_size"
+_PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+_EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+_DP, _MICRO = "data_parallel_size", "micro_batch_size"
+
+
+def binding(request: Request, out_of_time: OutOfTime = lambda: False) -> tuple[UserInputError, ...]:
+    """The rules that the least illegal combination breaks.
+
+    Nothing where a combination breaks none of them, so that something else must bind, or where time
+    did not allow to look at all.
+    """
+    found: tuple[UserInputError, ...] = ()
+    for broken in _broken(request):
+        if not broken or out_of_time():
+            return ()
+        if not found or len(broken) < len(found):
+            found = broken
+    return found
+
+
+def single_relaxations(request: Request, out_of_time: OutOfTime = lambda: False) -> list[str]:
+    """Fixed values, each of which makes some combination legal when it alone is left out.
+
+    Args:
+        out_of_time: once true, those found until then are returned.
+    """
+    fixed = request.space.fixed
+    return [name for name in fixed if is_legal_without(request, (name,), out_of_time)]
+
+
+def is_legal_without(request: Request, names: Collection[str], out_of_time: OutOfTime) -> bool:
+    """Whether some combination is legal where these fixed values are left out."""
+    space = request.space
+    fixed = {name: value for name, value in space.fixed.items() if name not in names}
+    partition = None if {_PP, _VPP} & set(names) else space.partition
+    space = replace(space, fixed=fixed, partition=partition)
+    grids = GridSpace(request.cost_model(), request.global_batch_size, space)
+    for shard in grids.shards():
+        if out_of_time():
+            return False
+        if any(next(grids.families(grid), None) is not None for grid in grids.grids(shard)):
+            return True
+    return False
+
+
+def _broken(request: Request) -> Iterator[tuple[UserInputError, ...]]:
+    """Rules that each combination breaks; none for one that only the search excludes."""
+    space, spec = request.space, request.spec
+    model, world = request.cost_model(), request.cluster.num_gpus
+    batch = space.batch_unit or request.global_batch_size
+
+    def values(name: str, number: int) -> list[int]:
+        if name in space.fixed:
+            return [space.fixed[name]]
+        return space.values(name, number, request.cluster)
+
+    experts = spec.num_experts or 1
+    sizes = product(
+        values(_TP, world),
+        values(_CP, world),
+        values(_PP, world),
+        values(_EP, experts) if spec.is_moe else [1],
+        values(_ETP, world) if spec.is_moe else [1],
+        values(_MICRO, batch),
+        [space.fixed.get(_VPP, 1)],
+        space.zero_stages,
+        space.rank_orders,
+    )
+    for tp, cp, pp, ep, etp, micro, vpp, zero, order in sizes:
+        if world % (tp * cp * pp):
+            continue
+        try:
+            dims = ParallelDims(
+                tensor_model_parallel_size=tp,
+                context_parallel_size=cp,
+                pipeline_model_parallel_size=pp,
+                virtual_pipeline_model_parallel_size=vpp,
+                data_parallel_size=world // (tp * cp * pp),
+                expert_model_parallel_size=ep,
+                expert_tensor_parallel_size=etp,
+                rank_order=order,
+            )
+        except UserInputError as error:
+            yield (error,)
+            continue
+        grid = PartialLayout(  # of a batch that divides: whether the real one does is a rule
+            dims=dims,
+            micro_batch_size=micro,
+            global_batch_size=micro * dims.data_parallel_size,
+            recompute=space.recompute or NO_RECOMPUTE,
+            zero=zero,
+            sequence_parallel=tp > 1,
+        )
+        own_graphs = space.cuda_graphs is not None
+        way = allowed_execution(space.execution, grid, own_graphs=own_graphs)
+        asked = launched(model, space, replace(grid, execution=way))
+        asked = replace(asked, global_batch_size=batch, partition=space.partition)
+        searched = filter(is_searched, rulebook.RULES)
+        broken = tuple(found for _, found in violations(asked.facts, searched))
+        yield broken + tuple(_other_limits(request, dims))
+
+
+def _other_limits(request: Request, dims: ParallelDims) -> Iterator[UserInputError]:
+    """What the space demands beside Megatron's rules."""
+    space = request.space
+    wanted = space.fixed.get(_DP, dims.data_parallel_size)
+    if wanted != dims.data_parallel_size:
+        yield UserInputError(
+            _DP,
+            wanted,
+            f"the other degrees leave {dims.data_parallel_size} of the GPUs for it",
+            "Leave it out.",
+        )
+    elif not space.allows(_DP, wanted, request.cluster):
+        least, most = space.least.get(_DP, 1), space.limit(_DP, request.cluster)
+        yield UserInputError(
+            _DP,
+            wanted,
+            f"it is {least} to {most} here, and the other degrees leave it no other value",
+            f"Widen its limits (search.max_{_DP}), or those of other degrees.",
+        )
+
+
 def no_plan(
     request: Request, model: CostModel, record: SearchRecord, deadline: Deadline, find: Find
 ) -> NoPlan:
@@ -159,13 +294,7 @@ def no_plan(
     missing = shortage.needed_bytes - limit
     remedies = list(_of_capacity(request, missing))
     if request.remedies:
-        remedies = [
-            *_of_risk(request, deadline, find),
-            *_of_number(request, number, deadline, find),
-            *_of_memory(request, deadline, find),
-            *_of_fixed(request, deadline, find),
-            *remedies,
-        ]
+        remedies = [*_with_plans(request, number, deadline, find), *remedies]
     return NoPlan(
         shortage=shortage,
         missing_bytes=missing,
@@ -177,70 +306,76 @@ def no_plan(
     )
 
 
-def _remedy(change: str, request: Request, deadline: Deadline, find: Find) -> Remedy:
-    """A change with the plan of the request that it leads to, as far as time allows."""
-    found = find(
-        dataclasses.replace(request, space=_lean(request.space), num_alternatives=0),
-        deadline.within(_PLAN_SHARE * request.max_seconds),
-    )
-    if found is None:
-        return Remedy(change=change)
-    return Remedy(
-        change=change,
-        layout=describe_grid(found.layout),
-        iteration_time_s=found.predicted.iteration_time_s,
-        peak_memory_bytes=found.predicted.peak_memory_bytes,
-    )
-
-
-def _of_risk(request: Request, deadline: Deadline, find: Find) -> Iterator[Remedy]:
-    """A larger chance to run out of memory, as far as plans rather start than not."""
-    riskier = dataclasses.replace(request, max_oom_chance=MOST_OOM_CHANCE)
-    if request.max_oom_chance < MOST_OOM_CHANCE and _fits(riskier, deadline):
-        change = f"memory.max_oom_chance={MOST_OOM_CHANCE:g}, at your own risk"
-        yield _remedy(change, riskier, deadline, find)
-
-
-def _of_number(
-    request: Request, number: FewestGpus | None, deadline: Deadline, find: Find
+def _with_plans(
+    request: Request, number: tuple[int, bool] | None, deadline: Deadline, find: Find
 ) -> Iterator[Remedy]:
-    """The smallest number of GPUs."""
-    if number is None:
-        return
-    change = f"cluster.num_gpus={number.num_gpus}"
-    if not number.fits:
-        yield Remedy(change=f"{change} at least, by the memory of weights and optimizer states")
-        return
-    cluster = request.cluster.resized(number.num_gpus)
-    yield _remedy(change, dataclasses.replace(request, cluster=cluster), deadline, find)
+    """Changes after which something fits, each with the plan then, as far as time allows.
+
+    Args:
+        number: as of ``_fewest_gpus``.
+    """
+
+    def remedy(change: str, other: Request) -> Remedy:
+        found = find(
+            replace(other, space=_lean(other.space), num_alternatives=0),
+            deadline.within(_PLAN_SHARE * other.max_seconds),
+        )
+        if found is None:
+            return Remedy(change=change)
+        return Remedy(
+            change=change,
+            layout=describe_grid(found.layout),
+            iteration_time_s=found.predicted.iteration_time_s,
+            peak_memory_bytes=found.predicted.peak_memory_bytes,
+        )
+
+    riskier = replace(request, max_oom_chance=MOST_OOM_CHANCE)
+    if request.max_oom_chance < MOST_OOM_CHANCE and _fits(riskier, deadline):
+        yield remedy(f"memory.max_oom_chance={MOST_OOM_CHANCE:g}, at your own risk", riskier)
+    if number is not None:
+        num_gpus, some_plan_fits = number
+        change = f"cluster.num_gpus={num_gpus}"
+        if some_plan_fits:
+            yield remedy(change, replace(request, cluster=request.cluster.resized(num_gpus)))
+        else:
+            change += " at least, by the memory of weights and optimizer states"
+            yield Remedy(change=change)
+    for change, other in _of_memory(request, deadline):
+        yield remedy(change, other)
+    given = _given(request.space)
+    freed = replace(request, space=_freed(request.space))
+    if given and _fits(freed, deadline):
+        yield remedy(f"leave free what is fixed ({', '.join(given)})", freed)
 
 
-def _of_memory(request: Request, deadline: Deadline, find: Find) -> Iterator[Remedy]:
+def _of_memory(request: Request, deadline: Deadline) -> Iterator[tuple[str, Request]]:
     """The fewest changes of what memory holds, of each set whose every change together fits."""
-
-    def changed(offer: MemoryOffer) -> Request:
-        return dataclasses.replace(request, settings=offer.settings, space=offer.space)
-
-    offers = {frozenset(offer.words): offer for offer in request.memory_offers}
-    largest = [words for words in offers if not any(words < more for more in offers)]
-    enough = [words for words in largest if _fits(changed(offers[words]), deadline)]
-    found: list[frozenset[str]] = []
-    for words, offer in offers.items():
+    tried = memory_changes(request)
+    largest = [words for words in tried if not any({*words} < {*more} for more in tried)]
+    enough = [{*words} for words in largest if _fits(tried[words], deadline)]
+    found: list[set[str]] = []
+    for words, other in tried.items():
+        changes = {*words}
         if len(found) == _MOST_OF_MEMORY or deadline.passed():
             return
-        if any(fewer <= words for fewer in found) or not any(words <= more for more in enough):
+        if any(fewer <= changes for fewer in found) or not any(changes <= more for more in enough):
             continue
-        if words in enough or _fits(changed(offer), deadline):
-            found.append(words)
-            yield _remedy(" ".join(offer.words), changed(offer), deadline, find)
+        if changes in enough or _fits(other, deadline):
+            found.append(changes)
+            yield " ".join(words), other
 
 
-def _of_fixed(request: Request, deadline: Deadline, find: Find) -> Iterator[Remedy]:
-    """What the user holds fixed or limits, all of it."""
-    given = _given(request.space)
-    freed = dataclasses.replace(request, space=_freed(request.space))
-    if given and _fits(freed, deadline):
-        yield _remedy(f"leave free what is fixed ({', '.join(given)})", freed, deadline, find)
+def memory_changes(request: Request) -> dict[tuple[str, ...], Request]:
+    """Ways of a job to need less memory by what the user sets, the fewest changes first."""
+    unchanged = NumericOffer(knobs=(), words=(), settings=request.settings)
+    spaces = {(): request.space, **request.memory_spaces}
+    found = [
+        (words, more, replace(request, settings=offer.settings, space=narrow))
+        for offer, (more, space) in product((unchanged, *request.memory_offers), spaces.items())
+        if (narrow := offer.space_of(space)).zero_stages and (words := (*offer.words, *more))
+    ]
+    found.sort(key=lambda each: (len(each[0]), len(each[1])))
+    return {words: other for words, _, other in found}
 
 
 def _of_capacity(request: Request, missing: int) -> Iterator[Remedy]:
@@ -263,7 +398,7 @@ def _freed(space: SearchSpace) -> SearchSpace:
     """A space without what ``_given`` names; what the framework or the run limits stays."""
     names = ("fixed", "limits", "partition", "recompute", "sharding", "zero_stages", "rank_orders")
     everything = SearchSpace()
-    return dataclasses.replace(space, **{name: getattr(everything, name) for name in names})
+    return replace(space, **{name: getattr(everything, name) for name in names})
 
 
 def _given(space: SearchSpace) -> list[str]:
@@ -279,15 +414,8 @@ def _given(space: SearchSpace) -> list[str]:
     return [*space.fixed, *limits, *(name for name, given in others.items() if given)]
 
 
-class FewestGpus(NamedTuple):
-    """A number of GPUs: some plan fits, or by a bound none fits with fewer."""
-
-    num_gpus: int
-    fits: bool
-
-
-def _fewest_gpus(request: Request, deadline: Deadline) -> FewestGpus | None:
-    """Fewest GPUs, in whole nodes, with which some plan fits.
+def _fewest_gpus(request: Request, deadline: Deadline) -> tuple[int, bool] | None:
+    """Fewest GPUs, in whole nodes, with which some plan fits; or by a bound none with fewer.
 
     The bound on states is doubled and halved to, which takes little time; from there on up each
     number is tried. Where time ends that, the bound is left. ``None`` where no number helps.
@@ -295,7 +423,7 @@ def _fewest_gpus(request: Request, deadline: Deadline) -> FewestGpus | None:
     cluster, node = request.cluster, request.cluster.gpus_per_node
 
     def request_of(num_gpus: int) -> Request:
-        return dataclasses.replace(request, cluster=cluster.resized(num_gpus))
+        return replace(request, cluster=cluster.resized(num_gpus))
 
     def has_room(num_gpus: int) -> bool:
         search = _new_search(request_of(num_gpus), None, deadline)
@@ -304,9 +432,9 @@ def _fewest_gpus(request: Request, deadline: Deadline) -> FewestGpus | None:
 
     for size in _sizes(cluster.num_gpus, node, _unit(request.space, node), has_room):
         if deadline.passed():
-            return FewestGpus(size, fits=False)
+            return size, False
         if _fits(request_of(size), deadline):
-            return FewestGpus(size, fits=True)
+            return size, True
     return None
 
 
@@ -361,13 +489,4 @@ def _lean(space: SearchSpace) -> SearchSpace:
     limits = space.limits
     if name not in {*space.fixed, *space.least}:
         limits = {**limits, name: 1}
-    return dataclasses.replace(space, limits=limits, executions=executions)
-
-
-def describe_grid(grid: PartialLayout) -> str:
-    """A grid's degrees in one line."""
-    degrees = {short: getattr(grid.dims, name) for name, short in SHORT_DEGREES.items()}
-    left_out = ("VPP",) if grid.dims.expert_ranks > 1 else ("VPP", "EP", "ETP")
-    words = [f"{short} {size}" for short, size in degrees.items() if short not in left_out]
-    words.append(f"micro batch {grid.micro_batch_size}")
-    return ", ".join([*words, f"ZeRO-{int(grid.zero)}", f"recompute {grid.recompute.label()}"])
+    return replace(space, limits=limits, executions=executions)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.compute import operator_times
@@ -91,13 +92,12 @@ def minutes(seconds: Seconds) -> str:
 
 def profile_s(model: CostModel, tasks: Sequence[Task]) -> Seconds:
     """How long it takes to time blocks one after the other, on one of a cluster's GPUs."""
-    return _START_S + math.fsum(_BUILD_S + min(_MOST_S, _timed_s(model, task)) for task in tasks)
-
-
-def _timed_s(model: CostModel, task: Task) -> Seconds:
-    operators = block_graph(model.spec, task.block, task.shard).operators
-    device, settings = model.cluster.accelerator, model.settings
-    return _PASSES * math.fsum(s for op in operators for s in operator_times(op, device, settings))
+    device, settings, times_s = model.cluster.accelerator, model.settings, []
+    for task in tasks:
+        operators = block_graph(model.spec, task.block, task.shard).operators
+        pass_s = math.fsum(s for op in operators for s in operator_times(op, device, settings))
+        times_s.append(_BUILD_S + min(_MOST_S, _PASSES * pass_s))
+    return _START_S + math.fsum(times_s)
 
 
 def tasks_between(model: CostModel, grids: Sequence[PartialLayout]) -> tuple[Task, ...]:
@@ -127,18 +127,17 @@ def profiles(
     tasks = [task for task in tasks_between(model, undecided) if task.block in untimed]
     if tasks:
         yield Profile(mechanisms=LAYERS, seconds=profile_s(model, tasks), num_shapes=len(tasks))
-    far = frozenset(each for each in NETWORK if _crosses(model, each, listed))
+    sizes = model.cluster.group_sizes()
+    far = frozenset(
+        mechanism
+        for mechanism in NETWORK
+        for grid, kind in product(listed, _GROUPS[mechanism])
+        if group_level(grid.dims, kind, sizes) > 0
+    )
     if model.cluster.gpus_per_node > 1:
         yield Profile(mechanisms=NETWORK - far, seconds=_START_S + BUDGET_S, num_nodes=1)
     if far:
         yield Profile(mechanisms=NETWORK, seconds=_START_S + BUDGET_S, num_nodes=2)
-
-
-def _crosses(model: CostModel, mechanism: Mechanism, grids: Sequence[PartialLayout]) -> bool:
-    sizes = model.cluster.group_sizes()
-    return any(
-        group_level(grid.dims, kind, sizes) > 0 for grid in grids for kind in _GROUPS[mechanism]
-    )
 
 
 def shortlisted(

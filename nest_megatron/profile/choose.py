@@ -30,8 +30,8 @@ MEASURE_COMMAND = "torchrun -m nest_megatron.profile"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What a plan needs times of.
+class TimedJob:
+    """A job whose layers a plan needs times of.
 
     ``versions`` are those of the running job, by the names of ``Machine``; none are known on a
     laptop. ``prefix`` stands before ``profile.mode`` where the user types it (``nest.``);
@@ -48,51 +48,46 @@ class Wanted:
     implementation: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The times that were chosen, and what a user should know of it; ``None`` is analytic."""
-
-    times: LayerTimes | None = None
-    notes: tuple[str, ...] = ()
+#: Times, ``None`` for those of data sheets, and what a user should know of the choice.
+_Choice = tuple[LayerTimes | None, tuple[str, ...]]
 
 
-def choose_times(wanted: Wanted, mode: ProfileMode, name: str | None = None) -> Choice:
-    """The times to plan with; of the profile that is named, whatever machine it is from.
+def choose_times(job: TimedJob, mode: ProfileMode, name: str | None = None) -> _Choice:
+    """The times to plan with, and notes; of the profile that is named, whatever machine it is from.
 
     Raises:
         UserInputError: if the one named cannot be used, or ``require`` finds a block untimed.
     """
     if mode is ProfileMode.MEASURE:
         raise UserInputError(
-            f"{wanted.prefix}profile.mode",
+            f"{job.prefix}profile.mode",
             mode.value,
             limit="nothing is launched here that could be measured",
-            fix=f"Measure first: {MEASURE_COMMAND} {wanted.command}; then use auto or require.",
+            fix=f"Measure first: {MEASURE_COMMAND} {job.command}; then use auto or require.",
         )
     if mode is ProfileMode.ANALYTIC:
         if name is None:
-            return Choice()
+            return None, ()
         raise UserInputError(
-            f"{wanted.prefix}profile.name",
+            f"{job.prefix}profile.name",
             name,
             limit="profile.mode=analytic uses no profile",
             fix="Leave one of the two out.",
         )
-    choice = _matching(wanted) if name is None else _named(wanted, name)
+    times, notes = _matching(job) if name is None else _named(job, name)
     if mode is ProfileMode.REQUIRE:
-        _require_all(wanted, choice)
-    notes = (*choice.notes, *_other_implementations(wanted, choice))
-    return dataclasses.replace(choice, notes=notes)
+        _require_all(job, times, notes)
+    return times, (*notes, *_other_implementations(job, times))
 
 
-def _other_implementations(wanted: Wanted, choice: Choice) -> Iterator[str]:
+def _other_implementations(job: TimedJob, times: LayerTimes | None) -> Iterator[str]:
     """A note for each profile of layers that Megatron makes otherwise than those of the job."""
-    for profile in () if choice.times is None else choice.times.profiles:
+    for profile in () if times is None else times.profiles:
         has = profile.machine.implementation
-        if wanted.implementation not in (None, has):
+        if job.implementation not in (None, has):
             yield (
                 f"Profile {profile.name} is of the layers of --transformer-impl {has}, and the "
-                f"job's are of {wanted.implementation}: they take other times."
+                f"job's are of {job.implementation}: they take other times."
             )
 
 
@@ -111,22 +106,22 @@ def times_of(provenance: str, spec: TransformerSpec) -> LayerTimes | None:
     return LayerTimes(spec=spec, profiles=profiles)
 
 
-def layer_differences(profile: LayerProfile, wanted: Wanted) -> list[str]:
-    """In what a profile's layers are not those wanted: it is not used, even where it is named."""
-    has, needs = layer_shape(profile.model), layer_shape(wanted.spec)
+def layer_differences(profile: LayerProfile, job: TimedJob) -> list[str]:
+    """In what a profile's layers are not those of a job: it is not used, even where it is named."""
+    has, needs = layer_shape(profile.model), layer_shape(job.spec)
     pairs = {name: (has.get(name), needs.get(name)) for name in {**has, **needs}}
-    pairs["precision"] = (profile.precision.value, wanted.precision.value)
+    pairs["precision"] = (profile.precision.value, job.precision.value)
     return [_INSTEAD(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]
 
 
-def machine_differences(machine: Machine, wanted: Wanted) -> list[str]:
-    """In what a profile's machine is not the one wanted."""
+def machine_differences(machine: Machine, job: TimedJob) -> list[str]:
+    """In what a profile's machine is not the one of a job."""
     device = LocalGpus(device_name=machine.device_name, memory_bytes=machine.memory_bytes, count=1)
-    accelerator, found = wanted.accelerator, []
+    accelerator, found = job.accelerator, []
     if machine.is_cpu or not is_same_device(accelerator, device):
         needed = f"{accelerator.name} ({format_gib(accelerator.memory_bytes)})"
         found.append(_INSTEAD("device", machine.describe(), needed))
-    for name, version in wanted.versions.items():
+    for name, version in job.versions.items():
         has = getattr(machine, name)
         if has is None or _public(has) != _public(version):
             found.append(_INSTEAD(name, has, version))
@@ -145,60 +140,58 @@ def _public(version: str) -> str:
     return version.partition("+")[0]
 
 
-def _named(wanted: Wanted, name: str) -> Choice:
+def _named(job: TimedJob, name: str) -> _Choice:
     try:
         entry = find_entry(name)
     except UserInputError as error:
         raise UserInputError(
-            f"{wanted.prefix}profile.name", name, limit=error.limit, fix=error.fix
+            f"{job.prefix}profile.name", name, limit=error.limit, fix=error.fix
         ) from error
     profile = entry.read()
-    if decisive := layer_differences(profile, wanted):
+    if decisive := layer_differences(profile, job):
         raise ProfileError(
-            f"{wanted.prefix}profile.name",
+            f"{job.prefix}profile.name",
             name,
             limit=f"it is not of this job's layers: {', '.join(decisive)}",
-            fix=f"Name another, or measure these: {MEASURE_COMMAND} {wanted.command}.",
+            fix=f"Name another, or measure these: {MEASURE_COMMAND} {job.command}.",
         )
-    if not (found := machine_differences(profile.machine, wanted)):
-        return Choice(times=LayerTimes(spec=wanted.spec, profiles=(profile,)))
+    if not (found := machine_differences(profile.machine, job)):
+        return LayerTimes(spec=job.spec, profiles=(profile,)), ()
     note = f"Profile {name} is used as asked for, although it is of another machine: "
     foreign = dataclasses.replace(profile, imported=True)
-    return Choice(
-        times=LayerTimes(spec=wanted.spec, profiles=(foreign,)),
-        notes=(f"{note}{', '.join(found)}.",),
-    )
+    times = LayerTimes(spec=job.spec, profiles=(foreign,))
+    return times, (f"{note}{', '.join(found)}.",)
 
 
-def _matching(wanted: Wanted) -> Choice:
+def _matching(job: TimedJob) -> _Choice:
     own: list[LayerProfile] = []
     foreign: list[LayerProfile] = []
     shipped: list[LayerProfile] = []
     broken, unused = [], []
-    for entry in _of_same_layers(wanted):
+    for entry in _of_same_layers(job):
         try:
             profile = entry.read()
         except ProfileError as error:
             broken.append(f"A profile cannot be used: {error}")
             continue
         found = [
-            *layer_differences(profile, wanted),
-            *machine_differences(profile.machine, wanted),
+            *layer_differences(profile, job),
+            *machine_differences(profile.machine, job),
         ]
         if found:
-            fix = f"{wanted.prefix}profile.name={profile.name} uses it all the same"
+            fix = f"{job.prefix}profile.name={profile.name} uses it all the same"
             unused.append(f"Profile {profile.name} is not used: {', '.join(found)}; {fix}.")
         else:
             (shipped if entry.shipped else foreign if profile.imported else own).append(profile)
     chosen = (*_newest(own), *(_newest(foreign) or _newest(shipped)))
     if not chosen:
-        return Choice(notes=(*broken, *unused))
-    return Choice(times=LayerTimes(spec=wanted.spec, profiles=chosen), notes=tuple(broken))
+        return None, (*broken, *unused)
+    return LayerTimes(spec=job.spec, profiles=chosen), tuple(broken)
 
 
-def _of_same_layers(wanted: Wanted) -> Iterator[Entry]:
+def _of_same_layers(job: TimedJob) -> Iterator[Entry]:
     """Files that say they are of these layers; most others need not be read whole."""
-    layers = shape_digest(wanted.spec, wanted.precision)
+    layers = shape_digest(job.spec, job.precision)
     for entry in all_entries():
         try:
             if entry.line(LAYERS) == layers:
@@ -212,15 +205,15 @@ def _newest(profiles: Iterable[LayerProfile]) -> tuple[LayerProfile, ...]:
     return tuple(ordered[-1:])
 
 
-def _require_all(wanted: Wanted, choice: Choice) -> None:
-    timed = frozenset() if choice.times is None else choice.times.blocks()
-    untimed = [block.value for block in wanted.spec.blocks if block not in timed]
+def _require_all(job: TimedJob, times: LayerTimes | None, notes: tuple[str, ...]) -> None:
+    timed = frozenset() if times is None else times.blocks()
+    untimed = [block.value for block in job.spec.blocks if block not in timed]
     if not untimed:
         return
-    unused = f" ({' '.join(choice.notes)})" if choice.notes else ""
+    unused = f" ({' '.join(notes)})" if notes else ""
     raise UserInputError(
-        f"{wanted.prefix}profile.mode",
+        f"{job.prefix}profile.mode",
         ProfileMode.REQUIRE.value,
-        limit=f"no profile has times of {', '.join(untimed)} on {wanted.accelerator.name}{unused}",
-        fix=f"Measure them: {MEASURE_COMMAND} {wanted.command}",
+        limit=f"no profile has times of {', '.join(untimed)} on {job.accelerator.name}{unused}",
+        fix=f"Measure them: {MEASURE_COMMAND} {job.command}",
     )

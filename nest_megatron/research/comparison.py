@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from nest_megatron.cost_model.estimate import estimate, mean_terms
+from nest_megatron.cost_model.estimate import mean_terms
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import PeakLimit
 from nest_megatron.cost_model.uncertainty import predictive, probability_faster
@@ -15,7 +15,7 @@ from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.layout.estimate import SURE
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import EndedEarly, NoPlan, Request, plan
-from nest_megatron.planner.assemble import assemble, nothing_searched
+from nest_megatron.planner.layouts import assemble, nothing_searched, predict
 from nest_megatron.research.baselines import (
     aceso,
     alpa_e,
@@ -188,15 +188,14 @@ def _theirs(request: Request, ours: Compared, baseline: Baseline) -> Compared:
     bare = Request(
         spec=request.spec, cluster=request.cluster, global_batch_size=request.global_batch_size
     )
-    predicted = estimate(model, chosen)
-    found = assemble(bare, model, chosen, predicted, nothing_searched(), alternatives=())
+    found = assemble(bare, model, predict(bare, model, chosen), nothing_searched())
     terms = mean_terms(model, chosen)
     theirs = dataclasses.replace(theirs, plan=found, terms=terms)
     if ours.plan is None:
         return theirs
     return dataclasses.replace(
         theirs,
-        relative_throughput=ours.plan.predicted.iteration_time_s / predicted.iteration_time_s,
+        relative_throughput=ours.plan.predicted.iteration_time_s / found.predicted.iteration_time_s,
         differences={name: terms[name] - ours.terms[name] for name in ours.terms},
         chance_slower=_chance_slower(request.cost_model(), ours.plan, found),
     )

@@ -22,7 +22,7 @@ from nest_megatron.layout.estimate import Rates
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.plain import to_plain
 from nest_megatron.planner import Request
-from nest_megatron.planner.assemble import priced
+from nest_megatron.planner.layouts import priced
 from nest_megatron.report.charts import (
     SOFT,
     SUFFIXES,

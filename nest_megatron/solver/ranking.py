@@ -91,10 +91,13 @@ def preference(grid: PartialLayout) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Certificate:
-    """What the search proved.
+class SearchResult:
+    """The best plan of each of the best layouts, fastest first, and what is proven.
 
     Args:
+        ties: the plans that take hardly longer than the fastest, one for each layout, number of
+            virtual stages, and whether Megatron cuts its stages by itself.
+        present: what the job runs today, if it fits.
         finished: false if time ended the search: what it did not decide is in no count but
             ``candidates``, which then holds those met so far.
         optimal: nothing in the declared space is faster than the answer.
@@ -107,6 +110,9 @@ class Certificate:
         nodes, simulations: work of the stage solver.
     """
 
+    plans: tuple[SolvedLayout, ...]
+    ties: tuple[SolvedLayout, ...]
+    present: SolvedLayout | None
     finished: bool
     optimal: bool
     lower_bound: Ticks
@@ -117,22 +123,6 @@ class Certificate:
     illegal: dict[str, int]
     nodes: int
     simulations: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchResult:
-    """The best plan of each of the best layouts, fastest first, and what is proven.
-
-    Args:
-        ties: the plans that take hardly longer than the fastest, one for each layout, number of
-            virtual stages, and whether Megatron cuts its stages by itself.
-        present: what the job runs today, if it fits.
-    """
-
-    plans: tuple[SolvedLayout, ...]
-    certificate: Certificate
-    ties: tuple[SolvedLayout, ...] = ()
-    present: SolvedLayout | None = None
 
     @property
     def fastest(self) -> SolvedLayout:

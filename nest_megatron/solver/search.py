@@ -10,7 +10,6 @@ its bound says it can neither improve its own layout nor enter that list.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import heapq
 import math
 from collections import Counter
@@ -55,7 +54,7 @@ from nest_megatron.solver.outcome import (
     StageSolver,
     Status,
 )
-from nest_megatron.solver.ranking import Certificate, SearchResult, SolvedLayout, layout_of
+from nest_megatron.solver.ranking import SearchResult, SolvedLayout, layout_of
 from nest_megatron.solver.space import Choices, SearchSpace, sort_settings
 from nest_megatron.units import Ticks
 
@@ -143,7 +142,7 @@ class Search(Caching):
         if self.wants_any and not (drained or self.solved):
             grids, solve = self.grids.with_own_counts(), self.solve_stages
             self._keep_any(first_plan(grids, self.memory, self.peaks, solve))
-        return dataclasses.replace(self._result(drained=drained), present=present)
+        return self._result(present, drained=drained)
 
     def _price_present(self) -> SolvedLayout | None:
         """What the job runs today as a plan, the first one known; ``None`` if it does not fit."""
@@ -205,7 +204,7 @@ class Search(Caching):
                 expand[node.level](node)
         return True
 
-    def _result(self, *, drained: bool) -> SearchResult:
+    def _result(self, present: SolvedLayout | None, *, drained: bool) -> SearchResult:
         plans = tuple(sorted(self.best.values(), key=lambda plan: plan.rank)[: self.num_layouts])
         ties = [plan for plan in self.ties.values() if plan.iteration <= self.longest_tie]
         best = plans[0].iteration if plans else NO_THRESHOLD
@@ -215,18 +214,17 @@ class Search(Caching):
         return SearchResult(
             plans=plans,
             ties=tuple(sorted(dict.fromkeys(ties), key=lambda plan: plan.rank)),
-            certificate=Certificate(
-                finished=drained and not self.interrupted,
-                optimal=bool(plans) and lower >= best,
-                lower_bound=lower,
-                candidates=self.candidates,
-                bounded=self.candidates - known - left,
-                infeasible=dict(self.infeasible),
-                solved=self.solved,
-                illegal=dict(self.grids.illegal),
-                nodes=self.nodes,
-                simulations=self.simulations,
-            ),
+            present=present,
+            finished=drained and not self.interrupted,
+            optimal=bool(plans) and lower >= best,
+            lower_bound=lower,
+            candidates=self.candidates,
+            bounded=self.candidates - known - left,
+            infeasible=dict(self.infeasible),
+            solved=self.solved,
+            illegal=dict(self.grids.illegal),
+            nodes=self.nodes,
+            simulations=self.simulations,
         )
 
     def _open_bound(self) -> Ticks:

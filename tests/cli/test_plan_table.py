@@ -122,7 +122,7 @@ def test_a_table_with_a_broken_entry_is_not_pinned(
 
 def test_a_broken_entry_leaves_the_others_alone(path: Path) -> None:
     text = path.read_text("utf-8").replace("num_layers: 32", "num_layers: 33", 1)
-    found = TableText.of(text, "table.yaml")
+    found = TableText(text, "table.yaml")
     assert found.plan_for(40).layout.num_gpus == 40
     with pytest.raises(PlanFileError, match="4 nodes"):
         found.plan_for(32)
@@ -159,4 +159,4 @@ def test_what_cannot_be_planned_is_refused(words: list[str], said: str) -> None:
 
 def test_the_text_is_read_as_it_was_written(path: Path) -> None:
     text = path.read_text("utf-8")
-    assert plan_table.dump(TableText.of(text, "it").table()) == text
+    assert plan_table.dump(TableText(text, "it").table()) == text

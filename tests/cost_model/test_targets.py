@@ -7,10 +7,10 @@ import importlib.metadata
 import pytest
 
 import nest_megatron
+from nest_megatron.api.jobs import estimate_job
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.compose import compose
 from nest_megatron.config.job import CostInputs, Job, read_target
-from nest_megatron.config.layout import estimate_layout
 from nest_megatron.config.overrides import expand, parse
 from nest_megatron.config.request import request_of
 from nest_megatron.cost_model.settings import restored_settings, stored_settings
@@ -221,7 +221,7 @@ def read_flags(flags: str, version: str = "0.16") -> Job:
 
 def execution_of_job(flags: str) -> Execution:
     composed = compose(parse(["cluster=dgx_h100"]))
-    return CostInputs.of(composed, read_flags(flags), "H100-SXM-80GB").execution()
+    return CostInputs(composed, read_flags(flags), "H100-SXM-80GB").execution()
 
 
 def test_the_flags_of_a_command_are_priced() -> None:
@@ -277,7 +277,7 @@ def test_what_megatron_refuses_on_a_layout_is_not_priced(words: list[str], overl
             ]
         )
     )
-    plan, _ = estimate_layout(composed)
+    plan = estimate_job(composed).record
     assert plan.layout.execution.overlap_moe_expert_parallel_comm is overlaps
 
 
@@ -286,7 +286,7 @@ def test_a_command_of_megatron_is_written_for_megatron_alone(target: Target) -> 
     words = ["model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=8", f"target={target.name}"]
     composed = compose(parse([*words, "train.global_batch_size=8"]))
     inputs = request_of(composed)
-    plan, _ = estimate_layout(composed)
+    plan = estimate_job(composed).record
     assert bool(with_launch(plan).launch) is (target in MEGATRON_LM)
     assert any("docs/nemo.md" in note for note in inputs.notes) is (target not in MEGATRON_LM)
 

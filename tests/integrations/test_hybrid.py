@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from nest_megatron.api.jobs import estimate_job
 from nest_megatron.config.compose import compose
-from nest_megatron.config.layout import estimate_layout
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.parser import read_command
@@ -194,7 +194,7 @@ def test_an_estimate_is_judged_by_the_rules_of_its_own_release() -> None:
     words = ["model=nemotron_h_8b", "cluster=dgx_h100", "cluster.num_gpus=8"]
     words += [f"parallel.{name}_model_parallel_size=2" for name in ("pipeline", "virtual_pipeline")]
     new = compose(parse([*words, "target=megatron_lm_0.20"]))
-    assert estimate_layout(new)[0].arguments["virtual_pipeline_model_parallel_size"] == 2
+    assert estimate_job(new).arguments["virtual_pipeline_model_parallel_size"] == 2
     old = compose(parse([*words, "target=megatron_lm_0.16"]))
     with pytest.raises(UserInputError, match="no virtual stages for hybrid models"):
-        estimate_layout(old)
+        estimate_job(old)

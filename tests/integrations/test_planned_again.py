@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import nest_megatron
-from nest_megatron.api.variants import WhatIf
+from nest_megatron.api.sweep import WhatIf
 from nest_megatron.config.catalogue import read_cluster
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from nest_megatron.api.jobs import estimate_job
 from nest_megatron.config.compose import compose
-from nest_megatron.config.layout import estimate_layout
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
 from nest_megatron.cost_model.estimate import estimate
@@ -256,8 +256,8 @@ def test_a_recipe_whose_batch_grows(
 def test_an_estimate_is_checked_and_priced_at_each_size() -> None:
     settings = (*CATALOGUE, RAMP, "train.global_batch_size=128", "target=megatron_lm_0.17")
     layout = ("parallel.tensor_model_parallel_size=2", "train.micro_batch_size=4")
-    found, _ = estimate_layout(compose(parse([*settings, *layout])))
-    assert [batch.global_batch_size for batch in found.batches] == [32, 64, 96, 128]
+    found = estimate_job(compose(parse([*settings, *layout])))
+    assert [batch.global_batch_size for batch in found.record.batches] == [32, 64, 96, 128]
     too_large = ("parallel.tensor_model_parallel_size=1", "train.micro_batch_size=4")
     with pytest.raises(UserInputError, match="at every size"):
-        estimate_layout(compose(parse([*settings, *too_large])))
+        estimate_job(compose(parse([*settings, *too_large])))

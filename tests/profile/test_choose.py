@@ -11,7 +11,7 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import ProfileError, UserInputError
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.profile import store
-from nest_megatron.profile.choose import Wanted, choose_times, machine_differences, times_of
+from nest_megatron.profile.choose import TimedJob, choose_times, machine_differences, times_of
 from nest_megatron.profile.records import ProfileMode
 from tests import catalogue
 from tests.profile.profiles import CPU, H100, H200, profile, timing, whole_profile
@@ -26,8 +26,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "profiles"
 
 
-def wanted(cluster: str = "dgx_h100", **changes: object) -> Wanted:
-    base = Wanted(
+def wanted(cluster: str = "dgx_h100", **changes: object) -> TimedJob:
+    base = TimedJob(
         spec=LLAMA,
         accelerator=catalogue.cluster(cluster, 8).accelerator,
         precision=Precision.BF16,
@@ -36,23 +36,23 @@ def wanted(cluster: str = "dgx_h100", **changes: object) -> Wanted:
 
 
 def test_an_empty_store_is_analytic_without_words() -> None:
-    choice = choose_times(wanted(), AUTO)
-    assert (choice.times, choice.notes) == (None, ())
+    times, notes = choose_times(wanted(), AUTO)
+    assert (times, notes) == (None, ())
 
 
 def test_the_matching_profile_is_found_for_any_depth() -> None:
     store.record(whole_profile("mine"))
     store.record(whole_profile("theirs", spec=catalogue.model("mixtral_8x7b")))
     deeper = dataclasses.replace(LLAMA, name="deeper", num_layers=64)
-    choice = choose_times(wanted(spec=deeper), AUTO)
-    assert choice.times is not None
-    assert choice.times.name == "mine"
-    assert choice.notes == ()
+    times, notes = choose_times(wanted(spec=deeper), AUTO)
+    assert times is not None
+    assert times.name == "mine"
+    assert notes == ()
 
 
 def test_analytic_asks_no_profile() -> None:
     store.record(whole_profile("mine"))
-    assert choose_times(wanted(), ProfileMode.ANALYTIC).times is None
+    assert choose_times(wanted(), ProfileMode.ANALYTIC) == (None, ())
     with pytest.raises(UserInputError, match=r"profile\.name"):
         choose_times(wanted(), ProfileMode.ANALYTIC, "mine")
 
@@ -61,27 +61,27 @@ def test_own_times_come_before_imported_ones(tmp_path: Path) -> None:
     store.write(whole_profile("theirs"), tmp_path / "theirs.yaml")
     store.import_profile(tmp_path / "theirs.yaml")
     store.record(profile([timing()], name="mine"))
-    choice = choose_times(wanted(), REQUIRE)
-    assert choice.times is not None
-    assert choice.times.name == "mine + theirs"
+    times, _notes = choose_times(wanted(), REQUIRE)
+    assert times is not None
+    assert times.name == "mine + theirs"
     again = times_of("mine + theirs: 1 measured, 3 imported", LLAMA)
-    assert again == choice.times
+    assert again == times
 
 
 @pytest.mark.parametrize(("machine", "said"), [(H200, "NVIDIA H200"), (CPU, "Intel Xeon")])
 def test_another_device_is_used_only_by_name(machine: object, said: str) -> None:
     made = dataclasses.replace(whole_profile("other"), machine=machine)  # type: ignore[arg-type]
     store.record(made)
-    choice = choose_times(wanted(), AUTO)
-    assert choice.times is None
-    (note,) = choice.notes
+    times, notes = choose_times(wanted(), AUTO)
+    assert times is None
+    (note,) = notes
     assert said in note
     assert "H100-SXM-80GB" in note
     assert "profile.name=other" in note
-    named = choose_times(wanted(), REQUIRE, "other")
-    assert named.times is not None
-    assert all(p.imported for p in named.times.profiles)
-    assert said in named.notes[0]
+    named, notes = choose_times(wanted(), REQUIRE, "other")
+    assert named is not None
+    assert all(p.imported for p in named.profiles)
+    assert said in notes[0]
 
 
 def test_a_cpu_is_never_a_gpu_of_its_name() -> None:
@@ -93,12 +93,12 @@ def test_a_cpu_is_never_a_gpu_of_its_name() -> None:
 def test_versions_are_compared_where_they_are_known() -> None:
     store.record(whole_profile("mine"))
     same = {"torch": "2.6.0", "megatron_core": "0.16", "driver": "550.54.15"}
-    assert choose_times(wanted(versions=same), AUTO).times is not None
+    assert choose_times(wanted(versions=same), AUTO)[0] is not None
     newer = {**same, "torch": "2.7.1"}
-    choice = choose_times(wanted(versions=newer, prefix="nest."), AUTO)
-    assert choice.times is None
-    assert "torch 2.6.0+cu124 instead of 2.7.1" in choice.notes[0]
-    assert "nest.profile.name=mine" in choice.notes[0]
+    times, notes = choose_times(wanted(versions=newer, prefix="nest."), AUTO)
+    assert times is None
+    assert "torch 2.6.0+cu124 instead of 2.7.1" in notes[0]
+    assert "nest.profile.name=mine" in notes[0]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_versions_are_compared_where_they_are_known() -> None:
 )
 def test_other_layers_are_refused_even_by_name(changes: dict[str, object], said: str) -> None:
     store.record(whole_profile("mine"))
-    assert choose_times(wanted(**changes), AUTO).times is None
+    assert choose_times(wanted(**changes), AUTO)[0] is None
     with pytest.raises(ProfileError, match=said):
         choose_times(wanted(**changes), AUTO, "mine")
 
@@ -142,9 +142,9 @@ def test_a_broken_profile_of_these_layers_is_told(folder: Path) -> None:
     store.record(whole_profile("mine"))
     path = folder / "mine.yaml"
     path.write_text(path.read_text().replace("repetitions: 20", "repetitions: 21", 1))
-    choice = choose_times(wanted(), AUTO)
-    assert choice.times is None
-    assert "timings[0]" in choice.notes[0]
+    times, notes = choose_times(wanted(), AUTO)
+    assert times is None
+    assert "timings[0]" in notes[0]
 
 
 def test_the_newest_of_two_installations_is_used() -> None:
@@ -155,9 +155,9 @@ def test_the_newest_of_two_installations_is_used() -> None:
         created="2026-06-01T10:00:00+00:00",
     )
     store.record(newer)
-    choice = choose_times(wanted(), AUTO)
-    assert choice.times is not None
-    assert choice.times.name == "new"
+    times, _notes = choose_times(wanted(), AUTO)
+    assert times is not None
+    assert times.name == "new"
 
 
 def test_a_plan_whose_profile_is_gone_has_no_times() -> None:
@@ -171,12 +171,12 @@ def test_shipped_profiles_stand_in_for_own_ones(
     (tmp_path / "profile").mkdir()
     store.write(whole_profile("shipped"), tmp_path / "profile" / "shipped.yaml")
     monkeypatch.setattr(store, "catalogue_root", lambda: tmp_path)
-    choice = choose_times(wanted(), REQUIRE)
-    assert choice.times is not None
-    assert choice.times.name == "shipped"
-    assert all(p.imported for p in choice.times.profiles)
+    times, _notes = choose_times(wanted(), REQUIRE)
+    assert times is not None
+    assert times.name == "shipped"
+    assert all(p.imported for p in times.profiles)
     store.record(whole_profile("mine"))
-    both = choose_times(wanted(), AUTO).times
+    both, _ = choose_times(wanted(), AUTO)
     assert both is not None
     assert both.name == "mine + shipped"
 
@@ -188,8 +188,8 @@ def test_what_is_shipped_is_sound() -> None:
 
 def test_times_of_layers_that_the_job_does_not_run_are_said_to_be_so() -> None:
     store.record(whole_profile("mine"))
-    same = choose_times(wanted(implementation="transformer_engine"), AUTO)
-    assert same.notes == ()
-    (note,) = choose_times(wanted(implementation="local"), AUTO).notes
+    _, notes = choose_times(wanted(implementation="transformer_engine"), AUTO)
+    assert notes == ()
+    _, (note,) = choose_times(wanted(implementation="local"), AUTO)
     assert "Profile mine is of the layers of --transformer-impl transformer_engine" in note
     assert "the job's are of local" in note

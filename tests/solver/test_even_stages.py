@@ -12,7 +12,7 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.stage_layout import StagePartition, uniform_partition
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.planner.assemble import describe_space
+from nest_megatron.planner.layouts import describe_space
 from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.solver.space import SearchSpace
 from tests.solver.jobs import search, small_cluster, small_spec

@@ -23,7 +23,7 @@ from nest_megatron.layout.recompute import (
 from nest_megatron.layout.rulebook.schedule import decoder_layers, mtp_chunk, mtp_chunk_fits
 from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.planner.assemble import describe_space
+from nest_megatron.planner.layouts import describe_space
 from nest_megatron.solver import backend
 from nest_megatron.solver.backend import Backend
 from nest_megatron.solver.chunk_space import partitions
@@ -134,7 +134,7 @@ def assert_search_is_brute_force(
     """Compare plans, ties and counts; whether anything fits."""
     found = search(spec, cluster, batch, space, num_layouts=4, solver=solver).run()
     expected, count, infeasible = price_everything(search(spec, cluster, batch, space))
-    proof = found.certificate
+    proof = found
     assert list(found.plans) == expected[:4]
     assert proof.candidates == count
     assert min(proof.bounded, proof.solved) >= 0

@@ -69,7 +69,7 @@ def test_search_is_brute_force(seed: int) -> None:
     found = search(spec, cluster, batch, SMALL_SPACE, num_layouts=4).run()
     expected, count = look_at_everything(search(spec, cluster, batch, SMALL_SPACE))
     assert list(found.plans) == expected[:4]
-    proof = found.certificate
+    proof = found
     assert proof.candidates == count
     assert proof.bounded >= 0
     assert proof.optimal == bool(expected)
@@ -98,7 +98,7 @@ def test_plans_keep_to_the_limit_on_their_peak(seed: int) -> None:
     found = Search(model, 8, SMALL_SPACE, KERNEL, limit=limit, num_layouts=4).run()
     expected, count = look_at_everything(search(spec, cluster, 8, SMALL_SPACE), limit)
     assert list(found.plans) == expected[:4]
-    assert found.certificate.candidates == count
+    assert found.candidates == count
 
 
 def all_ties(everything: Search, percent: float) -> dict[tuple[object, ...], int]:
@@ -215,8 +215,8 @@ def test_time_running_out_is_a_proven_gap() -> None:
     model = CostModel(spec, cluster, small_settings())
     cut = Search(model, 8, SMALL_SPACE, KERNEL, out_of_time=out_of_time).run()
     whole = Search(model, 8, SMALL_SPACE, KERNEL).run()
-    assert whole.certificate.optimal
-    assert cut.certificate.lower_bound <= whole.plans[0].iteration
+    assert whole.optimal
+    assert cut.lower_bound <= whole.plans[0].iteration
     if cut.plans:
         assert cut.plans[0].iteration >= whole.plans[0].iteration
 
@@ -249,14 +249,14 @@ def timed(
 @pytest.mark.parametrize("seed", range(12))
 def test_a_search_that_ended_early_claims_nothing_more(seed: int) -> None:
     whole = timed(seed).run()
-    assert whole.certificate.finished
+    assert whole.finished
     for asked in (0, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144):
         cut = timed(seed, out_of_time=ends_after(asked)).run()
-        proof = cut.certificate
+        proof = cut
         assert proof.lower_bound <= best_time(whole)
         decided = proof.bounded + sum(proof.infeasible.values()) + proof.solved
         assert proof.bounded >= 0
-        assert decided <= proof.candidates <= whole.certificate.candidates
+        assert decided <= proof.candidates <= whole.candidates
         if proof.finished:
             assert cut.plans == whole.plans
         elif not cut.plans:
@@ -270,7 +270,7 @@ def test_what_is_told_on_the_way_holds_at_the_end(seed: int) -> None:
     asked = timed(seed)
     asked.on_progress = lambda *each: told.append(each)
     found = asked.run()
-    assert [solved for solved, _, _ in told] == list(range(1, found.certificate.solved + 1))
+    assert [solved for solved, _, _ in told] == list(range(1, found.solved + 1))
     bests = [best for _, best, _ in told if best is not None]
     assert bests == sorted(bests, reverse=True)
     assert all(bound <= best_time(found) for _, _, bound in told)
@@ -283,9 +283,9 @@ def test_a_first_plan_changes_no_answer(seed: int) -> None:
     bare.wants_any = False
     found, whole = timed(seed).run(), bare.run()
     assert found.plans == whole.plans
-    assert found.certificate.optimal == whole.certificate.optimal
-    assert found.certificate.candidates == whole.certificate.candidates
-    assert found.certificate.illegal == whole.certificate.illegal
+    assert found.optimal == whole.optimal
+    assert found.candidates == whole.candidates
+    assert found.illegal == whole.illegal
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -300,11 +300,11 @@ def test_plans_that_are_of_no_interest_are_left_out(seed: int) -> None:
 def test_some_plan_is_found_before_time_runs_out(seed: int) -> None:
     whole = timed(seed).run()
     cut = timed(seed, out_of_time=lambda: True).run()
-    assert not cut.certificate.candidates
+    assert not cut.candidates
     if cut.plans:
         assert cut.plans[0].iteration >= best_time(whole)
     elif whole.plans:  # no grid that a rule of thumb tries fits
-        assert cut.certificate.lower_bound <= best_time(whole)
+        assert cut.lower_bound <= best_time(whole)
 
 
 def a_slow_plan(seed: int) -> SolvedLayout | None:

@@ -27,7 +27,7 @@ from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.cluster_detection import JobCluster, processes_per_host
 from nest_megatron.config.job import Job
-from nest_megatron.config.layout import LAYER_DEGREES
+from nest_megatron.config.space import LAYER_DEGREES
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.documents import read_json
 from nest_megatron.errors import NestError, ProfileError, UserInputError, require_seconds

@@ -24,8 +24,8 @@ from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import Progress, Request
 from nest_megatron.planner import plan as find_plan
-from nest_megatron.planner.conflict import binding
 from nest_megatron.planner.plan_table import PlanTable, TableEntry
+from nest_megatron.planner.shortage import binding
 from nest_megatron.report.failure import WITHOUT_PLAN, require_plan
 from nest_megatron.solver.space import DEGREES
 from nest_megatron.units import Seconds, format_seconds

@@ -236,9 +236,8 @@ def _execution(job: Job, request: Request, composed: Settings) -> Execution:
         **with_device_settings(job, request.cluster).memory_flags,
         **({} if own is None else {_DISPATCHER: own}),
     }
-    return CostInputs.of(
-        composed, job, request.cluster.accelerator.name, spec=request.spec, flags=flags
-    ).execution()
+    job = replace(job, spec=request.spec, memory_flags=flags)
+    return CostInputs(composed, job, request.cluster.accelerator.name).execution()
 
 
 def typed_plan(job: Job, request: Request, composed: Settings) -> tuple[ParallelPlan, Variant]:

@@ -101,7 +101,7 @@ class ComparisonJob:
             out_of_time=self.out_of_time,
         )
         result = search.run()
-        return (result.plans[0] if result.plans else None), result.certificate.candidates
+        return (result.plans[0] if result.plans else None), result.candidates
 
     def priced(self, plan: SolvedLayout | None) -> SolvedLayout | None:
         """A plan that another cost model chose, on the real cluster."""
