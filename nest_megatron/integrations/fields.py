@@ -30,7 +30,6 @@ from nest_megatron.layout.execution_rules import (
 )
 from nest_megatron.layout.knobs import KNOBS, execution_reason
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.layout.rulebook.options import contradicted
 from nest_megatron.model.execution import OF_LAYERS, PLAIN, ContextTraffic, Execution
 from nest_megatron.plain import to_plain
@@ -405,10 +404,3 @@ def _differing_fields(wanted: Execution, other: Execution) -> set[str]:
     """Fields of two executions that differ."""
     names = (knob.name for knob in KNOBS)
     return {name for name in names if getattr(wanted, name) != getattr(other, name)}
-
-
-def execution_items(plan: ParallelPlan) -> dict[str, Any]:
-    """The same choices by Megatron's names, whatever the job has, in plain values."""
-    execution = allowed_execution(plan.layout.execution, plan.layout)
-    values = execution_arguments(execution, DEFAULT_VERSION)
-    return {knob.name: values[knob.name] for knob in KNOBS}

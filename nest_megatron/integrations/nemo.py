@@ -37,6 +37,7 @@ from nest_megatron.integrations.recipe import (
     memory_fields,
 )
 from nest_megatron.integrations.recipe_plan import (
+    OVERLAPS,
     Recorded,
     layout_fields,
     other_fields,
@@ -58,7 +59,6 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.packages import install_command
 
 _STRATEGY = "trainer.strategy"
-_OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
 #: Rows of the tokenizer that NeMo's mock data builds where none is given.
 #: The last is called as the first, in another module (``llm.t5.data``).
 _MOCK_ROWS = {
@@ -240,7 +240,7 @@ class NemoRecipe(Recipe, framework="nemo"):
                 "Give the recipe itself, before it is built.",
             )
         chosen = planned_items(plan)
-        names = (*_OVERLAPS, "use_distributed_optimizer", "data_parallel_sharding_strategy")
+        names = (*OVERLAPS, "use_distributed_optimizer", "data_parallel_sharding_strategy")
         return type(self.root.trainer.strategy)(
             DistributedDataParallelConfig,
             check_for_nan_in_grad=True,  # what the strategy sets by itself
@@ -282,7 +282,7 @@ class NemoRecipe(Recipe, framework="nemo"):
         callback = type(self.root.trainer.strategy)(
             MegatronCommOverlapCallback,
             tp_comm_overlap=True,
-            **{name: plan.arguments[name] for name in _OVERLAPS},
+            **{name: plan.arguments[name] for name in OVERLAPS},
         )
         why = "it makes the user buffers of tp_comm_overlap"
         return "trainer.callbacks", [*self.callbacks, callback], why

@@ -37,7 +37,6 @@ from nest_megatron.config.request import request_for
 from nest_megatron.errors import UserInputError
 from nest_megatron.history.records import Launch, RunRecord
 from nest_megatron.integrations import recorder
-from nest_megatron.integrations.fields import execution_items
 from nest_megatron.integrations.hydra.read import (
     planned_execution,
     read_app,
@@ -46,6 +45,7 @@ from nest_megatron.integrations.hydra.read import (
 )
 from nest_megatron.integrations.hydra.view import AppView, view_of
 from nest_megatron.integrations.megatron_lm.agreement import require_like_first
+from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.integrations.megatron_lm.planning import plan_to_launch
 from nest_megatron.integrations.megatron_lm.rendezvous import (
     RankContext,
@@ -53,6 +53,7 @@ from nest_megatron.integrations.megatron_lm.rendezvous import (
     versions,
 )
 from nest_megatron.integrations.megatron_lm.search_space import freed_flags, job_space
+from nest_megatron.integrations.megatron_lm.write import planned_values
 from nest_megatron.integrations.plan_output import (
     pin_note,
     pinned_file,
@@ -239,9 +240,10 @@ def plan_app(view: AppView, environment: Environment) -> AppPlan:
                 gpus_per_host=processes_per_host(environment) if here else None,
             )
     require_expressible(plan, view, job)
+    planned = planned_values(launch_request(plan))
     values = {
         **planned_items(plan),
-        **execution_items(plan),
+        **{knob.name: planned[knob.name] for knob in KNOBS},
         "data_parallel_size": plan.layout.dims.data_parallel_size,
         "num_gpus": plan.layout.num_gpus,
     }

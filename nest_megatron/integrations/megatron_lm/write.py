@@ -1,7 +1,7 @@
-"""A model and a plan in Megatron-LM's own arguments, and a user's arguments with a plan's in place.
+"""A model and a plan in Megatron's names and values; a user's arguments with a plan's in place.
 
-``model_argv`` makes Megatron build exactly this model; ``planned_arguments`` lay it over the ranks
-as planned. Of a user's arguments only the destinations in ``WRITABLE`` are touched; everything else
+``model_argv`` makes Megatron build exactly this model; ``planned_values`` lay it over the ranks as
+planned. Of a user's arguments only the destinations in ``WRITABLE`` are touched; everything else
 keeps its words and its place, and every change has a reason.
 """
 
@@ -57,7 +57,7 @@ from nest_megatron.layout.rulebook.options import (
     has_activation_flag,
 )
 from nest_megatron.layout.stage_layout import StagePartition, is_uniform
-from nest_megatron.layout.zero import STRATEGIES, DataParallelSharding, ZeroStage
+from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import PLAIN
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.spec import (
@@ -77,6 +77,7 @@ _NAMES_OF_0_15 = {
 }
 #: Arguments of a layout before and behind those of how layers are carried out.
 _DEGREES, _SHARDING = (ROLES["of_layout"][part].split() for part in ("degrees", "sharding"))
+_STAGES, _STRATEGY = "pipeline_model_parallel_layout", "data_parallel_sharding_strategy"
 
 
 def model_argv(spec: TransformerSpec, *, version: str = DEFAULT_VERSION) -> list[str]:
@@ -183,13 +184,14 @@ def _freq(value: int | Sequence[int] | None) -> str | None:
     return f"[{','.join(map(str, value))}]"
 
 
-def planned_arguments(request: LaunchRequest) -> dict[str, Any]:
-    """Megatron's arguments that lay a model over the ranks, in the order in which they are written.
+def planned_values(request: LaunchRequest) -> dict[str, Any]:
+    """All that a plan sets, by Megatron's names, in the order in which a command states it.
 
-    ``None`` leaves an argument to Megatron; a release has those that ``options_for`` writes.
+    The command, the Namespace and the fields of recipes are written of it; ``None`` leaves a choice
+    to Megatron, as stages that it makes even by itself.
     """
     spec, dims, sharding = request.spec, request.dims, request.sharding or request.zero.sharding
-    partition = request.partition
+    partition, hybrid = request.partition, spec.hybrid_layer_pattern
     if partition is None:
         assert dims.is_one_stage, "a pipeline needs a stage partition"
         partition = StagePartition(boundaries=(0, spec.num_units), pipeline_model_parallel_size=1)
@@ -198,46 +200,51 @@ def planned_arguments(request: LaunchRequest) -> dict[str, Any]:
     overlaps = overlaps_gradients(request.optimizer, request.version)
     if not overlaps or sharding is DataParallelSharding.TORCH_FSDP2:  # which overlaps by itself
         found |= {"overlap_grad_reduce": False, "overlap_param_gather": False}
-    stages, pattern, virtual = "pipeline_model_parallel_layout", None, None
-    if not spec.hybrid_layer_pattern and is_uniform(spec, partition):  # Megatron's own stages
-        found[stages], virtual = None, found["virtual_pipeline_model_parallel_size"]
-    if spec.hybrid_layer_pattern:
-        pattern, found[stages] = found[stages] or spec.hybrid_layer_pattern.replace("|", ""), None
-    experts = spec.num_experts is not None
-    if not experts:
-        found["expert_model_parallel_size"] = None
-    found |= {
-        "hybrid_layer_pattern": pattern,
-        "num_virtual_stages_per_pipeline_rank": virtual,
-        "expert_tensor_parallel_size": launched_expert_tensor_size(spec, dims),
-        "moe_grouped_gemm": experts and request.moe_grouped_gemm,
-        "recompute_modules": found["recompute_modules"] or None,
-    }
+    stages, virtual = found[_STAGES], found["virtual_pipeline_model_parallel_size"]
+    is_even = is_uniform(spec, partition)
+    of_fsdp = _of_fsdp(request) if layout.uses_megatron_fsdp else {_STRATEGY: "no_shard"}
     return {
-        **{name: found[name] for name in _DEGREES},
-        **dict(_execution(request)),
+        **dict.fromkeys(_DEGREES),
+        **execution_arguments(request.execution, request.version),
         "use_tp_pp_dp_mapping": dims.rank_order is RankOrder.TP_CP_EP_PP_DP,
         "micro_batch_size": request.micro_batch_size,
         **_batch(request),
-        **{name: found[name] for name in _SHARDING},
-        **(_of_fsdp(request) if layout.uses_megatron_fsdp else {}),
+        **dict.fromkeys(_SHARDING),
+        **found,
+        _STAGES: None if is_even else stages,
+        "num_virtual_stages_per_pipeline_rank": virtual if is_even and not hybrid else None,
+        "hybrid_layer_pattern": (stages or hybrid.replace("|", "")) if hybrid else None,
+        "expert_tensor_parallel_size": launched_expert_tensor_size(spec, dims),
+        "moe_grouped_gemm": spec.num_experts is not None and request.moe_grouped_gemm,
+        "recompute_modules": found["recompute_modules"] or None,
+        **of_fsdp,
         **precision_arguments(request.precision, request.fp8_recipe),
     }
+
+
+def planned_arguments(request: LaunchRequest) -> dict[str, Any]:
+    """What a command of Megatron-LM states of it; a release has what ``options_for`` writes.
+
+    How layers are carried out is stated where Megatron does otherwise, and the dispatcher always.
+    """
+    found, plain = planned_values(request), execution_arguments(PLAIN, request.version)
+    unsaid = {name for name, value in plain.items() if found[name] == value}
+    unsaid.discard("moe_token_dispatcher_type")
+    if not request.spec.is_moe:
+        unsaid.update(name for name in plain if EXECUTION_FIELDS[name] in WITH_EXPERTS)
+    if request.spec.num_experts is None:
+        unsaid.add("expert_model_parallel_size")
+    if request.spec.hybrid_layer_pattern:
+        unsaid.add(_STAGES)
+    if not found["use_megatron_fsdp"]:
+        unsaid.add(_STRATEGY)
+    return {name: value for name, value in found.items() if name not in unsaid}
 
 
 def parallel_argv(request: LaunchRequest) -> list[str]:
     """Flags that lay a model over the ranks as planned; a pipeline needs a partition."""
     options = options_for(planned_arguments(request), request.version)
     return [word for option in options for word in option.tokens]
-
-
-def _execution(request: LaunchRequest) -> Iterator[tuple[str, Any]]:
-    """What carries the layers out otherwise than Megatron does anyway; always the dispatcher."""
-    plain = execution_arguments(PLAIN, request.version)
-    for name, value in execution_arguments(request.execution, request.version).items():
-        differs = value != plain[name] or name == "moe_token_dispatcher_type"
-        if differs and (request.spec.is_moe or EXECUTION_FIELDS[name] not in WITH_EXPERTS):
-            yield name, value
 
 
 def _batch(request: LaunchRequest) -> dict[str, Any]:
@@ -266,7 +273,6 @@ def _of_fsdp(request: LaunchRequest) -> dict[str, Any]:
     meta = request.zero >= ZeroStage.OPTIMIZER and initializes_on_meta_device(request.spec)
     return {
         "ckpt_format": "fsdp_dtensor",
-        "data_parallel_sharding_strategy": STRATEGIES[request.zero],
         "init_model_with_meta_device": meta,
         "gradient_accumulation_fusion": False,
         "megatron_fsdp_main_grads_dtype": "fp32" if wide else None,
