@@ -31,6 +31,7 @@ from nest_megatron.integrations.fields import (
     value_or,
 )
 from nest_megatron.integrations.megatron_lm.attach import is_blackwell
+from nest_megatron.integrations.megatron_lm.rendezvous import within
 from nest_megatron.integrations.recipe import (
     Recipe,
     lightning_precision,
@@ -46,7 +47,6 @@ from nest_megatron.integrations.recipe_plan import (
 )
 from nest_megatron.integrations.restore import packed_sequence_size, restored_by_nemo
 from nest_megatron.integrations.vocabulary import (
-    build_within,
     hub_name,
     is_cached,
     rows_of_model,
@@ -59,6 +59,8 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.packages import install_command
 
 _STRATEGY = "trainer.strategy"
+#: Longest wait for a tokenizer whose files are not here: without a network, retries take minutes.
+FETCH_S = 20.0
 #: Rows of the tokenizer that NeMo's mock data builds where none is given.
 #: The last is called as the first, in another module (``llm.t5.data``).
 _MOCK_ROWS = {
@@ -338,11 +340,12 @@ def _tokenizer_rows(tokenizer: Any) -> tuple[int, tuple[str, ...]]:
         return known, (_base_note(name, known),)
     try:
         with without_hub() if is_here else contextlib.nullcontext():
-            return int(build_within(lambda: fiddle.build(tokenizer)).vocab_size), ()
+            return int(within(FETCH_S, lambda: fiddle.build(tokenizer)).vocab_size), ()
     except TimeoutError as error:
+        why = str(error) or f"not within {FETCH_S:g} s"
         raise _vocabulary_error(
             name or repr(tokenizer),
-            f"the tokenizer cannot be fetched ({error}; is there a network here?)",
+            f"the tokenizer cannot be fetched ({why}; is there a network here?)",
         ) from error
     except Exception as error:
         raise _vocabulary_error(
@@ -457,15 +460,16 @@ def watch_recipe(recipe: Any, plan: ParallelPlan, *, steps: int = STEPS) -> None
     """
     from nest_megatron.integrations.lightning import WatchCallback
 
-    def is_other(callback: Any) -> bool:
-        return getattr(callback, "__fn_or_cls__", type(callback)) is not WatchCallback
-
     fields: dict[str, Any] = {"plan": plan_file.dump(plan), "steps": steps}
     if _is_unbuilt(recipe):
         callback = type(recipe.trainer.strategy)(WatchCallback, **fields)
     else:
         callback = WatchCallback(**fields)
-    others = filter(is_other, value_or(recipe.trainer, "callbacks", []))
+    others = (
+        each
+        for each in value_or(recipe.trainer, "callbacks", [])
+        if getattr(each, "__fn_or_cls__", type(each)) is not WatchCallback
+    )
     recipe.trainer.callbacks = [*others, callback]
 
 

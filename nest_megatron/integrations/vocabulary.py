@@ -13,9 +13,9 @@ import contextlib
 import importlib
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from nest_megatron.catalogue_files import catalogue_names, catalogue_root
 from nest_megatron.documents import Limits, parse_json
@@ -25,10 +25,6 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import Values, flag
 from nest_megatron.layout.rulebook.facts import release_number
 from nest_megatron.model.spec import ModelFamily
 
-Built = TypeVar("Built")
-
-#: Longest wait for a tokenizer whose files are not here: without a network, retries take minutes.
-FETCH_S = 20.0
 #: Rows of the embedding by ``config.json``, of models that recipes of NeMo 2.7.3 start from and the
 #: catalogue lacks; of ``gpt-neox-20b``, whose tokenizer alone they name, those of the tokenizer.
 _ROWS = {
@@ -95,31 +91,6 @@ def is_cached(name: str) -> bool:
     except ImportError:
         return False
     return any(isinstance(try_to_load_from_cache(name, file), str) for file in _FILES)
-
-
-def build_within(build: Callable[[], Built], seconds: float = FETCH_S) -> Built:
-    """Build what may come over a network.
-
-    Raises:
-        TimeoutError: if it takes longer; the thread that waits ends with the process.
-    """
-    found: list[Built] = []
-    failed: list[Exception] = []
-
-    def run() -> None:
-        try:
-            found.append(build())
-        except Exception as error:  # noqa: BLE001 - raised again below
-            failed.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failed:
-        raise failed[0]
-    if not found:
-        raise TimeoutError(f"not within {seconds:g} s")
-    return found[0]
 
 
 @contextlib.contextmanager

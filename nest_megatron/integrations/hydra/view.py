@@ -32,10 +32,12 @@ _SPELLINGS = {
     "tp_comm_overlap": ("ub_tp_comm_overlap",),
 }
 
+#: A node of a configuration, in plain types.
+Node = Mapping[str, Any]
 Keys = tuple[str | int, ...]
 
 
-def moved_fields(raw: Mapping[str, Any], root: str, fields: Mapping[str, str]) -> Mapping[str, str]:
+def moved_fields(raw: Node, root: str, fields: Mapping[str, str]) -> Mapping[str, str]:
     """Where the group ``auto`` writes a planned choice, and where the application has it.
 
     Args:
@@ -60,7 +62,7 @@ def moved_fields(raw: Mapping[str, Any], root: str, fields: Mapping[str, str]) -
 
 
 def with_moved_fields(
-    raw: Mapping[str, Any], moved: Mapping[str, str], typed: Collection[str]
+    raw: Node, moved: Mapping[str, str], typed: Collection[str]
 ) -> dict[str, Any]:
     """The configuration with the planned choices where the application has them.
 
@@ -98,7 +100,7 @@ def planned_texts(node: Any, keys: Keys = ()) -> Iterator[tuple[Keys, str]]:
             yield from planned_texts(child, (*keys, index))
 
 
-def value_named(values: Mapping[str, Any], name: str) -> Any:
+def value_named(values: Node, name: str) -> Any:
     """A value of a plan in plain types; ``UserInputError`` with the nearest if it has none."""
     if name not in values:
         raise UserInputError(
@@ -108,7 +110,7 @@ def value_named(values: Mapping[str, Any], name: str) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def planned_value(text: str, values: Mapping[str, Any]) -> Any:
+def planned_value(text: str, values: Node) -> Any:
     """The value of a text that asks for the plan; what else it asks for stays.
 
     >>> planned_value("${nest:tp}", {"tp": 8}), planned_value("${mul:${nest:tp},2}", {"tp": 8})
@@ -148,7 +150,7 @@ def raw_value(raw: Any, path: str) -> Any:
     return raw
 
 
-def node_at(raw: Any, path: str) -> Mapping[str, Any]:
+def node_at(raw: Any, path: str) -> Node:
     """The mapping at a path; an empty one where there is none."""
     node = raw_value(raw, path)
     return node if isinstance(node, Mapping) else {}
@@ -168,7 +170,7 @@ class AppSettings:
     model: str | None = None
     root: str = "model"
     fields: Mapping[str, str] = field(default_factory=dict)
-    overrides: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Node = field(default_factory=dict)
     plan: str | None = None
     out: str | None = None
     may_differ: tuple[str, ...] = ()
@@ -261,7 +263,7 @@ class AppView:
     """
 
     root: Any
-    raw: Mapping[str, Any]
+    raw: Node
     settings: AppSettings
     moved: Mapping[str, str]
 
@@ -350,7 +352,7 @@ class AppView:
             path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
             yield from ((path[1:], item) for item in PLANNED.findall(text))
 
-    def write(self, values: Mapping[str, Any], *, is_read: bool = False) -> None:
+    def write(self, values: Node, *, is_read: bool = False) -> None:
         """Write a plan's values into the configuration, which then asks for no plan.
 
         Args:
@@ -424,7 +426,7 @@ def view_of(root: Any) -> AppView:
     return AppView(root=root, raw=own, settings=settings, moved=moved)
 
 
-def require_own_fields(view: AppView, own: Mapping[str, Any]) -> None:
+def require_own_fields(view: AppView, own: Node) -> None:
     """Refuse to plan where the application would read nothing of the plan.
 
     Some fields may be lacking: it may read them all the same, as NeMo does.

@@ -16,9 +16,10 @@ import sys
 import threading
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,9 @@ from nest_megatron.files import user_folder
 from nest_megatron.integrations.megatron_lm import agreement, attach, planning
 from nest_megatron.integrations.megatron_lm.measure import measure_job
 from nest_megatron.integrations.megatron_lm.own_layers import stand_in_device
+from nest_megatron.integrations.megatron_lm.parser import load_arguments
 from nest_megatron.integrations.megatron_lm.planning import (
     Decision,
-    flags_of,
     require_planned,
     write,
 )
@@ -48,16 +49,13 @@ from nest_megatron.integrations.megatron_lm.ranks import (
     LaunchedJob,
     begin_record,
     check_permutation,
-    job_hosts,
     last_value,
     ranks_by_host,
-    words_of,
 )
 from nest_megatron.integrations.megatron_lm.rendezvous import (
+    MAY_DIFFER,
     RankContext,
-    comparable_arguments,
     comparable_text,
-    versions,
 )
 from nest_megatron.integrations.plan_output import (
     allowed_on_mismatch,
@@ -94,6 +92,7 @@ def run(launched: LaunchedJob) -> Any:
         NestError: if no plan can be made or carried out; nothing has touched a GPU then.
     """
     args, launch, words = launched.args, launched.launch, launched.words
+    own = partial(comparable_arguments, args, _release(), launch.may_differ)
     if args.world_size > 1 and not getattr(args, "fake_process_group", False):  # none in 0.15
         launched.join(60.0 * (args.distributed_timeout_minutes or 10))
     store = launched.store
@@ -116,14 +115,12 @@ def run(launched: LaunchedJob) -> Any:
         return outcome.decision
 
     with agreement.propagating_errors(store):
-        command = {
-            **versions(),
-            **words_of(words),
-            "defaults of the script": comparable_text(launched.defaults),
-            **_arguments(launched),
-        }
-        agreement.require_equal(store, command, what="command")
-        launched.hosts = job_hosts(store)
+        launched.require_same_command(
+            {
+                "defaults of the script": comparable_text(launched.defaults),
+                **own(),
+            }
+        )
         measures = last_value(words, "profile.mode") == ProfileMode.MEASURE.value
         if measures and words.mode is Mode.AUTO:
             measured = measure_job(
@@ -139,7 +136,7 @@ def run(launched: LaunchedJob) -> Any:
             )  # no rank ends before the others
             sys.exit(OK)
         result = _apply_and_validate(launched, decision)
-        agreement.require_equal(store, _arguments(launched), what="arguments")
+        agreement.require_equal(store, own(), what="arguments")
         begin_record(launched)
         return result
 
@@ -219,8 +216,22 @@ def _error_identity(error: Exception) -> tuple[object, ...]:
     return type(error), str(error), last.filename, last.lineno
 
 
-def _arguments(launched: LaunchedJob) -> dict[str, str]:
-    return comparable_arguments(launched.args, flags_of(_release()), launched.launch.may_differ)
+def comparable_arguments(
+    args: Namespace, version: str, may_differ: Collection[str] = ()
+) -> dict[str, str]:
+    """Everything of Megatron's arguments that must be the same on all ranks, by its flag.
+
+    An argument that a flag switches off has both names.
+    """
+    flags: dict[str, str] = {}
+    for argument in load_arguments(version):
+        flag, off = argument.flags[0], argument.action == "store_false"
+        flags.setdefault(argument.dest, f"{argument.dest} ({flag} makes it False)" if off else flag)
+    return {
+        flags.get(name, f"args.{name}"): comparable_text(value)
+        for name, value in sorted(vars(args).items())
+        if name not in MAY_DIFFER and name not in may_differ
+    }
 
 
 def _release() -> str:

@@ -327,15 +327,6 @@ def require_planned(args: Namespace, plan: ParallelPlan) -> None:
             )
 
 
-def flags_of(version: str) -> dict[str, str]:
-    """How a user writes each of Megatron's arguments; one that is switched off has both names."""
-    flags: dict[str, str] = {}
-    for argument in load_arguments(version):
-        flag, off = argument.flags[0], argument.action == "store_false"
-        flags.setdefault(argument.dest, f"{argument.dest} ({flag} makes it False)" if off else flag)
-    return flags
-
-
 def padded_vocab_size(args: Namespace, defaults: Values) -> int | None:
     """Rows of the embedding under the user's own tensor-parallel size; ``None`` without padding.
 
