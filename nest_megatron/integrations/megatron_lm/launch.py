@@ -43,7 +43,6 @@ from nest_megatron.integrations.megatron_lm.parser import load_arguments
 from nest_megatron.integrations.megatron_lm.planning import (
     Decision,
     require_planned,
-    write,
 )
 from nest_megatron.integrations.megatron_lm.ranks import (
     LaunchedJob,
@@ -291,7 +290,11 @@ def _with_ranks(
 
 def apply(args: Namespace, decision: Decision) -> None:
     """Carry a decision out in this process: arguments, variables, this process's rank."""
-    write(args, decision.values, decision.plan.launch[attach.LAUNCHER].environment)
+    assert decision.values.keys() <= attach.WRITABLE
+    for dest, value in decision.values.items():
+        if hasattr(args, dest):
+            setattr(args, dest, value)
+    set_variables(decision.plan.launch[attach.LAUNCHER].environment)
     if decision.ranks is not None:
         args.rank = decision.ranks[args.rank]
         set_variables({"RANK": str(args.rank)})

@@ -17,7 +17,7 @@ from nest_megatron.config.request import request_for
 from nest_megatron.cost_model.target_defaults import newer_release_notes
 from nest_megatron.errors import NestError
 from nest_megatron.integrations.megatron_lm import checkpoint
-from nest_megatron.integrations.megatron_lm.attach import WRITABLE, with_command
+from nest_megatron.integrations.megatron_lm.attach import with_command
 from nest_megatron.integrations.megatron_lm.changed_command import with_degrees_as_flags
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
@@ -40,7 +40,6 @@ from nest_megatron.integrations.megatron_lm.search_space import (
     job_space,
     kept_flags,
 )
-from nest_megatron.integrations.process_variables import set_variables
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.devices import ELEMENTWISE_OPTIMIZERS
@@ -292,15 +291,6 @@ def with_defaults(args: Namespace, defaults: Values) -> Namespace:
     """A copy of Megatron's arguments with what the script sets where the user says nothing."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     return Namespace(**{**vars(args), **defaults, **given})
-
-
-def write(args: Namespace, values: Values, environment: Mapping[str, str | None]) -> None:
-    """Set a plan's values in Megatron's Namespace, and the variables that go with them."""
-    assert values.keys() <= WRITABLE
-    for dest, value in values.items():
-        if hasattr(args, dest):
-            setattr(args, dest, value)
-    set_variables(environment)
 
 
 def require_planned(args: Namespace, plan: ParallelPlan) -> None:
