@@ -108,9 +108,7 @@ class NemoRecipe(Recipe, framework="nemo"):
                 overlap.append(path if self.find(given) is ABSENT else given)
         lacks = "only MegatronCommOverlapCallback makes the user buffers, and there is none"
         return ExecutionPlaces(
-            root=self.root,
-            model=self.model,
-            version=NEMO.megatron_core,
+            recipe=self,
             overlap=tuple(overlap),
             lacks=NEMO_LACKS if overlap else {**NEMO_LACKS, "tp_comm_overlap": lacks},
             forced=_DEEPEP if any(map(turns_on_deepep, self.callbacks)) else {},
@@ -258,7 +256,7 @@ class NemoRecipe(Recipe, framework="nemo"):
             yield self._overlap_callback(plan)
             able = {name: why for name, why in places.lacks.items() if name != option}
             places = replace(places, lacks=able)
-            own = f"{places.model}.{option}"  # the callback sets it as training starts
+            own = f"{self.model}.{option}"  # the callback sets it as training starts
             found = tuple(row for row in places.fields(plan) if row[0] != own)
         else:
             found = tuple(places.fields(plan))
