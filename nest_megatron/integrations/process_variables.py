@@ -38,7 +38,7 @@ def rank_variables(environment: Environment) -> dict[str, str]:
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": tasks,
         "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
-        "MASTER_ADDR": next(iter(hosts_of(hosts)), "localhost"),
+        "MASTER_ADDR": first_host(hosts) or "localhost",
         "MASTER_PORT": str(_FIRST_PORT + (job * 16 + step) % _NUM_PORTS),
     }
     return {name: value for name, value in own.items() if name not in environment}
@@ -47,6 +47,11 @@ def rank_variables(environment: Environment) -> dict[str, str]:
 def with_rank_variables(environment: Environment) -> dict[str, str]:
     """The environment of a process with what ``srun`` says in the names of torch."""
     return {**environment, **rank_variables(environment)}
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list; nothing of an empty one."""
+    return next(iter(hosts_of(nodelist)), "")
 
 
 def set_variables(variables: Mapping[str, str | None]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nest_megatron.integrations.process_variables import rank_variables
+from nest_megatron.integrations.process_variables import first_host, rank_variables
 
 STEP = {
     "SLURM_JOB_ID": "4711",
@@ -33,3 +33,9 @@ def test_what_the_script_exports_stays() -> None:
 def test_one_task_and_no_slurm_are_left_alone() -> None:
     assert rank_variables({}) == {}
     assert rank_variables({**STEP, "SLURM_STEP_NUM_TASKS": "1"}) == {}
+
+
+def test_host_lists() -> None:
+    assert first_host("dgx-a[01-02,07]n[1-2],other") == "dgx-a01n1"
+    assert first_host("single") == "single"
+    assert first_host("") == ""

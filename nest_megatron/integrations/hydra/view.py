@@ -38,7 +38,7 @@ Keys = tuple[str | int, ...]
 
 
 def moved_fields(raw: Node, root: str, fields: Mapping[str, str]) -> Mapping[str, str]:
-    """Where the group ``auto`` writes a planned choice, and where the application has it.
+    """The names by which the group ``auto`` writes choices, and where the application has them.
 
     Args:
         raw: the application's configuration, nothing resolved.
@@ -57,7 +57,7 @@ def moved_fields(raw: Node, root: str, fields: Mapping[str, str]) -> Mapping[str
         other = PLANNED.search(str(raw_value(raw, target)))
         is_of_another = other is not None and other[1] != found[1]
         if target != f"{AUTO_NODE}.{name}" and not is_of_another:
-            moved[f"{AUTO_NODE}.{name}"] = target
+            moved[name] = target
     return moved
 
 
@@ -70,8 +70,8 @@ def with_moved_fields(
         typed: paths that the user's command gives, which it keeps.
     """
     changed = copy.deepcopy(dict(raw)) if moved else dict(raw)
-    for source, target in moved.items():
-        text = changed[AUTO_NODE].pop(source.removeprefix(f"{AUTO_NODE}."))
+    for name, target in moved.items():
+        text = changed[AUTO_NODE].pop(name)
         if any(f"{target}.".startswith(f"{path}.") for path in typed):
             continue
         *parents, last = target.split(".")
@@ -259,7 +259,7 @@ class AppView:
         root: the whole configuration, a ``DictConfig``.
         raw: the application's own part of it as plain values, nothing resolved, with the planned
             choices in their places.
-        moved: where the group ``auto`` writes those that have another place, and that place.
+        moved: those that the group ``auto`` writes elsewhere, by its names, and their places.
     """
 
     root: Any
@@ -376,8 +376,8 @@ class AppView:
             return
         node = self.root._get_node(AUTO_NODE)
         with read_write(node), open_dict(node):
-            for path in self.moved:
-                node.pop(path.removeprefix(f"{AUTO_NODE}."))
+            for name in self.moved:
+                node.pop(name)
         if AUTO_NODE not in self.raw:
             with read_write(self.root), open_dict(self.root):
                 self.root.pop(AUTO_NODE)
