@@ -178,11 +178,12 @@ def _fsdp(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
 
 def _pipeline_type(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
     """The number format between stages, where neither the job nor a recipe that it names has it."""
-    for path in recipe.pipeline_types:
-        is_named = isinstance(recipe.find(path.rpartition(".")[0]), str)
-        if is_named or recipe.find(path) not in (None, ABSENT):
-            return
-    if plan.layout.dims.pipeline_model_parallel_size > 1:
+    is_stated = any(
+        isinstance(recipe.find(path.rpartition(".")[0]), str)
+        or recipe.find(path) not in (None, ABSENT)
+        for path in recipe.pipeline_types
+    )
+    if plan.layout.dims.pipeline_model_parallel_size > 1 and not is_stated:
         import torch
 
         formats = {Precision.FP16: torch.float16, Precision.FP32: torch.float32}

@@ -39,9 +39,8 @@ from nest_megatron.history.records import (
     job_key,
 )
 from nest_megatron.history.store import line_of
-from nest_megatron.integrations.fields import short_text
 from nest_megatron.integrations.megatron_lm.rendezvous import rank_words, within
-from nest_megatron.integrations.plan_output import user_name
+from nest_megatron.integrations.plan_output import change_rows, user_name
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.dims import ParallelDims
@@ -407,12 +406,8 @@ def audit_outcome(
 def changed_flags(changes: Iterable[Change]) -> tuple[FlagChange, ...]:
     """What a plan rewrote, as texts."""
     return tuple(
-        FlagChange(
-            name=change.field,
-            before=None if change.before is None else short_text(change.before),
-            after=None if change.after is None else short_text(change.after),
-        )
-        for change in changes
+        FlagChange(name=name, before=before, after=after)
+        for name, before, after, _ in change_rows(changes)
     )
 
 

@@ -39,6 +39,7 @@ from nest_megatron.integrations.megatron_lm.ranks import (
     LaunchedJob,
     Rendezvous,
     begin_record,
+    last_value,
 )
 from nest_megatron.integrations.megatron_lm.rendezvous import comparable_fields
 from nest_megatron.integrations.megatron_lm.search_space import CHOICES, free_parameters
@@ -143,8 +144,7 @@ def run(
             pinned = pinned_recipe(recipe, pinned_file(launch.plan), hosts=job.hosts, mixed=mixed)
             job.signer = pinned.signer
             return plan_file.dump(pinned.plan)
-        given = [setting.value for setting in words.job if setting.key == "out"]
-        out = plan_output(given[-1] if given else None)
+        out = plan_output(last_value(words, "out"))
         free = free_parameters(
             ("all",) if {"all", "use_megatron_fsdp"}.intersection(launch.free) else None,
             keep,
