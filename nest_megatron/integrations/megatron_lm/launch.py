@@ -19,7 +19,6 @@ from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +90,13 @@ def run(launched: LaunchedJob) -> Any:
         NestError: if no plan can be made or carried out; nothing has touched a GPU then.
     """
     args, launch, words = launched.args, launched.launch, launched.words
-    own = partial(comparable_arguments, args, _release(), launch.may_differ)
     if args.world_size > 1 and not getattr(args, "fake_process_group", False):  # none in 0.15
         launched.join(60.0 * (args.distributed_timeout_minutes or 10))
     store = launched.store
     measured = None
+
+    def own() -> dict[str, str]:
+        return comparable_arguments(args, _release(), launch.may_differ)
 
     def solve(hosts: agreement.Hosts) -> Decision:
         with contextlib.ExitStack() as audited:
