@@ -1,4 +1,4 @@
-"""The job of a plan file: planned again, and under other layouts than the plan's."""
+"""The job of a plan file, as its fields and settings state it, to be planned again."""
 
 from __future__ import annotations
 
