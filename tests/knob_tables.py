@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from nest_megatron.cost_model.target_defaults import GRAPHS_OF_THE_JOB, NEMO_LACKS, OF_THE_JOB
 from nest_megatron.documents import packaged
 from nest_megatron.integrations.fields import OVERLAPPED
+from nest_megatron.integrations.megatron_lm.attach import WRITABLE
 from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARGUMENTS, REASONS
 from nest_megatron.integrations.megatron_lm.parser import load_arguments
-from nest_megatron.integrations.megatron_lm.write import WRITABLE
 from nest_megatron.layout.knobs import KNOBS
 from nest_megatron.layout.numeric_knobs import (
     BLACKWELL,

@@ -13,7 +13,7 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, launch_request
-from nest_megatron.integrations.plan_job import PlannedJob
+from nest_megatron.integrations.megatron_lm.other_layout import PlannedJob
 from nest_megatron.layout import plan_file, rulebook
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import plan

@@ -25,9 +25,9 @@ from typing import Any
 
 from nest_megatron.files import write_text
 from nest_megatron.integrations import architecture
+from nest_megatron.integrations.megatron_lm.attach import WRITABLE
 from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARGUMENTS, REASONS
 from nest_megatron.integrations.megatron_lm.parser import rows_of
-from nest_megatron.integrations.megatron_lm.write import WRITABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "nest_megatron/integrations/megatron_lm/arguments_data/arguments.json"

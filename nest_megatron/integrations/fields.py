@@ -30,7 +30,6 @@ from nest_megatron.layout.execution_rules import (
 )
 from nest_megatron.layout.knobs import KNOBS, execution_reason
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.layout.rulebook.options import contradicted
 from nest_megatron.model.execution import OF_LAYERS, PLAIN, ContextTraffic, Execution
 from nest_megatron.plain import to_plain
@@ -263,18 +262,13 @@ class ExecutionPlaces:
     """Where a configuration says how layers are carried out.
 
     Args:
-        root: the configuration.
-        model: path of the model's configuration in it.
-        version: the release of megatron-core.
         overlap: paths of the objects whose ``OVERLAPPED`` the framework copies over the model's.
         lacks: field of ``Execution`` -> why the framework cannot have it here.
         forced: settings that something puts over the model's as training starts.
         graph_switches: what graphs of layers need on; without any, graphs are the job's own.
     """
 
-    root: Any
-    model: str
-    version: str
+    recipe: Configuration
     overlap: tuple[str, ...] = ()
     lacks: Mapping[str, str] = field(default_factory=dict)
     forced: Mapping[str, object] = field(default_factory=dict)
@@ -283,8 +277,8 @@ class ExecutionPlaces:
     def paths(self, argument: str) -> tuple[str, ...]:
         """Paths of a setting that counts."""
         inside = (f"{path}.{argument}" for path in self.overlap if argument in OVERLAPPED)
-        found = tuple(path for path in inside if find(self.root, path) is not ABSENT)
-        return found or (f"{self.model}.{argument}",)
+        found = tuple(path for path in inside if self.recipe.find(path) is not ABSENT)
+        return found or (f"{self.recipe.model}.{argument}",)
 
     def can_state(self) -> frozenset[str]:
         """Fields of ``Execution`` that a plan can write there."""
@@ -300,7 +294,7 @@ class ExecutionPlaces:
     def values(self) -> dict[str, Any]:
         """What the configuration means by these settings: what it lacks or leaves unset is off."""
         found = {name: self._meant(name) for name in EXECUTION_FIELDS}
-        if find(self.root, f"{self.model}.cpu_offloading") is False:
+        if self.recipe.find(f"{self.recipe.model}.cpu_offloading") is False:
             found["cpu_offloading_num_layers"] = 0
         if (
             "hierarchical_context_parallel_sizes" in self.lacks
@@ -316,8 +310,9 @@ class ExecutionPlaces:
 
     def fields(self, plan: ParallelPlan) -> Iterator[FieldValue]:
         """What carries layers out as priced; a choice that the framework lacks is refused."""
+        version = self.recipe.target.megatron_core
         wanted = allowed_execution(plan.layout.execution, plan.layout)
-        planned = execution_arguments(wanted, self.version)
+        planned = execution_arguments(wanted, version)
         planned["cpu_offloading"] = wanted.cpu_offloading_num_layers > 0
         planned["cuda_graph_scope_deprecated"] = planned["cuda_graph_modules"]
         if self._value("cuda_graph_modules") is not ABSENT:  # 0.19 refuses both
@@ -331,7 +326,7 @@ class ExecutionPlaces:
         raw = {name: value for name, value in values.items() if value not in (ABSENT, None, "")}
         levels = ContextTraffic.A2A_P2P  # a framework that makes no two would train without any
         idle = _first(raw.get("cp_comm_type")) == levels and wanted.cp_comm_type is not levels
-        refused = contradicted(plan, raw, self.version)
+        refused = contradicted(plan, raw, version)
         in_graphs = wanted.cuda_graph_impl in OF_LAYERS
         lacking = {
             **OFFLOADS_OF_THE_JOB,
@@ -378,7 +373,7 @@ class ExecutionPlaces:
             yield path, True, "random numbers inside CUDA graphs are drawn by this tracker"
 
     def _value(self, argument: str) -> Any:
-        return find(self.root, self.paths(argument)[0])
+        return self.recipe.find(self.paths(argument)[0])
 
     def _present(self, name: str) -> list[str]:
         """The settings of a field that the configuration has."""
@@ -405,10 +400,3 @@ def _differing_fields(wanted: Execution, other: Execution) -> set[str]:
     """Fields of two executions that differ."""
     names = (knob.name for knob in KNOBS)
     return {name for name in names if getattr(wanted, name) != getattr(other, name)}
-
-
-def execution_items(plan: ParallelPlan) -> dict[str, Any]:
-    """The same choices by Megatron's names, whatever the job has, in plain values."""
-    execution = allowed_execution(plan.layout.execution, plan.layout)
-    values = execution_arguments(execution, DEFAULT_VERSION)
-    return {knob.name: values[knob.name] for knob in KNOBS}

@@ -31,12 +31,14 @@ from nest_megatron.integrations.fields import (
     value_or,
 )
 from nest_megatron.integrations.megatron_lm.attach import is_blackwell
+from nest_megatron.integrations.megatron_lm.rendezvous import within
 from nest_megatron.integrations.recipe import (
     Recipe,
     lightning_precision,
     memory_fields,
 )
 from nest_megatron.integrations.recipe_plan import (
+    OVERLAPS,
     Recorded,
     layout_fields,
     other_fields,
@@ -45,7 +47,6 @@ from nest_megatron.integrations.recipe_plan import (
 )
 from nest_megatron.integrations.restore import packed_sequence_size, restored_by_nemo
 from nest_megatron.integrations.vocabulary import (
-    build_within,
     hub_name,
     is_cached,
     rows_of_model,
@@ -58,7 +59,8 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.packages import install_command
 
 _STRATEGY = "trainer.strategy"
-_OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
+#: Longest wait for a tokenizer whose files are not here: without a network, retries take minutes.
+FETCH_S = 20.0
 #: Rows of the tokenizer that NeMo's mock data builds where none is given.
 #: The last is called as the first, in another module (``llm.t5.data``).
 _MOCK_ROWS = {
@@ -106,9 +108,7 @@ class NemoRecipe(Recipe, framework="nemo"):
                 overlap.append(path if self.find(given) is ABSENT else given)
         lacks = "only MegatronCommOverlapCallback makes the user buffers, and there is none"
         return ExecutionPlaces(
-            root=self.root,
-            model=self.model,
-            version=NEMO.megatron_core,
+            recipe=self,
             overlap=tuple(overlap),
             lacks=NEMO_LACKS if overlap else {**NEMO_LACKS, "tp_comm_overlap": lacks},
             forced=_DEEPEP if any(map(turns_on_deepep, self.callbacks)) else {},
@@ -240,7 +240,7 @@ class NemoRecipe(Recipe, framework="nemo"):
                 "Give the recipe itself, before it is built.",
             )
         chosen = planned_items(plan)
-        names = (*_OVERLAPS, "use_distributed_optimizer", "data_parallel_sharding_strategy")
+        names = (*OVERLAPS, "use_distributed_optimizer", "data_parallel_sharding_strategy")
         return type(self.root.trainer.strategy)(
             DistributedDataParallelConfig,
             check_for_nan_in_grad=True,  # what the strategy sets by itself
@@ -256,7 +256,7 @@ class NemoRecipe(Recipe, framework="nemo"):
             yield self._overlap_callback(plan)
             able = {name: why for name, why in places.lacks.items() if name != option}
             places = replace(places, lacks=able)
-            own = f"{places.model}.{option}"  # the callback sets it as training starts
+            own = f"{self.model}.{option}"  # the callback sets it as training starts
             found = tuple(row for row in places.fields(plan) if row[0] != own)
         else:
             found = tuple(places.fields(plan))
@@ -282,7 +282,7 @@ class NemoRecipe(Recipe, framework="nemo"):
         callback = type(self.root.trainer.strategy)(
             MegatronCommOverlapCallback,
             tp_comm_overlap=True,
-            **{name: plan.arguments[name] for name in _OVERLAPS},
+            **{name: plan.arguments[name] for name in OVERLAPS},
         )
         why = "it makes the user buffers of tp_comm_overlap"
         return "trainer.callbacks", [*self.callbacks, callback], why
@@ -338,11 +338,12 @@ def _tokenizer_rows(tokenizer: Any) -> tuple[int, tuple[str, ...]]:
         return known, (_base_note(name, known),)
     try:
         with without_hub() if is_here else contextlib.nullcontext():
-            return int(build_within(lambda: fiddle.build(tokenizer)).vocab_size), ()
+            return int(within(FETCH_S, lambda: fiddle.build(tokenizer)).vocab_size), ()
     except TimeoutError as error:
+        why = str(error) or f"not within {FETCH_S:g} s"
         raise _vocabulary_error(
             name or repr(tokenizer),
-            f"the tokenizer cannot be fetched ({error}; is there a network here?)",
+            f"the tokenizer cannot be fetched ({why}; is there a network here?)",
         ) from error
     except Exception as error:
         raise _vocabulary_error(
@@ -457,15 +458,16 @@ def watch_recipe(recipe: Any, plan: ParallelPlan, *, steps: int = STEPS) -> None
     """
     from nest_megatron.integrations.lightning import WatchCallback
 
-    def is_other(callback: Any) -> bool:
-        return getattr(callback, "__fn_or_cls__", type(callback)) is not WatchCallback
-
     fields: dict[str, Any] = {"plan": plan_file.dump(plan), "steps": steps}
     if _is_unbuilt(recipe):
         callback = type(recipe.trainer.strategy)(WatchCallback, **fields)
     else:
         callback = WatchCallback(**fields)
-    others = filter(is_other, value_or(recipe.trainer, "callbacks", []))
+    others = (
+        each
+        for each in value_or(recipe.trainer, "callbacks", [])
+        if getattr(each, "__fn_or_cls__", type(each)) is not WatchCallback
+    )
     recipe.trainer.callbacks = [*others, callback]
 
 

@@ -38,7 +38,7 @@ from nest_megatron.integrations.megatron_lm.attach import (
 from nest_megatron.integrations.megatron_lm.layout_arguments import partition_of_values
 from nest_megatron.integrations.megatron_lm.planning import job_request, plan_to_launch
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters
-from nest_megatron.integrations.megatron_lm.write import planned_arguments
+from nest_megatron.integrations.megatron_lm.write import planned_values
 from nest_megatron.integrations.plan_job import with_origin
 from nest_megatron.integrations.plan_output import read_launched
 from nest_megatron.integrations.recipe import TAKEN_BACK, Recipe
@@ -46,15 +46,14 @@ from nest_megatron.integrations.restore import finetuning_fields
 from nest_megatron.layout.diff import Change, plan_values, reason
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook import require_launchable
-from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
 from nest_megatron.layout.rulebook.devices import initializes_on_meta_device
 from nest_megatron.layout.rulebook.options import contradicted
-from nest_megatron.layout.stage_layout import is_uniform
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.plain import to_plain
 from nest_megatron.planner.pinned_job import ActualJob, require_same_job, resolved
 from nest_megatron.planner.pins import PinnedPlan
 
+#: What replicas exchange beside the passes.
+OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
 #: Fields that state the stage boundaries, and their values where the plan says it.
 _STAGE_FIELDS = {
     "num_layers_in_first_pipeline_stage": None,
@@ -75,20 +74,11 @@ _LINKS = "virtual stages overlap their exchanges, others batch them"
 
 
 def planned_items(plan: ParallelPlan) -> dict[str, Any]:
-    """What a plan sets, by item, in plain values.
-
-    The layout is left out where stages are the even ones that megatron-core makes by itself.
-    """
-    items: dict[str, Any] = to_plain(plan_values(plan))
-    del items["data_parallel_size"]  # it follows from the number of ranks
-    items["recompute_modules"] = items["recompute_modules"] or None
-    items["use_tp_pp_dp_mapping"] &= items["pipeline_model_parallel_size"] > 1
-    items["expert_tensor_parallel_size"] = launched_expert_tensor_size(plan.model, plan.layout.dims)
-    if is_uniform(plan.model, plan.layout.partition):
-        items["pipeline_model_parallel_layout"] = None
-    if not plan.layout.uses_megatron_fsdp:
-        items["data_parallel_sharding_strategy"] = "no_shard"
-    return items
+    """Of ``planned_values`` what a recipe states; the number of replicas follows from the ranks."""
+    planned = planned_values(launch_request(plan))
+    planned |= {name: plan.arguments[name] for name in OVERLAPS}
+    planned["use_tp_pp_dp_mapping"] &= planned["pipeline_model_parallel_size"] > 1
+    return {item: planned[item] for item in plan_values(plan) if item != "data_parallel_size"}
 
 
 def layout_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
@@ -168,7 +158,7 @@ def _fsdp(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
         if recipe.find(recipe.ckpt_format) == "fsdp_dtensor":
             yield recipe.ckpt_format, "torch_dist", "only Megatron-FSDP saves that way"
         return
-    planned = planned_arguments(launch_request(plan))
+    planned = planned_values(launch_request(plan))
     form = "the one format that Megatron-FSDP saves, without a second process"
     yield recipe.ckpt_format, planned["ckpt_format"], form
     yield recipe.async_save, False, form
@@ -188,11 +178,12 @@ def _fsdp(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
 
 def _pipeline_type(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
     """The number format between stages, where neither the job nor a recipe that it names has it."""
-    for path in recipe.pipeline_types:
-        is_named = isinstance(recipe.find(path.rpartition(".")[0]), str)
-        if is_named or recipe.find(path) not in (None, ABSENT):
-            return
-    if plan.layout.dims.pipeline_model_parallel_size > 1:
+    is_stated = any(
+        isinstance(recipe.find(path.rpartition(".")[0]), str)
+        or recipe.find(path) not in (None, ABSENT)
+        for path in recipe.pipeline_types
+    )
+    if plan.layout.dims.pipeline_model_parallel_size > 1 and not is_stated:
         import torch
 
         formats = {Precision.FP16: torch.float16, Precision.FP32: torch.float32}
@@ -204,7 +195,7 @@ def _overlap(
     recipe: Recipe, plan: ParallelPlan, prefix: str, links: Mapping[str, bool]
 ) -> Iterator[FieldValue]:
     """What an object of overlap settings loses or changes, beside ``_stale``."""
-    names = (*links, "wgrad_deferral_limit", "overlap_grad_reduce", "overlap_param_gather")
+    names = (*links, "wgrad_deferral_limit", *OVERLAPS)
     found = {name: recipe.find(f"{prefix}.{name}") for name in names}
     stated = {name: value for name, value in found.items() if value not in (ABSENT, None)}
     if "wgrad_deferral_limit" in stated:
@@ -212,7 +203,7 @@ def _overlap(
     if any(stated.get(name, value) != value for name, value in links.items()):
         for name in filter(stated.__contains__, links):
             yield f"{prefix}.{name}", None, f"{_LINKS}, by themselves"
-    for name in ("overlap_grad_reduce", "overlap_param_gather"):
+    for name in OVERLAPS:
         planned = plan.arguments[name]
         if stated.get(name, planned) != planned:
             why = "the plan's time counts on it" if planned else "there is nothing to gather"

@@ -15,7 +15,6 @@ import os
 import secrets
 import socket
 import statistics
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -40,9 +39,8 @@ from nest_megatron.history.records import (
     job_key,
 )
 from nest_megatron.history.store import line_of
-from nest_megatron.integrations.fields import short_text
-from nest_megatron.integrations.megatron_lm.rendezvous import rank_words
-from nest_megatron.integrations.plan_output import user_name
+from nest_megatron.integrations.megatron_lm.rendezvous import rank_words, within
+from nest_megatron.integrations.plan_output import change_rows, user_name
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.dims import ParallelDims
@@ -408,31 +406,20 @@ def audit_outcome(
 def changed_flags(changes: Iterable[Change]) -> tuple[FlagChange, ...]:
     """What a plan rewrote, as texts."""
     return tuple(
-        FlagChange(
-            name=change.field,
-            before=None if change.before is None else short_text(change.before),
-            after=None if change.after is None else short_text(change.after),
-        )
-        for change in changes
+        FlagChange(name=name, before=before, after=after)
+        for name, before, after, _ in change_rows(changes)
     )
 
 
 def _append(rules: AuditRules, record: RunRecord | RefusedLaunch) -> str | None:
     """Append a line to an audit; why it could not be, if it could not be in time."""
-    reasons = [f"its disk has not answered for {_WRITE_S:g} s"]
-
-    def write() -> None:
-        try:
-            append_line(Path(rules.file), line_of(record), mode=rules.mode)
-            reasons.clear()
-        except Exception as error:  # noqa: BLE001 - whatever a disk says
-            reason = getattr(error, "strerror", None) or str(error)
-            reasons[0] = f"it cannot be written to: {reason}"
-
-    writer = threading.Thread(target=write, daemon=True)
-    writer.start()
-    writer.join(_WRITE_S)
-    return next(iter(reasons), None)
+    try:
+        within(_WRITE_S, lambda: append_line(Path(rules.file), line_of(record), mode=rules.mode))
+    except TimeoutError:
+        return f"its disk has not answered for {_WRITE_S:g} s"
+    except Exception as error:  # noqa: BLE001 - whatever a disk says
+        return f"it cannot be written to: {getattr(error, 'strerror', None) or error}"
+    return None
 
 
 def _tell(what: str, rules: AuditRules, reason: str) -> None:

@@ -73,15 +73,15 @@ def read_request(
     job, cluster = read_typed(text, composed, version=version, strict=strict)
     if (command := job.command) is None:
         job = replace(job, free=free_parameters(tuple(free) or None, option="--free"))
-        return job, job_request(job, cluster, composed)
-    job = replace(job, free=FreeParameters(names=tuple(free)))
-    if (restored := restored_by_command(command.values)) is not None:
-        job = replace(
-            job,
-            required={**restored.required(job.version), **job.required},
-            restored=restored,
-            notes=(*job.notes, restored.note()),
-        )
+    else:
+        job = replace(job, free=FreeParameters(names=tuple(free)))
+        if (restored := restored_by_command(command.values)) is not None:
+            job = replace(
+                job,
+                required={**restored.required(job.version), **job.required},
+                restored=restored,
+                notes=(*job.notes, restored.note()),
+            )
     return job, job_request(job, cluster, composed)
 
 

@@ -13,9 +13,9 @@ import contextlib
 import importlib
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from nest_megatron.catalogue_files import catalogue_names, catalogue_root
 from nest_megatron.documents import Limits, parse_json
@@ -25,10 +25,6 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import Values, flag
 from nest_megatron.layout.rulebook.facts import release_number
 from nest_megatron.model.spec import ModelFamily
 
-Built = TypeVar("Built")
-
-#: Longest wait for a tokenizer whose files are not here: without a network, retries take minutes.
-FETCH_S = 20.0
 #: Rows of the embedding by ``config.json``, of models that recipes of NeMo 2.7.3 start from and the
 #: catalogue lacks; of ``gpt-neox-20b``, whose tokenizer alone they name, those of the tokenizer.
 _ROWS = {
@@ -95,31 +91,6 @@ def is_cached(name: str) -> bool:
     except ImportError:
         return False
     return any(isinstance(try_to_load_from_cache(name, file), str) for file in _FILES)
-
-
-def build_within(build: Callable[[], Built], seconds: float = FETCH_S) -> Built:
-    """Build what may come over a network.
-
-    Raises:
-        TimeoutError: if it takes longer; the thread that waits ends with the process.
-    """
-    found: list[Built] = []
-    failed: list[Exception] = []
-
-    def run() -> None:
-        try:
-            found.append(build())
-        except Exception as error:  # noqa: BLE001 - raised again below
-            failed.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failed:
-        raise failed[0]
-    if not found:
-        raise TimeoutError(f"not within {seconds:g} s")
-    return found[0]
 
 
 @contextlib.contextmanager
@@ -214,35 +185,34 @@ def vocabulary_rows(values: Values, tokenizer: str, version: str) -> tuple[int, 
     """
     if tokenizer == "TikTokenizer":  # it cuts its file to this many
         return values.get("vocab_size") or _TIKTOKEN_ROWS, "--vocab-size of TikTokenizer"
-    bert = tokenizer.startswith("BertWordPiece") and release_number(version) < _NEW
-    name = "vocab_file" if bert or tokenizer == "GPT2BPETokenizer" else "tokenizer_model"
+    is_new = release_number(version) >= _NEW
+    is_bert = tokenizer.startswith("BertWordPiece") and not is_new
+    name = "vocab_file" if is_bert or tokenizer == "GPT2BPETokenizer" else "tokenizer_model"
     path = expanded(Path(str(values.get(name) or "")), flag_of(name))
     if not values.get(name) or not path.exists():
         return None
-    found = _tokens(path, tokenizer, version, values, bert=bert)
-    return None if found is None else (found, str(path))
-
-
-def _tokens(path: Path, tokenizer: str, version: str, values: Values, *, bert: bool) -> int | None:
-    added = () if release_number(version) < _NEW else values.get("special_tokens") or ()
+    special = values.get("special_tokens") or ()
+    plain = ["GPTSentencePieceTokenizer", "Llama2Tokenizer", *(["SentencePieceTokenizer"] * is_new)]
     if tokenizer in _HUGGING_FACE:
-        names = _hugging_face(path, added if tokenizer == "HuggingFaceTokenizer" else ())
-        return None if names is None else len(names)
-    if tokenizer == "GPT2BPETokenizer":
-        return len({*_object(path), *added})
-    if bert:  # a:_BertWordPieceTokenizer
+        tokens = _hugging_face(path)
+        if tokens is not None and is_new and tokenizer == "HuggingFaceTokenizer":
+            tokens.update(special)
+    elif tokenizer == "GPT2BPETokenizer":
+        tokens = {*_object(path), *(special if is_new else ())}
+    elif is_bert:  # a:_BertWordPieceTokenizer
         lines = {line.strip() for line in read_text(path, "--vocab-file").splitlines()}
         extra = range(values.get("vocab_extra_ids") or 0)
-        return len({*lines, "[BOS]", "[EOS]", *(f"<extra_id_{n}>" for n in extra)} - {""})
-    plain = ("GPTSentencePieceTokenizer", "Llama2Tokenizer")
-    changed = values.get("tokenizer_sentencepiece_legacy") or values.get("special_tokens")
-    is_new = release_number(version) >= _NEW
-    if tokenizer in plain or (tokenizer == "SentencePieceTokenizer" and is_new):
-        return None if changed and is_new else sum(1 for _ in _pieces(path))
-    return None
+        tokens = {*lines, "[BOS]", "[EOS]", *(f"<extra_id_{n}>" for n in extra)} - {""}
+    elif tokenizer in plain and not (
+        is_new and (special or values.get("tokenizer_sentencepiece_legacy"))
+    ):
+        return sum(1 for _ in _pieces(path)), str(path)
+    else:
+        return None
+    return None if tokens is None else (len(tokens), str(path))
 
 
-def _hugging_face(path: Path, added: Any) -> set[str] | None:
+def _hugging_face(path: Path) -> set[str] | None:
     """Tokens of a folder of transformers', or of its ``tokenizer.json``."""
     folder = path if path.is_dir() else path.parent
     file = folder / "tokenizer.json" if path.is_dir() else path
@@ -265,7 +235,7 @@ def _hugging_face(path: Path, added: Any) -> set[str] | None:
             names |= set(
                 _extra_tokens(_object(folder / other), is_map=other == "added_tokens.json")
             )
-    return names | set(added)
+    return names
 
 
 def _extra_tokens(table: Values, *, is_map: bool) -> Iterator[str]:

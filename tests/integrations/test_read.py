@@ -7,7 +7,7 @@ import pytest
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.integrations.megatron_lm.parser import read_command
-from nest_megatron.integrations.megatron_lm.read import job_of, read_job
+from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.write import model_argv
 from nest_megatron.layout.recompute import RecomputeGranularity, RecomputeModule
 from nest_megatron.layout.zero import ZeroStage
@@ -187,9 +187,3 @@ def test_what_is_missing_is_named(missing: str) -> None:
     with pytest.raises(UserInputError) as caught:
         read_job(read_command(command))
     assert missing.partition(" ")[0] in str(caught.value)
-
-
-def test_vocabulary_can_be_given() -> None:
-    command = BASE.replace("--vocab-size 1000", "--tokenizer-type HuggingFaceTokenizer")
-    command = read_command(command)
-    assert job_of(command, command.values, vocab_size=7).spec.vocab_size == 7

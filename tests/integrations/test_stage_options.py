@@ -13,7 +13,11 @@ import pytest
 from hypothesis import given, settings
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.layout_arguments import STAGE_OPTIONS, user_partition
+from nest_megatron.integrations.megatron_lm.layout_arguments import (
+    STAGE_OPTIONS,
+    partition_of_values,
+    states_stages,
+)
 from nest_megatron.layout.rulebook.schedule import decoder_layers, mtp_chunk, mtp_chunk_fits
 from nest_megatron.layout.stage_layout import StagePartition, layout_string
 from nest_megatron.model.spec import TransformerSpec
@@ -31,7 +35,7 @@ Built = list[tuple[int, int, int]] | None
 
 def ours(spec: TransformerSpec, values: Mapping[str, Any], pp: int) -> Built:
     try:
-        partition = user_partition(spec, values, pp)
+        partition = partition_of_values(spec, values, pp)
     except UserInputError:
         return None
     assert partition is not None
@@ -171,8 +175,8 @@ def test_splits_are_megatrons(pp: int, layers: int) -> None:
     spec = make_spec(layers, random.Random(layers).choice([None, 1, 2]))
     for cut, virtual in product(cuts(), VIRTUAL):
         values = {**cut, **virtual}
-        if all(cut[name] is None or cut[name] is False for name in cut):
-            assert user_partition(spec, values, pp) is None
+        if not (any(states_stages(cut, name) for name in cut) or any(virtual.values())):
+            assert partition_of_values(spec, values, pp) is None
             continue
         theirs = megatron(spec, values, pp)
         two_ends_of_one_rank = pp == 1 and None not in (cut[FIRST], cut[LAST])
@@ -194,7 +198,7 @@ def test_layouts_are_megatrons(case: tuple[TransformerSpec, StagePartition]) -> 
         theirs = None
     assert ours(spec, values, pp) == theirs
     if theirs:
-        assert user_partition(spec, values, pp) == partition
+        assert partition_of_values(spec, values, pp) == partition
 
 
 def _written_out(text: str) -> str:
@@ -226,7 +230,7 @@ def test_an_empty_stage_is_ours_to_refuse() -> None:
     values = {LAYOUT: "Ett||tt|L"}
     assert megatron(make_spec(4), values, 4) == [(0, 2, 0), (2, 0, 0), (2, 2, 0), (4, 0, 0)]
     with pytest.raises(UserInputError, match="every virtual stage holds a unit"):
-        user_partition(make_spec(4), values, 4)
+        partition_of_values(make_spec(4), values, 4)
 
 
 @pytest.mark.parametrize(
@@ -244,14 +248,13 @@ def test_a_layout_stands_alone(other: dict[str, Any]) -> None:
     values = {LAYOUT: "Et|t|t|tL", **other}
     assert megatron(make_spec(4), values, 2) is None
     with pytest.raises(UserInputError, match=f"beside {next(iter(other))}"):
-        user_partition(make_spec(4), values, 2)
+        partition_of_values(make_spec(4), values, 2)
     assert ours(make_spec(4), {LAYOUT: "Et|t|t|tL", **dict.fromkeys(other)}, 2) is not None
 
 
 def test_no_cut_is_none() -> None:
     nothing = {LAYOUT: None, FIRST: None, LAST: None, EMBEDDING: False, LOSS: False}
-    for virtual in VIRTUAL:
-        assert user_partition(make_spec(7), {**nothing, **virtual}, 4) is None
+    assert partition_of_values(make_spec(7), nothing, 4) is None
 
 
 @pytest.mark.parametrize(
@@ -272,16 +275,16 @@ def test_no_cut_is_none() -> None:
 )
 def test_refusals_name_the_limit(values: dict[str, Any], pp: int, said: str) -> None:
     with pytest.raises(UserInputError, match=said):
-        user_partition(make_spec(8), values, pp)
+        partition_of_values(make_spec(8), values, pp)
 
 
 def test_mtp_layers_follow_the_layout_or_the_last_layer() -> None:
     spec = make_spec(6, 2)
-    accounted = user_partition(spec, {EMBEDDING: True, LOSS: True}, 4)
+    accounted = partition_of_values(spec, {EMBEDDING: True, LOSS: True}, 4)
     assert accounted is not None
     assert [len(units) for units in map(accounted.chunk, range(4))] == [2, 2, 2, 3]
-    apart = user_partition(spec, {LAYOUT: "Ettt|ttt|mm|L"}, 4)
+    apart = partition_of_values(spec, {LAYOUT: "Ettt|ttt|mm|L"}, 4)
     assert apart is not None
     assert apart.boundaries == (0, 4, 7, 8, 9)
     with pytest.raises(UserInputError, match="m in stage 1 of 2"):
-        user_partition(spec, {LAYOUT: "Et*6mm|L"}, 2)
+        partition_of_values(spec, {LAYOUT: "Et*6mm|L"}, 2)

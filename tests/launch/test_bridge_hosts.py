@@ -13,6 +13,7 @@ from nest_megatron.config.launch import read_words
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import recipe_plan
 from nest_megatron.integrations.megatron_bridge import hook
+from nest_megatron.integrations.megatron_lm import ranks
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
 from tests import catalogue
@@ -30,7 +31,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
     def plan(hosts: tuple[Host, ...], *words: str) -> ParallelPlan:
         monkeypatch.delenv("RANK", raising=False)
         monkeypatch.setenv("WORLD_SIZE", str(8 * len(hosts)))
-        monkeypatch.setattr(hook, "job_hosts", lambda _: hosts)
+        monkeypatch.setattr(ranks, "job_hosts", lambda _: hosts)
         for module in (cluster_detection, recipe_plan):
             monkeypatch.setattr(module, "local_gpus", lambda: hosts[0].gpus)
         cfg = bridge_config(catalogue.model("llama3_8b"))

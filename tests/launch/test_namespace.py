@@ -15,7 +15,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from nest_megatron.errors import NestError, UnplannableModelError, UserInputError
-from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, launch_request
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, WRITABLE, launch_request
 from nest_megatron.integrations.megatron_lm.launch import apply
 from nest_megatron.integrations.megatron_lm.parser import read_argv
 from nest_megatron.integrations.megatron_lm.planning import (
@@ -23,7 +23,6 @@ from nest_megatron.integrations.megatron_lm.planning import (
     command_of,
     require_planned,
 )
-from nest_megatron.integrations.megatron_lm.write import WRITABLE
 from nest_megatron.layout.rulebook import check
 from nest_megatron.layout.rulebook.facts import known_release
 from nest_megatron.layout.rulebook.options import has_activation_flag

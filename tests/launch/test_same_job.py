@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.integrations.megatron_lm.planning import flags_of
+from nest_megatron.integrations.megatron_lm.launch import comparable_arguments
+from nest_megatron.integrations.megatron_lm.parser import load_arguments
 from nest_megatron.integrations.megatron_lm.rendezvous import (
     MAY_DIFFER,
-    comparable_arguments,
     comparable_fields,
     comparable_text,
     differences,
@@ -80,13 +80,13 @@ def test_torch_s_values_have_one_text() -> None:
 
 def test_every_argument_is_compared_but_those_of_the_table() -> None:
     mine = Namespace(lr=0.1, rank=3, local_rank=1, tensorboard_dir="/a", own=1, kind=Kind.FLASH)
-    found = comparable_arguments(mine, flags_of(RELEASES[0]), ["own"])
+    found = comparable_arguments(mine, RELEASES[0], ["own"])
     assert found == {"--lr": "0.1", "args.kind": "Kind.FLASH"}
 
 
 def test_a_flag_that_switches_off_is_named_with_what_it_sets() -> None:
-    name = flags_of(RELEASES[0])["bias_gelu_fusion"]
-    assert name == "bias_gelu_fusion (--no-bias-gelu-fusion makes it False)"
+    found = comparable_arguments(Namespace(bias_gelu_fusion=True), RELEASES[0])
+    assert found == {"bias_gelu_fusion (--no-bias-gelu-fusion makes it False)": "True"}
 
 
 def test_the_leaves_of_a_configuration_are_named() -> None:
@@ -134,7 +134,7 @@ def test_versions_are_compared() -> None:
 
 
 def test_the_table_names_arguments_that_exist_and_is_documented() -> None:
-    known = {name for version in RELEASES for name in flags_of(version)} | {"rank"}
+    known = {each.dest for version in RELEASES for each in load_arguments(version)} | {"rank"}
     assert set(MAY_DIFFER) <= known
     text = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
     section = text.partition("## What may differ by rank")[2].partition("\n## ")[0]

@@ -233,7 +233,8 @@ def written(job: Job, version: str) -> Written:
         except UserInputError as error:
             if error.what != "--vocab-size":
                 raise
-            read = job_of(command, command.values, vocab_size=_ROWS)
+            sized = {"tokenizer_type": "TikTokenizer", "vocab_size": _ROWS}
+            read = job_of(command, {**command.values, **sized})
         cluster = _cluster(composed, job)
         tp = command.values["tensor_model_parallel_size"]
         read = dataclasses.replace(read, spec=read.spec.with_padded_vocab(tp))

@@ -4,7 +4,7 @@ Every rank composes and plans for itself. The search is deterministic, so equal 
 equal plans, but for two things that a host may have of its own: the time that ended a search, and
 what lies on its disks and in its sockets. The first is refused. For the second, ranks under
 ``torchrun`` compare their configuration and their plan with those of the rank that came first
-(``agreement.require_like_first``).
+(``_compare_ranks``).
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ from nest_megatron.config.job import FreeParameters
 from nest_megatron.config.launch import Mode
 from nest_megatron.config.overrides import value_text
 from nest_megatron.config.request import request_for
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import OneRankError, UserInputError
 from nest_megatron.history.records import Launch, RunRecord
 from nest_megatron.integrations import recorder
-from nest_megatron.integrations.fields import execution_items
 from nest_megatron.integrations.hydra.read import (
     planned_execution,
     read_app,
@@ -45,14 +44,18 @@ from nest_megatron.integrations.hydra.read import (
     space_of,
 )
 from nest_megatron.integrations.hydra.view import AppView, view_of
-from nest_megatron.integrations.megatron_lm.agreement import require_like_first
+from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.integrations.megatron_lm.planning import plan_to_launch
 from nest_megatron.integrations.megatron_lm.rendezvous import (
+    NoAgreementError,
     RankContext,
     comparable_fields,
+    connect_store,
+    differences,
     versions,
 )
 from nest_megatron.integrations.megatron_lm.search_space import freed_flags, job_space
+from nest_megatron.integrations.megatron_lm.write import planned_values
 from nest_megatron.integrations.plan_output import (
     pin_note,
     pinned_file,
@@ -131,6 +134,10 @@ def require_decided(plan: ParallelPlan, max_seconds: float) -> None:
         )
 
 
+class DifferentRankError(NoAgreementError, OneRankError):
+    """This rank differs from the first, and the others have not been told."""
+
+
 def require_same_plan(plan: ParallelPlan, job: str, environment: Environment) -> bool:
     """Compare this rank's plan with the others', where ``torchrun`` has a store, and say if so.
 
@@ -151,28 +158,38 @@ def require_same_plan(plan: ParallelPlan, job: str, environment: Environment) ->
     )
 
 
-def require_same_job(view: AppView, number: object, environment: Environment) -> bool:
-    """As ``require_same_plan``, for the configuration and the versions of one job of several."""
-    mine = {
-        **versions(),
-        **comparable_fields(view.raw, "", (*view.settings.may_differ, "nest.out")),
-    }
-    return _compare_ranks(environment, f"configuration of job {number}", mine)
-
-
 def _compare_ranks(
     environment: Environment, name: str, mine: Mapping[str, str], **words: str
 ) -> bool:
-    """Compare values where ``torchrun`` has a store, and say if so."""
-    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return False
+    """Compare values with the rank's that came first, where ``torchrun`` has a store; say if so.
+
+    No rank waits for another, since an application may read its configuration on some ranks only.
+    Digests are compared, and values are there before their digest, so that they can be named.
+
+    Args:
+        words: of ``differences``.
+
+    Raises:
+        DifferentRankError: on a rank that differs, with both values of each name.
+    """
     context = RankContext(
-        rank=int(environment["RANK"]),
-        world_size=int(environment["WORLD_SIZE"]),
+        rank=int(environment.get("RANK", "0")),
+        world_size=int(environment.get("WORLD_SIZE", "1")),
         environment=environment,
         rendezvous_timeout_s=_TIMEOUT_S,
     )
-    require_like_first(context, name, mine, **words)
+    if not context.agent_hosts_store:
+        return False
+    store, own, host = connect_store(context), plan_file.digest(dict(mine)), socket.gethostname()
+    if not store.call("check", [f"{name}/{own}"]):
+        note = {"rank": context.rank, "host": host, "values": dict(mine)}
+        store.call("compare_set", f"{name}/{own}", "", json.dumps(note))
+    first = store.call("compare_set", name, "", own)
+    if first != own:
+        other = json.loads(store.call("get", f"{name}/{first}"))
+        of_ranks = {other["rank"]: other["values"], context.rank: mine}
+        hosts = {other["rank"]: other["host"], context.rank: host}
+        raise DifferentRankError(differences(of_ranks, hosts, **words))
     return True
 
 
@@ -239,9 +256,10 @@ def plan_app(view: AppView, environment: Environment) -> AppPlan:
                 gpus_per_host=processes_per_host(environment) if here else None,
             )
     require_expressible(plan, view, job)
+    planned = planned_values(launch_request(plan))
     values = {
         **planned_items(plan),
-        **execution_items(plan),
+        **{knob.name: planned[knob.name] for knob in KNOBS},
         "data_parallel_size": plan.layout.dims.data_parallel_size,
         "num_gpus": plan.layout.num_gpus,
     }
@@ -259,7 +277,8 @@ def plan_job(config: Any, task: Any = None) -> None:
     """
     view, environment = view_of(config), with_rank_variables(os.environ)
     number = OmegaConf.select(config, "hydra.job.num", default=0)  # unset without -m
-    require_same_job(view, number, environment)
+    own = comparable_fields(view.raw, "", (*view.settings.may_differ, "nest.out"))
+    _compare_ranks(environment, f"configuration of job {number}", {**versions(), **own})
     if is_first(environment):
         _plan_first(config, view, environment)
     found = PLANS.of(config)

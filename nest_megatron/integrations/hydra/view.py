@@ -32,11 +32,13 @@ _SPELLINGS = {
     "tp_comm_overlap": ("ub_tp_comm_overlap",),
 }
 
+#: A node of a configuration, in plain types.
+Node = Mapping[str, Any]
 Keys = tuple[str | int, ...]
 
 
-def moved_fields(raw: Mapping[str, Any], root: str, fields: Mapping[str, str]) -> Mapping[str, str]:
-    """Where the group ``auto`` writes a planned choice, and where the application has it.
+def moved_fields(raw: Node, root: str, fields: Mapping[str, str]) -> Mapping[str, str]:
+    """The names by which the group ``auto`` writes choices, and where the application has them.
 
     Args:
         raw: the application's configuration, nothing resolved.
@@ -55,12 +57,12 @@ def moved_fields(raw: Mapping[str, Any], root: str, fields: Mapping[str, str]) -
         other = PLANNED.search(str(raw_value(raw, target)))
         is_of_another = other is not None and other[1] != found[1]
         if target != f"{AUTO_NODE}.{name}" and not is_of_another:
-            moved[f"{AUTO_NODE}.{name}"] = target
+            moved[name] = target
     return moved
 
 
 def with_moved_fields(
-    raw: Mapping[str, Any], moved: Mapping[str, str], typed: Collection[str]
+    raw: Node, moved: Mapping[str, str], typed: Collection[str]
 ) -> dict[str, Any]:
     """The configuration with the planned choices where the application has them.
 
@@ -68,8 +70,8 @@ def with_moved_fields(
         typed: paths that the user's command gives, which it keeps.
     """
     changed = copy.deepcopy(dict(raw)) if moved else dict(raw)
-    for source, target in moved.items():
-        text = changed[AUTO_NODE].pop(source.removeprefix(f"{AUTO_NODE}."))
+    for name, target in moved.items():
+        text = changed[AUTO_NODE].pop(name)
         if any(f"{target}.".startswith(f"{path}.") for path in typed):
             continue
         *parents, last = target.split(".")
@@ -98,7 +100,7 @@ def planned_texts(node: Any, keys: Keys = ()) -> Iterator[tuple[Keys, str]]:
             yield from planned_texts(child, (*keys, index))
 
 
-def value_named(values: Mapping[str, Any], name: str) -> Any:
+def value_named(values: Node, name: str) -> Any:
     """A value of a plan in plain types; ``UserInputError`` with the nearest if it has none."""
     if name not in values:
         raise UserInputError(
@@ -108,7 +110,7 @@ def value_named(values: Mapping[str, Any], name: str) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def planned_value(text: str, values: Mapping[str, Any]) -> Any:
+def planned_value(text: str, values: Node) -> Any:
     """The value of a text that asks for the plan; what else it asks for stays.
 
     >>> planned_value("${nest:tp}", {"tp": 8}), planned_value("${mul:${nest:tp},2}", {"tp": 8})
@@ -148,7 +150,7 @@ def raw_value(raw: Any, path: str) -> Any:
     return raw
 
 
-def node_at(raw: Any, path: str) -> Mapping[str, Any]:
+def node_at(raw: Any, path: str) -> Node:
     """The mapping at a path; an empty one where there is none."""
     node = raw_value(raw, path)
     return node if isinstance(node, Mapping) else {}
@@ -168,7 +170,7 @@ class AppSettings:
     model: str | None = None
     root: str = "model"
     fields: Mapping[str, str] = field(default_factory=dict)
-    overrides: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Node = field(default_factory=dict)
     plan: str | None = None
     out: str | None = None
     may_differ: tuple[str, ...] = ()
@@ -257,11 +259,11 @@ class AppView:
         root: the whole configuration, a ``DictConfig``.
         raw: the application's own part of it as plain values, nothing resolved, with the planned
             choices in their places.
-        moved: where the group ``auto`` writes those that have another place, and that place.
+        moved: those that the group ``auto`` writes elsewhere, by its names, and their places.
     """
 
     root: Any
-    raw: Mapping[str, Any]
+    raw: Node
     settings: AppSettings
     moved: Mapping[str, str]
 
@@ -350,7 +352,7 @@ class AppView:
             path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
             yield from ((path[1:], item) for item in PLANNED.findall(text))
 
-    def write(self, values: Mapping[str, Any], *, is_read: bool = False) -> None:
+    def write(self, values: Node, *, is_read: bool = False) -> None:
         """Write a plan's values into the configuration, which then asks for no plan.
 
         Args:
@@ -374,8 +376,8 @@ class AppView:
             return
         node = self.root._get_node(AUTO_NODE)
         with read_write(node), open_dict(node):
-            for path in self.moved:
-                node.pop(path.removeprefix(f"{AUTO_NODE}."))
+            for name in self.moved:
+                node.pop(name)
         if AUTO_NODE not in self.raw:
             with read_write(self.root), open_dict(self.root):
                 self.root.pop(AUTO_NODE)
@@ -424,7 +426,7 @@ def view_of(root: Any) -> AppView:
     return AppView(root=root, raw=own, settings=settings, moved=moved)
 
 
-def require_own_fields(view: AppView, own: Mapping[str, Any]) -> None:
+def require_own_fields(view: AppView, own: Node) -> None:
     """Refuse to plan where the application would read nothing of the plan.
 
     Some fields may be lacking: it may read them all the same, as NeMo does.

@@ -80,9 +80,7 @@ class BridgeConfig(Recipe, framework="megatron_bridge"):
         alone = self.find("dist.use_decentralized_pg") is True
         why = "dist.use_decentralized_pg makes no process groups of two levels"
         return ExecutionPlaces(
-            root=self.root,
-            model=self.model,
-            version=self.target.megatron_core,
+            recipe=self,
             overlap=() if self.find("comm_overlap") in (ABSENT, None) else ("comm_overlap",),
             lacks={"hierarchical_context_parallel_sizes": why} if alone else {},
             graph_switches=("model.use_te_rng_tracker", "rng.te_rng_tracker"),

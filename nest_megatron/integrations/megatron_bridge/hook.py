@@ -39,10 +39,9 @@ from nest_megatron.integrations.megatron_lm.ranks import (
     LaunchedJob,
     Rendezvous,
     begin_record,
-    job_hosts,
-    words_of,
+    last_value,
 )
-from nest_megatron.integrations.megatron_lm.rendezvous import comparable_fields, versions
+from nest_megatron.integrations.megatron_lm.rendezvous import comparable_fields
 from nest_megatron.integrations.megatron_lm.search_space import CHOICES, free_parameters
 from nest_megatron.integrations.plan_output import (
     fields_report,
@@ -145,8 +144,7 @@ def run(
             pinned = pinned_recipe(recipe, pinned_file(launch.plan), hosts=job.hosts, mixed=mixed)
             job.signer = pinned.signer
             return plan_file.dump(pinned.plan)
-        given = [setting.value for setting in words.job if setting.key == "out"]
-        out = plan_output(given[-1] if given else None)
+        out = plan_output(last_value(words, "out"))
         free = free_parameters(
             ("all",) if {"all", "use_megatron_fsdp"}.intersection(launch.free) else None,
             keep,
@@ -172,10 +170,9 @@ def run(
             return planned()
 
     with propagating_errors(store):
-        own = comparable_fields(cfg, "", launch.may_differ)
-        require_equal(store, {**versions(), **words_of(words), **own}, what="command")
+        job.require_same_command(comparable_fields(cfg, "", launch.may_differ))
         # ranks are not numbered by switches here, so that no host is near another
-        job.hosts = tuple(replace(host, groups=()) for host in job_hosts(store))
+        job.hosts = tuple(replace(host, groups=()) for host in job.hosts)
         plan = plan_file.load(broadcast(store, solve))
         job.changes = apply_plan(
             cfg, plan, environment={} if launch.dry_run else None, assume_harmless=harmless

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from nest_megatron.errors import OneRankError, exit_code_of
+from nest_megatron.errors import exit_code_of
 from nest_megatron.integrations.megatron_lm.rendezvous import (
     LostStoreError,
     NoAgreementError,
@@ -47,10 +47,6 @@ _ANSWER, _HEARTBEAT, _FAILURE = "+", ".", "!"
 _ROLL = "roll"
 #: Waits for all ranks and gives the name of the host of each.
 Hosts = Callable[[], Sequence[str]]
-
-
-class DifferentRankError(NoAgreementError, OneRankError):
-    """This rank differs from the first, and the others have not been told."""
 
 
 class RendezvousStore:
@@ -379,29 +375,3 @@ def gather(
         parts = store.collect(what, limit_s)
         store.publish()
         return tuple(parts.values())
-
-
-def require_like_first(
-    context: RankContext, name: str, mine: Mapping[str, str], **words: str
-) -> None:
-    """Compare values with those of whichever rank came first.
-
-    No rank waits for another, since an application may read its configuration on some ranks only.
-    Digests are compared, and values are there before their digest, so that they can be named.
-
-    Args:
-        words: of ``differences``.
-
-    Raises:
-        DifferentRankError: on a rank that differs, with both values of each name.
-    """
-    store, own, host = connect_store(context), digest(dict(mine)), socket.gethostname()
-    if not store.call("check", [f"{name}/{own}"]):
-        note = {"rank": context.rank, "host": host, "values": dict(mine)}
-        store.call("compare_set", f"{name}/{own}", "", json.dumps(note))
-    first = store.call("compare_set", name, "", own)
-    if first != own:
-        other = json.loads(store.call("get", f"{name}/{first}"))
-        of_ranks = {other["rank"]: other["values"], context.rank: mine}
-        hosts = {other["rank"]: other["host"], context.rank: host}
-        raise DifferentRankError(differences(of_ranks, hosts, **words))

@@ -1,13 +1,17 @@
-"""The command that launches a plan, kept in the plan itself."""
+"""The command that launches a plan, kept in the plan itself; a user's own with the plan's flags.
+
+Of a user's arguments only the destinations in ``WRITABLE`` are touched; everything else keeps its
+words and its place, and every change has a reason.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.config.job import ReadCommand
+from nest_megatron.config.job import Option, ReadCommand
 from nest_megatron.config.space import require_buildable
 from nest_megatron.cost_model.settings import CostSettings, restored_settings
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM as MEGATRON_LM_TARGETS
@@ -15,37 +19,54 @@ from nest_megatron.cost_model.target_defaults import TARGETS, target_named
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import FaultError, UserInputError
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
+    PARALLEL_ARGUMENTS,
+    REASONS,
     RECOMPUTE,
     STAGE_OPTIONS,
     VIRTUAL_STAGES,
+    Values,
     flag_of,
     partition_of_values,
 )
-from nest_megatron.integrations.megatron_lm.parser import newest_flags
+from nest_megatron.integrations.megatron_lm.parser import (
+    namespace_values,
+    newest_flags,
+    options_for,
+)
 from nest_megatron.integrations.megatron_lm.read import read_recompute
 from nest_megatron.integrations.megatron_lm.write import (
-    Rewrite,
     environment,
     model_argv,
     parallel_argv,
     planned_arguments,
-    rewrite,
     script_name,
 )
 from nest_megatron.layout.batch_schedule import BatchSchedule
 from nest_megatron.layout.cuda_graphs import cuda_graphs
+from nest_megatron.layout.diff import Change, reason
 from nest_megatron.layout.dims import ParallelDims
-from nest_megatron.layout.execution_rules import allowed_execution
+from nest_megatron.layout.execution_rules import (
+    EXECUTION_ARGUMENTS,
+    EXECUTION_FIELDS,
+    allowed_execution,
+)
+from nest_megatron.layout.knobs import execution_reason
 from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.plan import MEGATRON_LM, LaunchCommand, ParallelPlan
 from nest_megatron.layout.recompute import NO_RECOMPUTE
 from nest_megatron.layout.rulebook import RULES, require_launchable
 from nest_megatron.layout.rulebook.devices import has_multicast
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, LaunchRequest, violations
-from nest_megatron.layout.rulebook.options import JOB_RULES, contradicted, has_activation_flag
+from nest_megatron.layout.rulebook.options import (
+    JOB_RULES,
+    OPTION_RULES,
+    contradicted,
+    has_activation_flag,
+)
 from nest_megatron.layout.zero import DataParallelSharding
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.units import format_gib
 
 #: Key of ``ParallelPlan.launch``, and how the names of its targets begin.
 LAUNCHER = "megatron_lm"
@@ -168,12 +189,12 @@ def with_command(
     """
     request = launch_request(plan, command)
     require_launchable(request)
-    rewrite = rewrite_command(plan, command, kept)
-    launch = _launch_command(plan, request, command.script, rewrite.argv, notes)
+    found = rewrite_command(plan, command, kept)
+    launch = _launch_command(plan, request, command.script, found.argv, notes)
     origin, launches = plan.provenance, {**plan.launch, LAUNCHER: launch}
     if made_by is not None:
         origin = origin.made_for(MEGATRON_LM, command.version, made_by)
-    return replace(plan, launch=launches, provenance=origin), rewrite
+    return replace(plan, launch=launches, provenance=origin), found
 
 
 def _launch_command(
@@ -195,26 +216,142 @@ def _launch_command(
     )
 
 
+#: Set together with the layout; those in the second row only where the user says nothing.
+_WITH_LAYOUT = (
+    "global_batch_size",
+    "ckpt_format",
+    "padded_vocab_size",
+    "init_model_with_meta_device",
+    "megatron_fsdp_main_grads_dtype",
+    "grad_reduce_in_bf16",
+)
+_IF_ABSENT = "moe_grouped_gemm"
+#: Set where a job comes to Megatron-FSDP; one that has it already knows its Transformer Engine.
+_WITH_NEW_FSDP = "gradient_accumulation_fusion"
+
+#: Several spellings of one choice: where the user's own stays, none is added.
+_STATEMENTS = (RECOMPUTE, (*STAGE_OPTIONS, *VIRTUAL_STAGES), *EXECUTION_ARGUMENTS.values())
+
+#: What a plan sets, and with the options that it contradicts every destination that it may write.
+#: Nothing else of a job is ever changed.
+_SET = frozenset((*PARALLEL_ARGUMENTS, *_WITH_LAYOUT, _IF_ABSENT, _WITH_NEW_FSDP))
+WRITABLE = _SET | {rule.what for rule in OPTION_RULES}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewrite:
+    """A rewritten command's arguments, and what changed.
+
+    Args:
+        changes: flags before and after; ``None`` is an absent flag, empty text a bare switch.
+        values: what the plan decided, by destination; of what it leaves out Megatron's default.
+    """
+
+    argv: tuple[str, ...]
+    changes: tuple[Change, ...]
+    values: Values
+
+
 def rewrite_command(
     plan: ParallelPlan, command: ReadCommand, kept: Collection[str] = ()
 ) -> Rewrite:
-    """The user's command under a plan, and what changed.
+    """Put a plan's flags into a user's arguments.
+
+    Args:
+        kept: destinations whose flags stay as the user wrote them; the plan was searched under
+            them, so it says nothing else.
 
     Raises:
         FaultError: if one of ``kept`` came out changed without a word, or means another layout.
     """
-    values, tp = command.values, plan.layout.dims.tensor_model_parallel_size
+    values, version = command.values, command.version
     request = launch_request(plan, command)
     planned = planned_arguments(request)
     if _narrows_by_fsdp(request, values):
         planned["grad_reduce_in_bf16"] = True
-    settled = values.get("padded_vocab_size") is not None or not plan.model.vocab_is_padded
-    if not settled and values.get("tensor_model_parallel_size") != tp:
+    tp = plan.layout.dims.tensor_model_parallel_size
+    is_sized = values.get("padded_vocab_size") is not None or not plan.model.vocab_is_padded
+    if not is_sized and values.get("tensor_model_parallel_size") != tp:
         # another tensor-parallel size would pad the embedding otherwise
         planned["padded_vocab_size"] = plan.model.vocab_size
-    found = rewrite(command, planned, plan, kept)
+    stated = {dest for flags in _STATEMENTS if set(flags) & set(kept) for dest in flags}
+    refused = contradicted(plan, values, version)
+    settled = stated.union(kept).difference(refused.keys() & EXECUTION_FIELDS.keys())
+    settled |= command.explicit & {_IF_ABSENT}
+    if values.get("use_megatron_fsdp"):
+        settled |= {_WITH_NEW_FSDP}
+    wanted = {
+        option.dest: option
+        for option in options_for(planned, version)
+        if option.dest is not None and option.dest in _SET - settled
+    }
+    free = {*PARALLEL_ARGUMENTS} - settled
+    if plan.model.num_experts is None:  # a dense model's expert grid is the user's own
+        free -= {"expert_tensor_parallel_size"}
+    owned = free | wanted.keys() | refused.keys()
+    assert owned <= WRITABLE
+    tokens: list[str] = []
+    placed: set[str] = set()
+    for option in command.options:
+        if option.dest not in owned:
+            tokens += option.tokens
+        elif option.dest in wanted and option.dest not in placed:
+            new = wanted[option.dest]  # the user's own spelling where the value is the same
+            tokens += option.tokens if option.value == new.value else new.tokens
+            placed.add(option.dest)
+    for dest, option in wanted.items():
+        if dest not in placed:
+            tokens += option.tokens
+    found = Rewrite(
+        argv=tuple(tokens),
+        changes=tuple(_changes(command.options, owned, wanted, plan, refused)),
+        values=namespace_values({dest: planned[dest] for dest in wanted}, owned, version),
+    )
     require_kept(found, command, plan, kept)
     return found
+
+
+def _changes(
+    given: Sequence[Option],
+    owned: Collection[str],
+    wanted: Mapping[str, Option],
+    plan: ParallelPlan,
+    refused: Mapping[str, str],
+) -> Iterator[Change]:
+    mine = {option.dest: option for option in given if option.dest and option.dest in owned}
+    tp = plan.layout.dims.tensor_model_parallel_size
+    for dest in dict.fromkeys((*mine, *wanted)):
+        before = mine[dest].value if dest in mine else None
+        after = wanted[dest].value if dest in wanted else None
+        # what Megatron takes anyway
+        default = str(tp if dest == "expert_tensor_parallel_size" else 1)
+        is_default = after == default and dest.endswith("_parallel_size")
+        if before == after or (before is None and is_default):
+            continue
+        if after is None:
+            reason = refused.get(dest) or REASONS["removed"].get(dest, "the plan does not need it")
+        else:
+            reason = _reason(dest, plan)
+        flag = (wanted if dest in wanted else mine)[dest].flag
+        yield Change(field=flag, before=before, after=after, reason=reason)
+
+
+def _reason(dest: str, plan: ParallelPlan) -> str:
+    if dest in EXECUTION_FIELDS:
+        return execution_reason(EXECUTION_FIELDS[dest])
+    if dest == "expert_tensor_parallel_size" and not plan.model.is_moe:
+        return reason(plan, dest)
+    count, predicted = plan.layout.num_microbatches, plan.predicted
+    return (
+        REASONS["set"]
+        .get(dest, "belongs to the plan")
+        .format(
+            level=plan.placement.group_levels,
+            microbatches=f"{count} micro batch{'es' * (count > 1)}",
+            peak=format_gib(predicted.peak_memory_bytes),
+            capacity=format_gib(predicted.capacity_bytes),
+        )
+    )
 
 
 def _narrows_by_fsdp(request: LaunchRequest, values: Mapping[str, Any]) -> bool:

@@ -27,7 +27,7 @@ from nest_megatron.integrations.megatron_lm.inert_pickle import (
     load_inert,
     load_state,
 )
-from nest_megatron.integrations.megatron_lm.layout_arguments import Values, user_partition
+from nest_megatron.integrations.megatron_lm.layout_arguments import Values, partition_of_values
 from nest_megatron.integrations.megatron_lm.model_arguments import saved_pattern
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.facts import Release, release_number
@@ -358,7 +358,7 @@ def _layout(arguments: Values) -> str | None:
         else:
             depth, mtp = arguments["num_layers"], arguments.get("mtp_num_layers") or None
             spec = replace(_MODEL, num_layers=depth, mtp_num_layers=mtp)
-        partition = user_partition(spec, arguments, pp) or uniform_partition(spec, pp, vpp)
+        partition = partition_of_values(spec, arguments, pp) or uniform_partition(spec, pp, vpp)
     except (UserInputError, LookupError, TypeError):
         return None
     return layout_string(spec, partition)

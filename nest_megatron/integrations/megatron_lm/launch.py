@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -38,26 +38,22 @@ from nest_megatron.files import user_folder
 from nest_megatron.integrations.megatron_lm import agreement, attach, planning
 from nest_megatron.integrations.megatron_lm.measure import measure_job
 from nest_megatron.integrations.megatron_lm.own_layers import stand_in_device
+from nest_megatron.integrations.megatron_lm.parser import load_arguments
 from nest_megatron.integrations.megatron_lm.planning import (
     Decision,
-    flags_of,
     require_planned,
-    write,
 )
 from nest_megatron.integrations.megatron_lm.ranks import (
     LaunchedJob,
     begin_record,
     check_permutation,
-    job_hosts,
     last_value,
     ranks_by_host,
-    words_of,
 )
 from nest_megatron.integrations.megatron_lm.rendezvous import (
+    MAY_DIFFER,
     RankContext,
-    comparable_arguments,
     comparable_text,
-    versions,
 )
 from nest_megatron.integrations.plan_output import (
     allowed_on_mismatch,
@@ -99,6 +95,9 @@ def run(launched: LaunchedJob) -> Any:
     store = launched.store
     measured = None
 
+    def own() -> dict[str, str]:
+        return comparable_arguments(args, _release(), launch.may_differ)
+
     def solve(hosts: agreement.Hosts) -> Decision:
         with contextlib.ExitStack() as audited:
             if not launch.stop_before_training:  # what is not to train is no launch
@@ -116,14 +115,12 @@ def run(launched: LaunchedJob) -> Any:
         return outcome.decision
 
     with agreement.propagating_errors(store):
-        command = {
-            **versions(),
-            **words_of(words),
-            "defaults of the script": comparable_text(launched.defaults),
-            **_arguments(launched),
-        }
-        agreement.require_equal(store, command, what="command")
-        launched.hosts = job_hosts(store)
+        launched.require_same_command(
+            {
+                "defaults of the script": comparable_text(launched.defaults),
+                **own(),
+            }
+        )
         measures = last_value(words, "profile.mode") == ProfileMode.MEASURE.value
         if measures and words.mode is Mode.AUTO:
             measured = measure_job(
@@ -139,7 +136,7 @@ def run(launched: LaunchedJob) -> Any:
             )  # no rank ends before the others
             sys.exit(OK)
         result = _apply_and_validate(launched, decision)
-        agreement.require_equal(store, _arguments(launched), what="arguments")
+        agreement.require_equal(store, own(), what="arguments")
         begin_record(launched)
         return result
 
@@ -219,8 +216,22 @@ def _error_identity(error: Exception) -> tuple[object, ...]:
     return type(error), str(error), last.filename, last.lineno
 
 
-def _arguments(launched: LaunchedJob) -> dict[str, str]:
-    return comparable_arguments(launched.args, flags_of(_release()), launched.launch.may_differ)
+def comparable_arguments(
+    args: Namespace, version: str, may_differ: Collection[str] = ()
+) -> dict[str, str]:
+    """Everything of Megatron's arguments that must be the same on all ranks, by its flag.
+
+    An argument that a flag switches off has both names.
+    """
+    flags: dict[str, str] = {}
+    for argument in load_arguments(version):
+        flag, off = argument.flags[0], argument.action == "store_false"
+        flags.setdefault(argument.dest, f"{argument.dest} ({flag} makes it False)" if off else flag)
+    return {
+        flags.get(name, f"args.{name}"): comparable_text(value)
+        for name, value in sorted(vars(args).items())
+        if name not in MAY_DIFFER and name not in may_differ
+    }
 
 
 def _release() -> str:
@@ -280,7 +291,11 @@ def _with_ranks(
 
 def apply(args: Namespace, decision: Decision) -> None:
     """Carry a decision out in this process: arguments, variables, this process's rank."""
-    write(args, decision.values, decision.plan.launch[attach.LAUNCHER].environment)
+    assert decision.values.keys() <= attach.WRITABLE
+    for dest, value in decision.values.items():
+        if hasattr(args, dest):
+            setattr(args, dest, value)
+    set_variables(decision.plan.launch[attach.LAUNCHER].environment)
     if decision.ranks is not None:
         args.rank = decision.ranks[args.rank]
         set_variables({"RANK": str(args.rank)})

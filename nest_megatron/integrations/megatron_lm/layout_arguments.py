@@ -110,15 +110,14 @@ _EXCLUDED: Mapping[str, tuple[str, ...]] = {
 _NOT_OF_HYBRIDS = (_LAYOUT, _EMBEDDING, _LOSS, *VIRTUAL_STAGES)
 
 
-def user_partition(
-    spec: TransformerSpec, values: Values, pipeline_model_parallel_size: int
-) -> StagePartition | None:
-    """The stages that a user's own flags make of a model; ``None`` if no boundaries are stated.
+def partition_of_values(spec: TransformerSpec, values: Values, pp: int) -> StagePartition | None:
+    """The stages that Megatron's arguments make of a model; ``None`` if none of them states any.
 
     Args:
         values: Megatron's arguments by destination name. Those of ``STAGE_OPTIONS`` state the
-            boundaries; the two on virtual stages only say how many of them a rank has. What is
-            absent, ``None`` or false is not given.
+            boundaries; the two on virtual stages how many of them a rank has, which are even by
+            themselves. What is absent, ``None`` or false is not given.
+        pp: pipeline-parallel ranks.
 
     Raises:
         UserInputError: for what Megatron refuses:
@@ -137,21 +136,9 @@ def user_partition(
             Also for what it takes and should not: a stage without a unit (issue 1852), first and
             last layers that leave some layer to no rank or to two, and both of them for one rank.
     """
-    if not any(states_stages(values, name) for name in STAGE_OPTIONS):
+    is_cut = any(states_stages(values, name) for name in STAGE_OPTIONS)
+    if not (is_cut or any(map(values.get, VIRTUAL_STAGES))):
         return None
-    return _partition(spec, values, pipeline_model_parallel_size)
-
-
-def partition_of_values(
-    spec: TransformerSpec, values: Values, pipeline_model_parallel_size: int
-) -> StagePartition | None:
-    """As ``user_partition``, and the even stages that a number of virtual ones makes by itself."""
-    if not any(values.get(name) for name in VIRTUAL_STAGES):
-        return user_partition(spec, values, pipeline_model_parallel_size)
-    return _partition(spec, values, pipeline_model_parallel_size)
-
-
-def _partition(spec: TransformerSpec, values: Values, pp: int) -> StagePartition:
     if pp < 1:
         raise flag_error("pipeline_model_parallel_size", pp, "it is at least 1", "Raise it.")
     for name, others in _EXCLUDED.items():

@@ -83,10 +83,12 @@ class Resharding:
     Args:
         needed: flags, besides the job's own, without which it loads on no other number of
             replicas, by destination.
+        values: the job's arguments with those.
     """
 
     saved: SavedCheckpoint
     needed: Mapping[str, int | bool]
+    values: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +119,7 @@ class TableJob:
 
     def requirements(self, loads: Resharding) -> Mapping[str, Requirement]:
         """What a plan that loads a checkpoint must keep."""
-        needs = checkpoint.requirements(loads.saved, self.values_for(loads), self.version)
+        needs = checkpoint.requirements(loads.saved, loads.values, self.version)
         who = str(loads.saved.directory)
         return {name: replace(need, who=who) for name, need in needs.items()}
 
@@ -130,7 +132,7 @@ class TableJob:
 
     def check_loadable(self, plan: ParallelPlan, loads: Resharding) -> None:
         """Refuse a plan that does not load a checkpoint."""
-        checkpoint.check_loadable(loads.saved, plan.arguments, self.values_for(loads), self.version)
+        checkpoint.check_loadable(loads.saved, plan.arguments, loads.values, self.version)
 
     def checkpoint_of(self, plan: ParallelPlan, num_nodes: int) -> Resharding:
         """What the plan for so many nodes saves.
@@ -138,7 +140,9 @@ class TableJob:
         Source of the flags: ``_check_buckets`` and ``_check_rng`` of ``checkpoint.py``.
         """
         name, needed = f"the checkpoint of the plan for {num_nodes} nodes", dict[str, int | bool]()
-        saved = checkpoint_of_plan(plan, self.values_for(), self.version, name)
+        experts = self.request.spec.num_experts
+        values = {"num_experts": experts, "moe_grouped_gemm": bool(experts), **self.values}
+        saved = checkpoint_of_plan(plan, values, self.version, name)
         dims, own = plan.layout.dims, saved.arguments
         bucket = 1_000_000 * dims.data_parallel_size * dims.context_parallel_size
         is_bucketed = saved.distrib_optim_sharding_type == "dp_reshardable"
@@ -148,13 +152,7 @@ class TableJob:
         if len(saved.rng_shape or ()) > 2 and not self.values.get("no_load_rng"):
             needed["no_load_rng"] = True
         saved = replace(saved, arguments={**own, **needed})
-        return Resharding(saved=saved, needed=needed)
-
-    def values_for(self, loads: Resharding | None = None) -> dict[str, Any]:
-        """The job's arguments, with what loading a checkpoint needs."""
-        experts = self.request.spec.num_experts
-        own = {"num_experts": experts, "moe_grouped_gemm": bool(experts), **self.values}
-        return own if loads is None else {**own, **loads.needed}
+        return Resharding(saved=saved, needed=needed, values=values | needed)
 
 
 def plan_for_nodes(job: TableJob, counts: Sequence[int]) -> PlanTable:

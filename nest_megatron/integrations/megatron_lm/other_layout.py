@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
+from nest_megatron.config.compose import Settings
+from nest_megatron.config.job import fields_of
 from nest_megatron.config.keywords import read_layout
+from nest_megatron.config.request import site_calibration
+from nest_megatron.config.space import (
+    buildable_degrees,
+    fixed_degrees,
+    read_rank_order,
+    read_recompute,
+    read_zero,
+)
+from nest_megatron.config.train import REPLICA_DEGREES
+from nest_megatron.cost_model.settings import restored_settings
+from nest_megatron.cost_model.target_defaults import DEFAULT_TARGET, target_named
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.plan_job import SEARCH_S, PlannedJob
-from nest_megatron.layout.dims import SHORT_DEGREES
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, STATED_ELSEWHERE
+from nest_megatron.integrations.megatron_lm.parser import read_argv
+from nest_megatron.integrations.megatron_lm.present_layout import refusal_text
+from nest_megatron.integrations.plan_job import rates_of, reliability_of
+from nest_megatron.layout.dims import DEGREES as LAYOUT_DEGREES
+from nest_megatron.layout.dims import SHORT_DEGREES, ParallelDims, RankOrder
 from nest_megatron.layout.estimate import Difference
+from nest_megatron.layout.execution_rules import allowed_execution
+from nest_megatron.layout.knobs import KnobConditions, always_on
+from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.layout.stage_layout import spread_partition
+from nest_megatron.layout.rulebook.facts import RELEASES
+from nest_megatron.layout.stage_layout import StagePartition, parse_layout, spread_partition
+from nest_megatron.model.execution import Execution
 from nest_megatron.plain import to_plain
-from nest_megatron.planner import EndedEarly, NoPlan
+from nest_megatron.planner import EndedEarly, NoPlan, Request
 from nest_megatron.planner import plan as find_plan
-from nest_megatron.planner.layouts import Variant
+from nest_megatron.planner.layouts import Prices, Variant, difference, estimate_for
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.before_after import peak_stage
 from nest_megatron.report.console import Shown
@@ -30,10 +53,13 @@ from nest_megatron.units import Bytes, Seconds, format_gib, format_seconds
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+#: Longest time of all searches for layouts of one job, from when it is read.
+SEARCH_S = 20.0
 _BOUNDED = (
     f"Time ended the search after {SEARCH_S:g} s: what is said of other layouts is what was found "
     "until then."
 )
+_PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 #: Sizes of the user's that are changed to find a legal layout.
 _MOST_CHANGED = 2
 
@@ -145,7 +171,16 @@ class WhyNot(Shown):
             yield from self.versus.report()
         if self.verdict in ("illegal", "does not fit"):
             yield heading("The nearest layout that is legal and fits")
-            yield indented(_nearest_words(self))
+            said = "was found that makes" if self.bounded else "makes"
+            words = f"No change of one or two of the sizes {said} it legal and fit."
+            if (nearest := self.nearest) is not None:
+                names = ", ".join(
+                    f"{SHORT_DEGREES.get(n, n)} {self.asked[n]} -> {nearest.layout.sizes[n]}"
+                    for n in self.changed
+                )
+                step = format_seconds(nearest.predicted.iteration_time_s)
+                words = f"{names}: {step} a step. {layout_words(nearest)}"
+            yield indented(words)
         if self.bounded:
             yield notes_report((_BOUNDED,))
 
@@ -172,14 +207,189 @@ class WhyNot(Shown):
         return f"{said}, because of {term_words(self.versus.terms)}."
 
 
+class PlannedJob:
+    """The job of a plan file, as far as the file says it, with the layer times it was made with."""
+
+    def __init__(self, plan: ParallelPlan, times: LayerTimes | None) -> None:
+        self._plan, self._settings = plan, restored_settings(plan.provenance.settings)
+        self._target = target_named(self._settings.target or DEFAULT_TARGET.name)
+        release = plan.provenance.framework_version
+        self._version = release if release in RELEASES else self._target.megatron_core
+        self._values: Mapping[str, Any] = {}
+        if (launch := plan.launch.get(LAUNCHER)) is not None:
+            self._values = read_argv(launch.script, launch.argv, self._version).values
+        cluster = plan.cluster.resized(plan.layout.num_gpus)
+        self._job = Request(
+            spec=plan.model,
+            cluster=cluster,
+            global_batch_size=plan.layout.global_batch_size,
+            settings=self._settings,
+            times=times,
+            batch_schedule=plan.train.batch_schedule,
+            sequence_lengths=plan.train.sequence_lengths,
+            not_modelled=plan.search.not_modelled,
+            num_alternatives=0,
+            remedies=False,
+            reliability=reliability_of(plan),
+            rates=rates_of(plan),
+            site=None if plan.provenance.site is None else site_calibration(cluster)[0],
+            space=SearchSpace(version=self._version),
+            max_seconds=SEARCH_S,
+            begun_s=time.monotonic(),
+        )
+
+    def request(self, space: SearchSpace) -> Request:
+        """The search of a space."""
+        return replace(self._job, space=space)
+
+    def space(self, composed: Settings) -> SearchSpace:
+        """All layouts with the sizes that were named; the sharding is the plan's otherwise."""
+        schedule = self._plan.train.batch_schedule
+        if composed.parallel.sequence_parallel is False:
+            raise UserInputError(
+                "sequence_parallel",
+                False,
+                "plans have it wherever tensor parallelism is on",
+                "Give it to --versus.",
+            )
+        own, zero = self._plan.layout.sharding, read_zero(composed.parallel)
+        zeros = (self._plan.layout.zero if zero is None else zero,)
+        order = read_rank_order(composed.parallel)
+        space = SearchSpace(
+            fixed=(fixed := fixed_degrees(composed)),
+            partition=self._stages(composed, fixed),
+            zero_stages=zeros,
+            sharding=own if zero is None else None,
+            recompute=read_recompute(composed.parallel),
+            execution=self._execution,
+            version=self._version,
+            batch_unit=schedule.batch_unit if schedule else None,
+            rank_orders=tuple(RankOrder) if order is None else (order,),
+        )
+        degrees = buildable_degrees(self._plan.model, self._target, space.fixed)
+        return replace(space, fixed=degrees)
+
+    @property
+    def _execution(self) -> Execution:
+        """As the plan's; what its own layout has no room for is on where it never costs time."""
+        own, settings = self._plan.layout.execution, self._settings
+        recipe = settings.traits.fp8_recipe.value if settings.precision.is_quantized else None
+        conditions = KnobConditions(
+            spec=self._plan.model,
+            accelerator=self._plan.cluster.accelerator.name,
+            fp8_recipe=recipe,
+            can_state=fields_of(self._target),
+        )
+        every = always_on(own, conditions)
+        return every if allowed_execution(every, self._plan.layout) == own else own
+
+    def variant(self, composed: Settings) -> Variant:
+        """The plan's layout with what was named instead."""
+        config, own = composed.parallel, self._plan.layout.without_stages()
+        given = fixed_degrees(composed)
+        micro = given.pop("micro_batch_size", own.micro_batch_size)
+        stages = self._stages(composed, given)
+        if stages is not None:
+            given[_VPP] = stages.num_chunks // stages.pipeline_model_parallel_size
+        dims = self._dims(given, read_rank_order(config))
+        splits_sequence = config.sequence_parallel
+        if splits_sequence is None:
+            splits_sequence = dims.tensor_model_parallel_size > 1
+        zero, recompute = read_zero(config), read_recompute(config)
+        grid = replace(
+            own,
+            dims=dims,
+            micro_batch_size=micro,
+            sequence_parallel=splits_sequence,
+            recompute=own.recompute if recompute is None else recompute,
+            zero=own.zero if zero is None else zero,
+        )
+        if stages is None:
+            stages = self._plan.layout.partition
+            sizes = stages.pipeline_model_parallel_size, stages.num_chunks
+            if sizes != (dims.pipeline_model_parallel_size, dims.num_chunks):
+                stages = spread_partition(self._plan.model, dims)
+        return self.variant_of(grid, stages, own=zero is None)
+
+    def _stages(self, composed: Settings, given: Mapping[str, int]) -> StagePartition | None:
+        """The stages that were named, for the pipeline's own size where no other is."""
+        text = composed.parallel.pipeline_model_parallel_layout
+        pp = given.get(_PP, self._plan.layout.dims.pipeline_model_parallel_size)
+        return None if text is None else parse_layout(text, self._plan.model, pp)
+
+    def variant_of(
+        self, grid: PartialLayout, partition: StagePartition, *, own: bool = True
+    ) -> Variant:
+        """A grid and its stages as the job would run them; ``own``: in the plan's sharding."""
+        grid = replace(grid, execution=allowed_execution(self._execution, grid))
+        return Variant(
+            settings=self._settings,
+            layout=grid.with_stages(partition, self._plan.layout.sharding if own else None),
+        )
+
+    def _dims(self, given: Mapping[str, int], rank_order: RankOrder | None) -> ParallelDims:
+        """The plan's degrees with those given; the GPUs that are left replicate."""
+        own = self._plan.layout.dims
+        kept = {name: getattr(own, name) for name in LAYOUT_DEGREES if name != "data_parallel_size"}
+        if given.get(_PP, own.pipeline_model_parallel_size) != own.pipeline_model_parallel_size:
+            kept[_VPP] = 1
+        degrees = {**kept, **given}
+        if "data_parallel_size" not in degrees:
+            gpus = self._plan.layout.num_gpus
+            replica = math.prod(degrees[name] for name in REPLICA_DEGREES)
+            if gpus % replica:
+                raise UserInputError(
+                    "tp * cp * pp",
+                    replica,
+                    f"it must divide the plan's {gpus} GPUs",
+                    "Change one of the sizes.",
+                )
+            degrees["data_parallel_size"] = gpus // replica
+        return ParallelDims(**degrees, rank_order=rank_order or own.rank_order)
+
+    def refusal(self, variant: Variant) -> str:
+        """The first rule of Megatron that a layout breaks, with its source; empty for none."""
+        gpus, placed = variant.layout.num_gpus, self._plan.layout.num_gpus
+        if gpus != placed:
+            return f"tp * pp * cp * dp = {gpus}: the plan is for {placed} GPUs"
+        return refusal_text(self._job, variant, self._values, self._version, but=STATED_ELSEWHERE)
+
+    def rule(self, composed: Settings) -> str:
+        """The same for the plan's layout with what was named."""
+        try:
+            return self.refusal(self.variant(composed))
+        except UserInputError as error:
+            return f"{error.what} = {error.value}: {error.limit}"
+
+    def priced(self, variant: Variant) -> ParallelPlan:
+        """A layout as a plan, with its prediction."""
+        return estimate_for(self._job, variant.layout, settings=variant.settings)
+
+    @property
+    def own(self) -> Variant:
+        """The plan's layout."""
+        return Variant(settings=self._settings, layout=self._plan.layout)
+
+    def versus(self, variant: Variant) -> Versus:
+        """The plan beside a layout."""
+        own, other, prices = self.priced(self.own), self.priced(variant), Prices(self._job)
+        before, after = own.predicted, other.predicted
+        mine, theirs = peak_stage(own), peak_stage(other)
+        return Versus(
+            plan=own,
+            other=other,
+            difference=difference(prices.of(self.own), prices.of(variant)),
+            terms={name: s - before.terms.get(name, 0.0) for name, s in after.terms.items()},
+            memory={name: theirs.get(name, 0) - mine.get(name, 0) for name in {**mine, **theirs}},
+            notes=tuple(_notes(self._plan, own)),
+        )
+
+
 def versus(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> Versus:
     """A plan beside a layout that differs in what ``text`` says (``read_layout``).
 
     What is not named stays the plan's; the GPUs that are left replicate, and where the number of
     stages changes they are even.
-
-    Args:
-        times: the measured layer times that the plan was made with.
 
     Raises:
         UserInputError: for a layout that cannot be read, or that Megatron refuses, with its rule.
@@ -190,16 +400,13 @@ def versus(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> Ve
         raise UserInputError(
             "--versus", text, f"Megatron refuses it: {rule}", "Name other sizes, or more of them."
         )
-    return _versus(job, plan, variant)
+    return job.versus(variant)
 
 
 def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> WhyNot:
     """Why a plan is no layout with the sizes that ``text`` names (``read_layout``).
 
     What is not named is searched, but for the sharding and how layers are carried out.
-
-    Args:
-        times: the measured layer times that the plan was made with.
 
     Raises:
         UserInputError: for a layout that cannot be read.
@@ -229,7 +436,7 @@ def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> W
         nearest = _nearest(job, space, asked)
         return replace(
             nearest,
-            versus=_versus(job, plan, variant),
+            versus=job.versus(variant),
             needed_bytes=found.shortage.needed_bytes,
             bounded=nearest.bounded or _is_bounded(found),
         )
@@ -237,7 +444,7 @@ def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> W
         rule = job.rule(composed) or f"{lost[0]} = {asked[lost[0]]}: this model has it not"
         return replace(_nearest(job, space, asked), rule=rule)
     variant = job.variant_of(found.layout.without_stages(), found.layout.partition)
-    return WhyNot(asked=asked, versus=_versus(job, plan, variant), bounded=_is_bounded(found))
+    return WhyNot(asked=asked, versus=job.versus(variant), bounded=_is_bounded(found))
 
 
 def _nearest(job: PlannedJob, space: SearchSpace, asked: Mapping[str, Any]) -> WhyNot:
@@ -274,20 +481,6 @@ def _not_kept(plan: ParallelPlan, space: SearchSpace) -> list[str]:
     return [name for name, size in space.fixed.items() if plan.layout.sizes[name] != size]
 
 
-def _versus(job: PlannedJob, plan: ParallelPlan, variant: Variant) -> Versus:
-    own, other = job.priced(job.own), job.priced(variant)
-    before, after = own.predicted, other.predicted
-    mine, theirs = peak_stage(own), peak_stage(other)
-    return Versus(
-        plan=own,
-        other=other,
-        difference=job.difference(variant),
-        terms={name: s - before.terms.get(name, 0.0) for name, s in after.terms.items()},
-        memory={name: theirs.get(name, 0) - mine.get(name, 0) for name in {**mine, **theirs}},
-        notes=tuple(_notes(plan, own)),
-    )
-
-
 def _notes(plan: ParallelPlan, own: ParallelPlan) -> Iterator[str]:
     """In what these prices are not those of the plan's file."""
     said, now = plan.predicted.iteration_time_s, own.predicted.iteration_time_s
@@ -304,17 +497,3 @@ def _notes(plan: ParallelPlan, own: ParallelPlan) -> Iterator[str]:
         )
     elif site is not None and here is not None and site.digest != here.digest:
         yield f"The calibration of the site ({here.name}) has changed since the plan was made."
-
-
-def _nearest_words(found: WhyNot) -> str:
-    from nest_megatron.report.before_after import layout_words
-
-    if (nearest := found.nearest) is None:
-        said = "was found that makes" if found.bounded else "makes"
-        return f"No change of one or two of the sizes {said} it legal and fit."
-    sizes = {name: nearest.layout.sizes[name] for name in found.changed}
-    names = ", ".join(
-        f"{SHORT_DEGREES.get(n, n)} {found.asked[n]} -> {size}" for n, size in sizes.items()
-    )
-    step = format_seconds(nearest.predicted.iteration_time_s)
-    return f"{names}: {step} a step. {layout_words(nearest)}"

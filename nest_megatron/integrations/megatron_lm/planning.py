@@ -40,8 +40,6 @@ from nest_megatron.integrations.megatron_lm.search_space import (
     job_space,
     kept_flags,
 )
-from nest_megatron.integrations.megatron_lm.write import WRITABLE
-from nest_megatron.integrations.process_variables import set_variables
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.devices import ELEMENTWISE_OPTIMIZERS
@@ -295,15 +293,6 @@ def with_defaults(args: Namespace, defaults: Values) -> Namespace:
     return Namespace(**{**vars(args), **defaults, **given})
 
 
-def write(args: Namespace, values: Values, environment: Mapping[str, str | None]) -> None:
-    """Set a plan's values in Megatron's Namespace, and the variables that go with them."""
-    assert values.keys() <= WRITABLE
-    for dest, value in values.items():
-        if hasattr(args, dest):
-            setattr(args, dest, value)
-    set_variables(environment)
-
-
 def require_planned(args: Namespace, plan: ParallelPlan) -> None:
     """Raise if Megatron derived something else than the plan has, naming it."""
     arguments, train = plan.arguments, plan.train
@@ -326,15 +315,6 @@ def require_planned(args: Namespace, plan: ParallelPlan) -> None:
                 f"after Megatron's own validation {name} is {found!r}, the plan has {value!r}; "
                 "launch without nest and report it."
             )
-
-
-def flags_of(version: str) -> dict[str, str]:
-    """How a user writes each of Megatron's arguments; one that is switched off has both names."""
-    flags: dict[str, str] = {}
-    for argument in load_arguments(version):
-        flag, off = argument.flags[0], argument.action == "store_false"
-        flags.setdefault(argument.dest, f"{argument.dest} ({flag} makes it False)" if off else flag)
-    return flags
 
 
 def padded_vocab_size(args: Namespace, defaults: Values) -> int | None:

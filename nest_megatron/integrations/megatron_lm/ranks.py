@@ -24,9 +24,14 @@ from nest_megatron.config.launch import LaunchWords, MixedGpus
 from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.errors import NestError, UserInputError, exit_code_of, settings_typed_as
 from nest_megatron.history.records import Launch
-from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore, connect, gather
+from nest_megatron.integrations.megatron_lm.agreement import (
+    RendezvousStore,
+    connect,
+    gather,
+    require_equal,
+)
 from nest_megatron.integrations.megatron_lm.planning import Decision
-from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
+from nest_megatron.integrations.megatron_lm.rendezvous import RankContext, versions
 from nest_megatron.integrations.recorder import Recorder
 from nest_megatron.integrations.run_record import changed_flags, figures
 from nest_megatron.layout.diff import Change
@@ -88,19 +93,15 @@ def job_hosts(store: RendezvousStore | None) -> tuple[Host, ...]:
     if store is None:
         return ()
 
-    def own_host() -> Host | None:
-        # by the name that ranks have for their hosts
-        return this_host(socket.gethostname()) if is_first_of_host() else None
-
-    parts = gather(store, own_host, what="hosts", limit_s=_HOST_S)
+    # by the name that ranks have for their hosts
+    parts = gather(
+        store,
+        lambda: this_host(socket.gethostname()) if is_first_of_host() else None,
+        what="hosts",
+        limit_s=_HOST_S,
+    )
     found = [from_plain(Host, part, "host:") for part in parts if part]
     return tuple({host.name: host for host in reversed(found)}.values())[::-1]
-
-
-def words_of(words: LaunchWords) -> dict[str, str]:
-    """Our own words of a command, which all ranks must share, as they are typed."""
-    settings = [s for s in (*words.launch, *words.job) if s.key != "out"]  # rank 0 alone reads it
-    return {"+nest": words.mode.value, **{f"nest.{s.key}": str(s.value) for s in settings}}
 
 
 def last_value(words: LaunchWords, key: str) -> str | None:
@@ -157,6 +158,22 @@ class LaunchedJob:
     def store(self) -> RendezvousStore | None:
         """Where the ranks have met, if there are several."""
         return self.rendezvous.store
+
+    def require_same_command(self, own: Mapping[str, str]) -> None:
+        """Return once all ranks have come with the same command and versions; rank 0 has the hosts.
+
+        Args:
+            own: what else must be the same, by the name that a user knows.
+
+        Raises:
+            NoAgreementError: if any differs, or does not come.
+        """
+        mode, settings = self.words.mode, (*self.words.launch, *self.words.job)
+        words = {"+nest": mode.value} | {  # rank 0 alone reads nest.out
+            f"nest.{each.key}": str(each.value) for each in settings if each.key != "out"
+        }
+        require_equal(self.store, {**versions(), **words, **own}, what="command")
+        self.hosts = job_hosts(self.store)
 
     def join(self, timeout_s: Seconds) -> None:
         """Meet the other ranks, for at most ``timeout_s`` where the user names no other time."""

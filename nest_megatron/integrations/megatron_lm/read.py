@@ -108,12 +108,8 @@ def require_optimizer(values: Values, version: str) -> None:
         raise flag_error(broken.what, broken.value, broken.limit, broken.fix)
 
 
-def job_of(command: ReadCommand, values: Values, *, vocab_size: int | None = None) -> Job:
-    """As ``read_job``, from values that stand for those of the command.
-
-    Args:
-        vocab_size: rows of the tokenizer's vocabulary, where the values do not say it.
-    """
+def job_of(command: ReadCommand, values: Values) -> Job:
+    """As ``read_job``, from values that stand for those of the command."""
     words = (word.partition("=") for word in command.unknown)
     given = {flag: value or "given" for flag, _, value in words}
     refused = {d: given[flag_of(d)] for d in _REFUSED_ARGUMENTS if flag_of(d) in given}
@@ -122,7 +118,6 @@ def job_of(command: ReadCommand, values: Values, *, vocab_size: int | None = Non
         explicit=command.explicit,
         script=command.script,
         version=command.version,
-        vocab_size=vocab_size,
     )
     return replace(
         job,
@@ -139,7 +134,6 @@ def job_from_values(
     explicit: Collection[str],
     script: str = "",
     version: str = DEFAULT_VERSION,
-    vocab_size: int | None = None,
 ) -> Job:
     """A job from Megatron's arguments by destination; ``explicit`` are those that the user sets."""
     refuse_unplannable(values, script)
@@ -150,7 +144,7 @@ def job_from_values(
             raise flag_error(name, value, "it must be at least 1", fix)
     assumed: list[str] = []
     values = {**values, "hybrid_layer_pattern": hybrid_pattern(values, script, version)}
-    spec = _spec(values, script, version, vocab_size, assumed)
+    spec = _spec(values, script, version, assumed)
     precision = _precision(values)
     if _sees_images(script):
         spec = with_images(spec, values, precision)
@@ -235,7 +229,6 @@ def _spec(
     values: Values,
     script: str,
     version: str,
-    vocab_size: int | None,
     notes: list[str],
 ) -> TransformerSpec:
     family = _family(script)
@@ -260,8 +253,8 @@ def _spec(
         hidden_size=_required(values, "hidden_size"),
         num_attention_heads=_required(values, "num_attention_heads"),
         seq_length=_required(values, "seq_length", "encoder_seq_length"),
-        vocab_size=vocab_size or vocab_size_of(values, family, version, notes),
-        vocab_is_padded=vocab_size is None and bool(values.get("padded_vocab_size")),
+        vocab_size=vocab_size_of(values, family, version, notes),
+        vocab_is_padded=bool(values.get("padded_vocab_size")),
         activation=activation,
         gated_linear_unit=gated,
         source="Megatron-LM arguments",

@@ -24,13 +24,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.integrations.megatron_lm.layout_arguments import arguments_of
 from nest_megatron.profile.installed import installed_versions
 from nest_megatron.units import Seconds
 from nest_megatron.version import __version__
+
+Result = TypeVar("Result")
 
 #: Megatron's arguments that may differ from rank to rank; all others must not.
 MAY_DIFFER = frozenset(arguments_of("may_differ"))
@@ -50,17 +52,6 @@ def versions() -> dict[str, str]:
     found = {name.replace("_", "-"): installed.get(name, ABSENT) for name in packages}
     own = {"nest-megatron": __version__, "Python": f"{major}.{minor}"}
     return {f"version of {name}": version for name, version in (own | found).items()}
-
-
-def comparable_arguments(
-    args: Namespace, flags: Mapping[str, str], may_differ: Collection[str] = ()
-) -> dict[str, str]:
-    """Everything of Megatron's arguments that must be the same on all ranks, by its flag."""
-    return {
-        flags.get(name, f"args.{name}"): comparable_text(value)
-        for name, value in sorted(vars(args).items())
-        if name not in MAY_DIFFER and name not in may_differ
-    }
 
 
 def comparable_fields(config: Any, name: str, may_differ: Collection[str] = ()) -> dict[str, str]:
@@ -261,6 +252,24 @@ class RankContext:
         return hashlib.sha256("|".join([*words, str(self.world_size)]).encode()).hexdigest()[:16]
 
 
+def within(limit_s: Seconds, work: Callable[[], Result]) -> Result:
+    """What ``work`` returns or raises, in a thread of its own, which ends with the process.
+
+    Raises:
+        TimeoutError: without words, if it takes longer.
+    """
+    answer: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised again where it was asked for
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return answer.result(limit_s)
+
+
 class TimedStore:
     """A ``torch.distributed.Store`` of which each operation has a deadline.
 
@@ -309,18 +318,12 @@ class TimedStore:
     def _answer(self, operation: Callable[[], Any], limit_s: Seconds, more_s: Seconds = 0.0) -> Any:
         import torch
 
-        answer: Future[Any] = Future()
+        def work() -> Any:
+            with self._socket:
+                return operation()
 
-        def work() -> None:
-            try:
-                with self._socket:
-                    answer.set_result(operation())
-            except BaseException as error:  # noqa: BLE001 - raised again where it was asked for
-                answer.set_exception(error)
-
-        threading.Thread(target=work, daemon=True).start()
         try:
-            found = answer.result(0 if self.is_silent else limit_s + more_s)
+            found = within(0 if self.is_silent else limit_s + more_s, work)
         except TimeoutError:
             self.is_silent = True
             raise SilentStoreError(

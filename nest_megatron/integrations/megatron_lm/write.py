@@ -1,47 +1,32 @@
-"""A model and a plan in Megatron-LM's own arguments, and a user's arguments with a plan's in place.
+"""A model and a plan in Megatron's names and values, and in the flags of its command line.
 
-``model_argv`` makes Megatron build exactly this model; ``planned_arguments`` lay it over the ranks
-as planned. Of a user's arguments only the destinations in ``WRITABLE`` are touched; everything else
-keeps its words and its place, and every change has a reason.
+``model_argv`` makes Megatron build exactly this model; ``planned_values`` lay it over the ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.config.job import Option, ReadCommand
 from nest_megatron.errors import UnplannableModelError
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
-    PARALLEL_ARGUMENTS,
-    REASONS,
-    RECOMPUTE,
     ROLES,
-    STAGE_OPTIONS,
-    VIRTUAL_STAGES,
-    Values,
     flag_of,
 )
 from nest_megatron.integrations.megatron_lm.parser import (
     load_arguments,
-    namespace_values,
     options_for,
 )
-from nest_megatron.layout.diff import Change, reason
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.execution_rules import (
-    EXECUTION_ARGUMENTS,
     EXECUTION_FIELDS,
     WITH_EXPERTS,
     execution_arguments,
     execution_environment,
 )
-from nest_megatron.layout.knobs import execution_reason
 from nest_megatron.layout.layout import layout_arguments
-from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
 from nest_megatron.layout.rulebook.devices import initializes_on_meta_device, overlaps_gradients
 from nest_megatron.layout.rulebook.facts import (
@@ -52,12 +37,10 @@ from nest_megatron.layout.rulebook.facts import (
 )
 from nest_megatron.layout.rulebook.options import (
     ACTIVATION_FLAGS,
-    OPTION_RULES,
-    contradicted,
     has_activation_flag,
 )
 from nest_megatron.layout.stage_layout import StagePartition, is_uniform
-from nest_megatron.layout.zero import STRATEGIES, DataParallelSharding, ZeroStage
+from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import PLAIN
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.spec import (
@@ -65,7 +48,6 @@ from nest_megatron.model.spec import (
     TransformerSpec,
 )
 from nest_megatron.plain import to_plain
-from nest_megatron.units import format_gib
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 #: Arguments of a model by what they are about, in the order in which they are written.
@@ -77,6 +59,7 @@ _NAMES_OF_0_15 = {
 }
 #: Arguments of a layout before and behind those of how layers are carried out.
 _DEGREES, _SHARDING = (ROLES["of_layout"][part].split() for part in ("degrees", "sharding"))
+_STAGES, _STRATEGY = "pipeline_model_parallel_layout", "data_parallel_sharding_strategy"
 
 
 def model_argv(spec: TransformerSpec, *, version: str = DEFAULT_VERSION) -> list[str]:
@@ -183,13 +166,14 @@ def _freq(value: int | Sequence[int] | None) -> str | None:
     return f"[{','.join(map(str, value))}]"
 
 
-def planned_arguments(request: LaunchRequest) -> dict[str, Any]:
-    """Megatron's arguments that lay a model over the ranks, in the order in which they are written.
+def planned_values(request: LaunchRequest) -> dict[str, Any]:
+    """All that a plan sets, by Megatron's names, in the order in which a command states it.
 
-    ``None`` leaves an argument to Megatron; a release has those that ``options_for`` writes.
+    The command, the Namespace and the fields of recipes are written of it; ``None`` leaves a choice
+    to Megatron, as stages that it makes even by itself.
     """
     spec, dims, sharding = request.spec, request.dims, request.sharding or request.zero.sharding
-    partition = request.partition
+    partition, hybrid = request.partition, spec.hybrid_layer_pattern
     if partition is None:
         assert dims.is_one_stage, "a pipeline needs a stage partition"
         partition = StagePartition(boundaries=(0, spec.num_units), pipeline_model_parallel_size=1)
@@ -198,46 +182,51 @@ def planned_arguments(request: LaunchRequest) -> dict[str, Any]:
     overlaps = overlaps_gradients(request.optimizer, request.version)
     if not overlaps or sharding is DataParallelSharding.TORCH_FSDP2:  # which overlaps by itself
         found |= {"overlap_grad_reduce": False, "overlap_param_gather": False}
-    stages, pattern, virtual = "pipeline_model_parallel_layout", None, None
-    if not spec.hybrid_layer_pattern and is_uniform(spec, partition):  # Megatron's own stages
-        found[stages], virtual = None, found["virtual_pipeline_model_parallel_size"]
-    if spec.hybrid_layer_pattern:
-        pattern, found[stages] = found[stages] or spec.hybrid_layer_pattern.replace("|", ""), None
-    experts = spec.num_experts is not None
-    if not experts:
-        found["expert_model_parallel_size"] = None
-    found |= {
-        "hybrid_layer_pattern": pattern,
-        "num_virtual_stages_per_pipeline_rank": virtual,
-        "expert_tensor_parallel_size": launched_expert_tensor_size(spec, dims),
-        "moe_grouped_gemm": experts and request.moe_grouped_gemm,
-        "recompute_modules": found["recompute_modules"] or None,
-    }
+    stages, virtual = found[_STAGES], found["virtual_pipeline_model_parallel_size"]
+    is_even = is_uniform(spec, partition)
+    of_fsdp = _of_fsdp(request) if layout.uses_megatron_fsdp else {_STRATEGY: "no_shard"}
     return {
-        **{name: found[name] for name in _DEGREES},
-        **dict(_execution(request)),
+        **dict.fromkeys(_DEGREES),
+        **execution_arguments(request.execution, request.version),
         "use_tp_pp_dp_mapping": dims.rank_order is RankOrder.TP_CP_EP_PP_DP,
         "micro_batch_size": request.micro_batch_size,
         **_batch(request),
-        **{name: found[name] for name in _SHARDING},
-        **(_of_fsdp(request) if layout.uses_megatron_fsdp else {}),
+        **dict.fromkeys(_SHARDING),
+        **found,
+        _STAGES: None if is_even else stages,
+        "num_virtual_stages_per_pipeline_rank": virtual if is_even and not hybrid else None,
+        "hybrid_layer_pattern": (stages or hybrid.replace("|", "")) if hybrid else None,
+        "expert_tensor_parallel_size": launched_expert_tensor_size(spec, dims),
+        "moe_grouped_gemm": spec.num_experts is not None and request.moe_grouped_gemm,
+        "recompute_modules": found["recompute_modules"] or None,
+        **of_fsdp,
         **precision_arguments(request.precision, request.fp8_recipe),
     }
+
+
+def planned_arguments(request: LaunchRequest) -> dict[str, Any]:
+    """What a command of Megatron-LM states of it; a release has what ``options_for`` writes.
+
+    How layers are carried out is stated where Megatron does otherwise, and the dispatcher always.
+    """
+    found, plain = planned_values(request), execution_arguments(PLAIN, request.version)
+    unsaid = {name for name, value in plain.items() if found[name] == value}
+    unsaid.discard("moe_token_dispatcher_type")
+    if not request.spec.is_moe:
+        unsaid.update(name for name in plain if EXECUTION_FIELDS[name] in WITH_EXPERTS)
+    if request.spec.num_experts is None:
+        unsaid.add("expert_model_parallel_size")
+    if request.spec.hybrid_layer_pattern:
+        unsaid.add(_STAGES)
+    if not found["use_megatron_fsdp"]:
+        unsaid.add(_STRATEGY)
+    return {name: value for name, value in found.items() if name not in unsaid}
 
 
 def parallel_argv(request: LaunchRequest) -> list[str]:
     """Flags that lay a model over the ranks as planned; a pipeline needs a partition."""
     options = options_for(planned_arguments(request), request.version)
     return [word for option in options for word in option.tokens]
-
-
-def _execution(request: LaunchRequest) -> Iterator[tuple[str, Any]]:
-    """What carries the layers out otherwise than Megatron does anyway; always the dispatcher."""
-    plain = execution_arguments(PLAIN, request.version)
-    for name, value in execution_arguments(request.execution, request.version).items():
-        differs = value != plain[name] or name == "moe_token_dispatcher_type"
-        if differs and (request.spec.is_moe or EXECUTION_FIELDS[name] not in WITH_EXPERTS):
-            yield name, value
 
 
 def _batch(request: LaunchRequest) -> dict[str, Any]:
@@ -266,7 +255,6 @@ def _of_fsdp(request: LaunchRequest) -> dict[str, Any]:
     meta = request.zero >= ZeroStage.OPTIMIZER and initializes_on_meta_device(request.spec)
     return {
         "ckpt_format": "fsdp_dtensor",
-        "data_parallel_sharding_strategy": STRATEGIES[request.zero],
         "init_model_with_meta_device": meta,
         "gradient_accumulation_fusion": False,
         "megatron_fsdp_main_grads_dtype": "fp32" if wide else None,
@@ -337,134 +325,3 @@ def script_name(spec: TransformerSpec, version: str) -> str:
         return "pretrain_vlm.py"
     folder = "" if is_old or spec.family is ModelFamily.GPT else f"examples/{family}/"
     return f"{folder}pretrain_{family}.py"
-
-
-#: Set together with the layout; those in the second row only where the user says nothing.
-_WITH_LAYOUT = (
-    "global_batch_size",
-    "ckpt_format",
-    "padded_vocab_size",
-    "init_model_with_meta_device",
-    "megatron_fsdp_main_grads_dtype",
-    "grad_reduce_in_bf16",
-)
-_IF_ABSENT = "moe_grouped_gemm"
-#: Set where a job comes to Megatron-FSDP; one that has it already knows its Transformer Engine.
-_WITH_NEW_FSDP = "gradient_accumulation_fusion"
-
-#: Several spellings of one choice: where the user's own stays, none is added.
-_STATEMENTS = (RECOMPUTE, (*STAGE_OPTIONS, *VIRTUAL_STAGES), *EXECUTION_ARGUMENTS.values())
-
-#: What a plan sets, and with the options that it contradicts every destination that it may write.
-#: Nothing else of a job is ever changed.
-_SET = frozenset((*PARALLEL_ARGUMENTS, *_WITH_LAYOUT, _IF_ABSENT, _WITH_NEW_FSDP))
-WRITABLE = _SET | {rule.what for rule in OPTION_RULES}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rewrite:
-    """A rewritten command's arguments, and what changed.
-
-    Args:
-        changes: flags before and after; ``None`` is an absent flag, empty text a bare switch.
-        values: what the plan decided, by destination; of what it leaves out Megatron's default.
-    """
-
-    argv: tuple[str, ...]
-    changes: tuple[Change, ...]
-    values: Values
-
-
-def rewrite(
-    command: ReadCommand,
-    planned: Values,
-    plan: ParallelPlan,
-    kept: Collection[str] = (),
-) -> Rewrite:
-    """Put a plan's flags into a user's arguments.
-
-    Args:
-        planned: the plan's arguments, from ``write.planned_arguments``.
-        kept: destinations whose flags stay as the user wrote them; the plan was searched under
-            them, so it says nothing else.
-    """
-    given, version = command.options, command.version
-    stated = {dest for flags in _STATEMENTS if set(flags) & set(kept) for dest in flags}
-    refused = contradicted(plan, command.values, command.version)
-    settled = stated.union(kept).difference(refused.keys() & EXECUTION_FIELDS.keys())
-    settled |= command.explicit & {_IF_ABSENT}
-    if command.values.get("use_megatron_fsdp"):
-        settled |= {_WITH_NEW_FSDP}
-    wanted = {
-        option.dest: option
-        for option in options_for(planned, version)
-        if option.dest is not None and option.dest in _SET - settled
-    }
-    free = {*PARALLEL_ARGUMENTS} - settled
-    if plan.model.num_experts is None:  # a dense model's expert grid is the user's own
-        free -= {"expert_tensor_parallel_size"}
-    owned = free | wanted.keys() | refused.keys()
-    tokens: list[str] = []
-    placed: set[str] = set()
-    for option in given:
-        if option.dest not in owned:
-            tokens += option.tokens
-        elif option.dest in wanted and option.dest not in placed:
-            new = wanted[option.dest]  # the user's own spelling where the value is the same
-            tokens += option.tokens if option.value == new.value else new.tokens
-            placed.add(option.dest)
-    for dest, option in wanted.items():
-        if dest not in placed:
-            tokens += option.tokens
-    assert owned <= WRITABLE
-    return Rewrite(
-        argv=tuple(tokens),
-        changes=tuple(_changes(given, owned, wanted, plan, refused)),
-        values=namespace_values({dest: planned[dest] for dest in wanted}, owned, version),
-    )
-
-
-def _changes(
-    given: Sequence[Option],
-    owned: Collection[str],
-    wanted: Mapping[str, Option],
-    plan: ParallelPlan,
-    refused: Mapping[str, str],
-) -> Iterator[Change]:
-    mine = {option.dest: option for option in given if option.dest and option.dest in owned}
-    for dest in dict.fromkeys((*mine, *wanted)):
-        before = mine[dest].value if dest in mine else None
-        after = wanted[dest].value if dest in wanted else None
-        if before == after or (before is None and after and _is_default(dest, after, plan)):
-            continue
-        if after is None:
-            reason = refused.get(dest) or REASONS["removed"].get(dest, "the plan does not need it")
-        else:
-            reason = _reason(dest, plan)
-        flag = (wanted if dest in wanted else mine)[dest].flag
-        yield Change(field=flag, before=before, after=after, reason=reason)
-
-
-def _is_default(dest: str, value: str, plan: ParallelPlan) -> bool:
-    """What Megatron takes anyway: writing it out changes nothing."""
-    if dest == "expert_tensor_parallel_size":
-        return value == str(plan.layout.dims.tensor_model_parallel_size)
-    return dest.endswith("_parallel_size") and value == "1"
-
-
-def _reason(dest: str, plan: ParallelPlan) -> str:
-    if dest in EXECUTION_FIELDS:
-        return execution_reason(EXECUTION_FIELDS[dest])
-    if dest == "expert_tensor_parallel_size" and not plan.model.is_moe:
-        return reason(plan, dest)
-    count, predicted = plan.layout.num_microbatches, plan.predicted
-    return (
-        REASONS["set"]
-        .get(dest, "belongs to the plan")
-        .format(
-            level=plan.placement.group_levels,
-            microbatches=f"{count} micro batch{'es' * (count > 1)}",
-            peak=format_gib(predicted.peak_memory_bytes),
-            capacity=format_gib(predicted.capacity_bytes),
-        )
-    )

@@ -19,7 +19,7 @@ from nest_megatron.config.launch import Mode
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.fields import ABSENT, attribute, find
-from nest_megatron.integrations.megatron_lm.attach import device_architecture
+from nest_megatron.integrations.megatron_lm.attach import is_blackwell
 from nest_megatron.integrations.nemo import (
     apply_plan,
     auto_recipe,
@@ -34,7 +34,6 @@ from nest_megatron.units import Seconds
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _CHUNK = "NCCL_P2P_NET_CHUNKSIZE"
-_BLACKWELL = 10
 
 
 class DividedRanks(NamedTuple):
@@ -81,7 +80,7 @@ def adapt(
     old, fsdp = variables.get(_CONNECTIONS), plan.layout.uses_megatron_fsdp
     said = []
     if now.splits and not fsdp:  # kernels of a layer in program order, where traffic hides
-        wanted = "32" if device_architecture(plan) >= _BLACKWELL else "1"
+        wanted = "32" if is_blackwell(plan.cluster.accelerator.name) else "1"
         if old != wanted:
             variables[_CONNECTIONS] = wanted
             was = f" instead of {old}" if old is not None else ""

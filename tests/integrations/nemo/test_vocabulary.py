@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations import vocabulary as base_models
+from nest_megatron.integrations import nemo
+from nest_megatron.integrations.megatron_lm.rendezvous import within
 from nest_megatron.integrations.nemo import read_recipe
-from nest_megatron.integrations.vocabulary import build_within, hub_name, rows_of_model, without_hub
+from nest_megatron.integrations.vocabulary import hub_name, rows_of_model, without_hub
 from tests import catalogue
 from tests.integrations.frameworks import nemo_recipe
 
@@ -78,7 +79,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return SimpleNamespace(vocab_size=77)
 
     monkeypatch.setitem(sys.modules, "fiddle", SimpleNamespace(build=build))
-    monkeypatch.setattr(base_models.build_within, "__defaults__", (0.2,))
+    monkeypatch.setattr(nemo, "FETCH_S", 0.2)
     return names
 
 
@@ -110,7 +111,7 @@ def test_a_tokenizer_that_does_not_come_is_not_waited_for() -> None:
 
 def test_what_fails_in_time_fails_as_it_does() -> None:
     with pytest.raises(ZeroDivisionError):
-        build_within(lambda: 1 // 0)
+        within(20.0, lambda: 1 // 0)
 
 
 def test_libraries_are_online_again_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
