@@ -89,7 +89,11 @@ def test_megatron_accepts_the_script_with_its_plan(
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster", make.CLUSTERS)
 def test_a_script_shows_its_job_and_starts_nothing(cluster: str) -> None:
-    job = next(job for job in make.jobs() if job.release == checkout_version() and not job.reason)
+    release = checkout_version()
+    scripts = [job for job in make.jobs() if job.release == release and not job.reason]
+    if not scripts:
+        pytest.skip(f"no script is for Megatron-LM {release}")
+    job = scripts[0]
     size = job.num_gpus[cluster]
     words = ["--tokenizer-type", "NullTokenizer", *TRAINING, "nest.dry_run=true"]
     words += [f"nest.cluster={cluster}", f"nest.cluster.num_gpus={size}"]
