@@ -197,8 +197,8 @@ def _failure(lines: Iterable[str]) -> tuple[Failure, str | None]:
         at = next((k for k, line in enumerate(told) if re.search(sign, line, re.IGNORECASE)), None)
         if at is not None:
             ends = told[at:] if _STOPS in told[at] else ()  # our own error stands behind this line
-            errors = (re.search(r"\berror: (.+?)\.?$", line) for line in ends)
-            reason = next((error[1] for error in errors if error), told[at])
+            own = (re.search(r"\berror: (.+?)\.?$", line) for line in ends)
+            reason = next((error[1] for error in own if error), told[at])
             return failure, reason[:300]
     errors = [line for line in told if re.search(r"\w(Error|Exception)\b|^error: ", line)]
     said = errors or told
