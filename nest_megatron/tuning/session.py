@@ -58,6 +58,7 @@ class Failure(Name):
     OTHER = "other"
 
 
+_STOPS = "stops before training"
 #: What the last lines of a run's output say of its end, where its record does not.
 _SIGNS = (
     (
@@ -72,7 +73,7 @@ _SIGNS = (
     (
         Failure.REFUSED,
         r"error: (unrecognized arguments|argument|the following arguments)|AssertionError"
-        r"|stops before training",
+        rf"|{_STOPS}",
     ),
 )
 _SILENT = "it ended without a record of its steps: is nest-megatron installed where it runs?"
@@ -193,9 +194,12 @@ def _failure(lines: Iterable[str]) -> tuple[Failure, str | None]:
     """
     told = [line.strip() for line in lines if not _CONSEQUENCES.search(line)]
     for failure, sign in _SIGNS:
-        found = next((line for line in told if re.search(sign, line, re.IGNORECASE)), None)
-        if found is not None:
-            return failure, found[:300]
+        at = next((k for k, line in enumerate(told) if re.search(sign, line, re.IGNORECASE)), None)
+        if at is not None:
+            ends = told[at:] if _STOPS in told[at] else ()  # our own error stands behind this line
+            own = (re.search(r"\berror: (.+?)\.?$", line) for line in ends)
+            reason = next((error[1] for error in own if error), told[at])
+            return failure, reason[:300]
     errors = [line for line in told if re.search(r"\w(Error|Exception)\b|^error: ", line)]
     said = errors or told
     return Failure.OTHER, said[-1][:300] if said else None

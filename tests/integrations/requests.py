@@ -168,12 +168,24 @@ SOUND = {
     "llama": request(grid=dims(tp=8, pp=4, dp=2, cp=2)),
     "llama virtual": request(grid=dims(tp=8, pp=4, vpp=5, dp=2)),
     "llama second order": request(grid=dims(tp=2, pp=4, cp=2, dp=2, rank_order=SECOND)),
+    "uneven stages": request(
+        grid=dims(tp=8, pp=4), partition=parse_layout("Et*19|(t*20|)*2t*21L", LLAMA, 4)
+    ),
     "more ranks than groups": request(grid=dims(tp=16)),
     "fsdp": request(grid=dims(tp=2, dp=4), zero=ZeroStage.WEIGHTS),
     "fewer micro batches than ranks": request(grid=dims(pp=8), global_batch_size=2),
     "mixtral": request(MIXTRAL, dims(tp=2, pp=4, dp=4, ep=8)),
     "mixtral without ep": request(MIXTRAL, dims(tp=2, dp=2, etp=2)),
     "deepseek": request(DEEPSEEK, dims(tp=2, dp=32, ep=64)),
+    "deepseek in even virtual stages": request(
+        changed(DEEPSEEK, num_layers=64, moe_layer_pattern=(0,) * 3 + (1,) * 61),
+        dims(pp=4, vpp=2, dp=8, ep=8),
+    ),
+    "deepseek in uneven virtual stages": request(
+        DEEPSEEK,
+        dims(pp=4, vpp=2, dp=8, ep=8),
+        partition=parse_layout("Et*7|(t*8|)*6t*6mL", DEEPSEEK, 4),
+    ),
     "gpt-oss": request(GPT_OSS, dims(tp=2, dp=4, ep=4)),
     "nemotron": request(NEMOTRON, dims(tp=8)),
     "bert": request(BERT, dims(tp=4, pp=2)),

@@ -7,11 +7,15 @@ import os
 import re
 import subprocess
 import sys
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from nest_megatron.integrations.megatron_lm.write import environment, model_argv, parallel_argv
 from nest_megatron.layout.rulebook.facts import LaunchRequest, known_release
+from nest_megatron.layout.rulebook.schedule import decoder_layers, mtp_chunk
+from nest_megatron.layout.stage_layout import StagePartition
+from nest_megatron.model.spec import TransformerSpec
 from tests.contract.hand_models import null_tokenizer
 
 TRAINING = ["--train-iters", "2", "--lr", "1e-3", "--min-lr", "1e-4", "--mock-data"]
@@ -37,6 +41,17 @@ def megatron_case(request: LaunchRequest) -> dict[str, Any]:
             if text is not None and name != "CUDA_DEVICE_MAX_CONNECTIONS"
         },
     }
+
+
+def planned_stages(spec: TransformerSpec, partition: StagePartition) -> list[list[int]]:
+    """First layer, number of layers and MTP layers of each virtual stage, as Megatron answers."""
+    layers, mtp = decoder_layers(spec, partition), mtp_chunk(spec, partition)
+    return [
+        [first, count, spec.num_mtp_layers * (chunk == mtp)]
+        for chunk, (first, count) in enumerate(
+            zip(accumulate(layers, initial=0), layers, strict=False)
+        )
+    ]
 
 
 def checkout_version() -> str:

@@ -10,9 +10,8 @@ import json
 import sys
 from typing import Any
 
-from nest_megatron.integrations.megatron_lm import measure_child as own_layers
-from nest_megatron.integrations.megatron_lm.measure_child import JobLayers
-from nest_megatron.integrations.megatron_lm.own_layers import job_arguments
+from nest_megatron.integrations.megatron_lm import own_layers
+from nest_megatron.integrations.megatron_lm.own_layers import JobLayers, job_arguments
 from nest_megatron.integrations.megatron_lm.parser import read_argv
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.megatron_core.stage import MakeLayers, Where, staged

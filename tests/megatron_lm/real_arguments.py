@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 import warnings
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,13 @@ import megatron.training.arguments as arguments  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
+from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
+    get_mtp_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_block import get_num_layers_to_build  # noqa: E402
+from megatron.core.transformer.transformer_layer import (  # noqa: E402
+    get_transformer_layer_offset,
+)
 from packaging.version import Version  # noqa: E402
 
 try:
@@ -130,16 +138,30 @@ def accept(
     if args.global_batch_size and args.global_batch_size % per_step:
         raise ValueError("global batch size")
     answer = {name: getattr(config, name) for name in ANSWERS}
-    layout = config.pipeline_model_parallel_layout
-    answer["layout"] = (
-        None
-        if layout is None
-        else [[[layer.name for layer in stage] for stage in row] for row in layout.layout]
-    )
+    is_hybrid = any(getattr(args, f"hybrid_{name}_pattern", None) for name in ("override", "layer"))
+    answer["stages"] = None if is_hybrid else list(stages(config))
     answer["activation"] = config.activation_func.__name__
     answer["data_parallel_size"] = args.data_parallel_size
     answer["moe_layer_freq"] = config.moe_layer_freq
     return answer
+
+
+def stages(config: Any) -> Iterator[list[int]]:
+    """First layer, number of layers and MTP layers of each virtual stage, in pipeline order.
+
+    They are what ``TransformerBlock`` asks for when it builds a stage, with a layout and without.
+    """
+    chunks = config.virtual_pipeline_model_parallel_size
+    for chunk in range(chunks or 1):
+        virtual = None if chunks is None else chunk
+        for rank in range(config.pipeline_model_parallel_size):
+            parallel_state.set_pipeline_model_parallel_rank(rank)
+            yield [
+                get_transformer_layer_offset(config, virtual),
+                get_num_layers_to_build(config, virtual),
+                get_mtp_num_layers_to_build(config, virtual),
+            ]
+    parallel_state.set_pipeline_model_parallel_rank(None)
 
 
 def _said(error: BaseException, output: str) -> str:

@@ -14,6 +14,7 @@ from nest_megatron.errors import NOTHING_FITS
 from nest_megatron.history.records import Outcome
 from nest_megatron.history.store import VARIABLE, read
 from nest_megatron.layout import plan_file
+from tests.megatron_lm.ask import checkout_version
 from tests.megatron_lm.training import DENSE, HOME, ON_CPU, TRAINING, environment
 
 pytestmark = [
@@ -44,10 +45,12 @@ levels:
     source: "by hand"
 """
 
+RELEASE = ("--megatron-version", checkout_version()) if HOME else ()
+
 
 def tune(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "nest_megatron", "tune", *words, "--json"],
+        [sys.executable, "-m", "nest_megatron", "tune", *words, *RELEASE, "--json"],
         cwd=HOME,
         env={**environment(), **variables},
         capture_output=True,
@@ -89,9 +92,9 @@ train_step = training.train_step
 
 
 def limited(*arguments, **named):
-    \"\"\"A step with 64 MiB of address space that is not taken yet.\"\"\"
+    \"\"\"A step with 192 MiB of address space to take; a new thread takes 64 of them.\"\"\"
     taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + (64 << 20), resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (192 << 20), resource.RLIM_INFINITY))
     return train_step(*arguments, **named)
 
 

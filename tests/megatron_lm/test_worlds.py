@@ -45,6 +45,9 @@ class World:
 
 WORLDS = {
     "llama3_70b on 64": World("llama3_70b", 64, 256),
+    "llama3_70b on 64, 4 stages": World(
+        "llama3_70b", 64, 256, ("nest.parallel.pipeline_model_parallel_size=4",)
+    ),
     "llama3_70b on 1024": World("llama3_70b", 1024, 4096),
     "mixtral_8x7b on 64": World("mixtral_8x7b", 64, 256),
     "mixtral_8x7b on 1024, 4 stages": World(
@@ -152,6 +155,8 @@ def narrowed(plan: ParallelPlan) -> list[str]:
 @EVERY_WORLD
 def test_a_step_is_trained_in_the_planned_layout(name: str, folder: Path) -> None:
     plan = plan_of(name, folder)
+    if plan.layout.uses_megatron_fsdp:
+        pytest.skip("Megatron-FSDP compares the shards of all ranks; test_fsdp trains it")
     sends_two_sizes = (plan.arguments["pipeline_model_parallel_layout"] or "").endswith("m|L")
     for rank in ranks_of(plan)[: -1 if sends_two_sizes else None]:
         environment = plan.launch[LAUNCHER].environment

@@ -16,6 +16,7 @@ import pytest
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.history.records import Outcome
+from nest_megatron.report.failure import end
 from nest_megatron.tuning import launchers
 from nest_megatron.tuning.job import RunCommand, run_command
 from nest_megatron.tuning.launchers import (
@@ -209,6 +210,19 @@ def test_failures_are_told_apart(text: str, failure: Failure, tmp_path: Path) ->
     found = judged(TRIAL, None, Ended(code=1, seconds=3.0), output)
     assert (found.state, found.failure) == (State.FAILED, failure)
     assert text.rstrip() in (found.reason or "")
+
+
+def test_a_launch_that_is_refused_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit):
+        end(UserInputError("nest.plan", "a.yaml", "it was pinned for 0.19", "Pin another."))
+    output = tmp_path / "output.txt"
+    output.write_text(f"{capsys.readouterr().err}W1123 torchrun: closing\nChildFailedError:\n")
+    found = judged(TRIAL, None, Ended(code=1, seconds=3.0), output)
+    assert found.failure is Failure.REFUSED
+    assert found.reason == "nest.plan = a.yaml: it was pinned for 0.19"
 
 
 @pytest.mark.parametrize(

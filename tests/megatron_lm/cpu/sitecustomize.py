@@ -107,6 +107,7 @@ def _build_and_stop() -> None:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         from megatron.training import get_args
 
+        torch.cuda.current_device = lambda: "meta"  # layers name it, where the CPU does not
         with torch.device("meta"):
             build(self, *args, **kwargs)
         layers, mtp = self.decoder.layers, getattr(self, "mtp", None)
