@@ -84,7 +84,7 @@ def job_request(
 
 #: Runners-up that a launch ranks, unless it is told how many; all that wait for it count seconds.
 _RUNNERS_UP = 3
-_PIPELINE = "pipeline_model_parallel_size"
+_NUMBERS_OF_STAGES = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +239,8 @@ def costs(searched: Searched) -> list[tuple[str, Seconds]]:
     """The predicted step with each of the user's choices freed alone, at last with all of them."""
     found = []
     for choice in (*searched.kept, "all"):
-        names = {choice, "stage_layout"} if choice == _PIPELINE else {choice}
+        # the user's stages divide the model for these numbers
+        names = {choice, "stage_layout"} if choice in _NUMBERS_OF_STAGES else {choice}
         free = replace(searched.job.free, names=(*searched.job.free.names, *names))
         request = running_request(replace(searched.job, free=free), searched.place)
         wanted = replace(request, num_alternatives=0, offer=None, remedies=False)
