@@ -110,6 +110,8 @@ def layout_request(
         batch_schedule=schedule,
         partition=layout.partition,
         sharding=layout.sharding,
+        overlap_grad_reduce=layout.overlap_grad_reduce,
+        overlap_param_gather=layout.overlap_param_gather,
         cuda_graphs=cuda_graphs(values),
         optimizer=str(values.get("optimizer") or "adam"),
         transformer_impl=values.get("transformer_impl") or "transformer_engine",

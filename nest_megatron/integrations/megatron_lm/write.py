@@ -8,7 +8,7 @@ keeps its words and its place, and every change has a reason.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -193,7 +193,11 @@ def planned_arguments(request: LaunchRequest) -> dict[str, Any]:
     if partition is None:
         assert dims.is_one_stage, "a pipeline needs a stage partition"
         partition = StagePartition(boundaries=(0, spec.num_units), pipeline_model_parallel_size=1)
-    layout = request.with_stages(partition, sharding)
+    layout = replace(
+        request.with_stages(partition, sharding),
+        overlap_grad_reduce=request.overlap_grad_reduce,
+        overlap_param_gather=request.overlap_param_gather,
+    )
     found = to_plain(layout_arguments(spec, layout))
     overlaps = overlaps_gradients(request.optimizer, request.version)
     if not overlaps or sharding is DataParallelSharding.TORCH_FSDP2:  # which overlaps by itself
