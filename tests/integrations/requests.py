@@ -452,6 +452,9 @@ OPTIONED = {
             "fp8_recipe": "mxfp8",
         }
     ),
+    "optimizer_overlap": request(
+        options={"optimizer": "muon", "overlap_grad_reduce": True}, version="0.17"
+    ),
     "precision_aware_optimizer": _optioned("exp_avg_dtype", "fp8"),
 }
 

@@ -48,7 +48,11 @@ from nest_megatron.layout.recompute import (
     RecomputeMethod,
     selective_recompute,
 )
-from nest_megatron.layout.rulebook.devices import OPTIMIZER_RULES, STATE_FORMATS
+from nest_megatron.layout.rulebook.devices import (
+    OPTIMIZER_RULES,
+    STATE_FORMATS,
+    overlaps_gradients,
+)
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, Facts, release_number, violations
 from nest_megatron.layout.rulebook.options import ACTIVATION_FLAGS
 from nest_megatron.layout.zero import ZERO_STAGES, DataParallelSharding, ZeroStage
@@ -159,6 +163,8 @@ def job_from_values(
     if dispatcher not in explicit and values.get(dispatcher) == "allgather":
         stated[dispatcher] = None  # Megatron's default, which a plan replaces
     flags, schedule = memory_flags(stated), schedule_of_values(values, spec.seq_length, version)
+    if not overlaps_gradients(str(values.get("optimizer") or "adam"), version):
+        flags = {**flags, "overlap_grad_reduce": False}
     if rounds := values.get(_ROUNDS):
         flags = {**flags, _ROUNDS: rounds}
     return Job(

@@ -43,7 +43,7 @@ from nest_megatron.layout.knobs import execution_reason
 from nest_megatron.layout.layout import layout_arguments
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
-from nest_megatron.layout.rulebook.devices import initializes_on_meta_device, overlaps_gradients
+from nest_megatron.layout.rulebook.devices import initializes_on_meta_device
 from nest_megatron.layout.rulebook.facts import (
     DEFAULT_VERSION,
     LaunchRequest,
@@ -199,8 +199,7 @@ def planned_arguments(request: LaunchRequest) -> dict[str, Any]:
         overlap_param_gather=request.overlap_param_gather,
     )
     found = to_plain(layout_arguments(spec, layout))
-    overlaps = overlaps_gradients(request.optimizer, request.version)
-    if not overlaps or sharding is DataParallelSharding.TORCH_FSDP2:  # which overlaps by itself
+    if sharding is DataParallelSharding.TORCH_FSDP2:  # which overlaps by itself
         found |= {"overlap_grad_reduce": False, "overlap_param_gather": False}
     stages, pattern, virtual = "pipeline_model_parallel_layout", None, None
     if not spec.hybrid_layer_pattern and is_uniform(spec, partition):  # Megatron's own stages
