@@ -455,6 +455,7 @@ OPTIONED = {
     "optimizer_overlap": request(
         options={"optimizer": "muon", "overlap_grad_reduce": True}, version="0.17"
     ),
+    "run_length": request(options={"train_iters": 10, "train_samples": 10}),
     "precision_aware_optimizer": _optioned("exp_avg_dtype", "fp8"),
 }
 

@@ -32,7 +32,7 @@ from nest_megatron.integrations.megatron_lm.present_layout import (
 from nest_megatron.integrations.megatron_lm.read import (
     job_of,
     refuse_unplannable,
-    require_optimizer,
+    require_options,
 )
 from nest_megatron.integrations.megatron_lm.search_space import (
     fixed_choices,
@@ -149,7 +149,7 @@ def read_running_job(
     # a checkpoint's arguments are merged in by now, so the model's shape is known
     values = {**command.values, "use_checkpoint_args": False}
     refuse_unplannable(values, script)  # before its tokenizer is built, which may take long
-    require_optimizer(values, version)
+    require_options(values, version)
     values["padded_vocab_size"] = padded_vocab_size(args, defaults)
     job = job_of(command, values)
     return replace(job, notes=(*job.notes, *newer_release_notes(f"megatron_lm_{release}")))
