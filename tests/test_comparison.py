@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 import pytest
@@ -17,7 +18,11 @@ from nest_megatron.planner import Request
 from nest_megatron.research.baselines import network_blind
 from nest_megatron.research.baselines.job import ComparisonJob
 from nest_megatron.research.comparison import NEST, PLANNERS, Compared, compare
-from nest_megatron.research.comparison_run import compare_composed
+from nest_megatron.research.comparison_run import (
+    compare_composed,
+    comparison_report,
+    tokens_per_s,
+)
 from tests.catalogue import cluster, model
 from tests.solver.jobs import KERNEL
 
@@ -104,6 +109,20 @@ def test_a_likely_plan_is_taken_where_the_fastest_runs_out_too_often() -> None:
     assert limit < model.capacity_bytes
     assert estimate(model, found.layout).peak_memory_bytes <= limit
     assert found.iteration >= fastest.iteration
+
+
+def test_no_number_is_cut_at_80_columns(rows: tuple[Compared, ...]) -> None:
+    wide = [dataclasses.replace(row, search_s=99.99, chance_slower=0.5) for row in rows]
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(comparison_report(wide))
+    lines = captured.get().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert {"Planner", "Tokens/s", "P(OOM)", "Search"} <= {*captured.get().split()}
+    for row in wide:
+        (line,) = (line for line in lines if line.split()[:1] == [row.name] and "99.99 s" in line)
+        assert row.plan is not None
+        assert f"{tokens_per_s(row.plan):,.0f}" in line
 
 
 def test_losses_add_up(rows: tuple[Compared, ...]) -> None:

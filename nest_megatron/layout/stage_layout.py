@@ -75,6 +75,8 @@ class StagePartition:
 _GROUP_TIMES = re.compile(r"\(([^)]+)\)\*(\d+)")
 _LETTER_TIMES = re.compile(r"(.)\*(\d+)")
 _MAX_LETTERS = 100_000
+#: Eight stages of llama3_8b.
+_EXAMPLE = "Et*4|(t*4|)*6t*4L"
 _LAYOUT = "pipeline_model_parallel_layout"
 _LAYOUT_FLAG = "--pipeline-model-parallel-layout"
 
@@ -302,7 +304,7 @@ def _repeated(stages: list[str]) -> str:
     return "".join(f"({s}|)*{n}" if n > 1 and len(s) + n > 4 else f"{s}|" * n for s, n in runs)
 
 
-def _bad(text: str, limit: str, fix: str = "Write for example Et*4|(t*4|)*6tL.") -> UserInputError:
+def _bad(text: str, limit: str, fix: str = f"Write for example {_EXAMPLE}.") -> UserInputError:
     return UserInputError(_LAYOUT, text, limit, fix)
 
 

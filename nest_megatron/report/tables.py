@@ -42,13 +42,21 @@ class FittingTable(Table):
         if not self._fits(needs, options):
             yield from self._rows_apart()
             return
+        spare = options.max_width - self._width(needs)
         for column, need in zip(self.columns, needs, strict=True):
             column.min_width = max(need, column.min_width or 0)
+            if column.no_wrap and column.justify != "right":  # cut before a figure is
+                column.max_width = need + spare
+                spare -= min(spare, max(0, _natural(column, console, wide) - need))
         yield from super().__rich_console__(console, options)
 
     def _fits(self, needs: Sequence[int], options: ConsoleOptions) -> bool:
+        return self._width(needs) <= options.max_width
+
+    def _width(self, needs: Sequence[int]) -> int:
+        """Of the whole table, where its columns have these."""
         padding = sum(self._get_padding_width(index) for index in range(len(needs)))
-        return sum(needs) + padding + self._extra_width <= options.max_width
+        return sum(needs) + padding + self._extra_width
 
     def _rows_apart(self) -> RenderResult:
         """Each row as pairs of a column's name and its value."""
@@ -72,13 +80,18 @@ class EdgelessTable(FittingTable):
 
 def _need(column: Column, console: Console, wide: ConsoleOptions) -> int:
     """Least width at which nothing of a column is lost."""
-    cells = (column.header, *column.cells)
-    natural = max(Measurement.get(console, wide, cell).maximum for cell in cells)
+    natural = _natural(column, console, wide)
     if column.justify == "right":
         return natural
     if column.min_width is not None:
         return column.min_width
     return min(natural, _CUT if column.no_wrap else _WORDS)
+
+
+def _natural(column: Column, console: Console, wide: ConsoleOptions) -> int:
+    """Width of a column whose cells have all the room that they take."""
+    cells = (column.header, *column.cells)
+    return max(Measurement.get(console, wide, cell).maximum for cell in cells)
 
 
 def name_columns(*heads: str, **options: Any) -> list[Column]:

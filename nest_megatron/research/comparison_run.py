@@ -191,9 +191,9 @@ def comparison_report(rows: Sequence[Compared], rates: Rates | None = None) -> R
     has_price = rates is not None and rates.gpu_hour is not None
     ordered = fastest_first(rows)
     table = FittingTable(
-        *name_columns("Planner"),
+        *name_columns("Planner", min_width=max((len(row.name) for row in rows), default=0)),
         *figure_columns("Step", "Tokens/s", "Of nest"),
-        *word_columns("Layout"),
+        *word_columns("Layout", min_width=len("recompute")),
         *figure_columns("GiB", "P(OOM)", "Search", *(["Tokens/$"] if has_price else [])),
         pad_edge=False,
     )

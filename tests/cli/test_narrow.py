@@ -18,7 +18,7 @@ from nest_megatron.config.request import request_of
 from nest_megatron.errors import BAD_INPUT
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import plan as run_plan
-from nest_megatron.report.tables import FittingTable
+from nest_megatron.report.tables import FittingTable, figure_columns, name_columns
 from nest_megatron.report.words import other_layouts
 from nest_megatron.units import format_seconds
 from tests.cli.runs import ROOT, SMALL, run
@@ -102,6 +102,17 @@ def test_columns_move_together_before_rows_come_apart(width: int, lines: int) ->
         console.print(table)
     printed = [line for line in captured.get().splitlines() if line.strip()]
     assert len(printed) == lines
+
+
+def test_a_long_name_is_cut_before_a_number() -> None:
+    table = FittingTable(*name_columns("Name", "Other"), *figure_columns("GiB", "Search"))
+    table.add_row("a" * 20, "b" * 12, "1234567.8", "1234.56 s")
+    console = Console(width=46)
+    with console.capture() as captured:
+        console.print(table)
+    *names, gib, seconds, unit = captured.get().splitlines()[-2].split()
+    assert all(name.endswith("…") for name in names)
+    assert (gib, seconds, unit) == ("1234567.8", "1234.56", "s")
 
 
 JOB = ("model=llama3_70b", "cluster=h100_spine_leaf", "cluster.num_gpus=1024")

@@ -464,6 +464,10 @@ OPTIONED = {
             "fp8_recipe": "mxfp8",
         }
     ),
+    "optimizer_overlap": request(
+        options={"optimizer": "muon", "overlap_grad_reduce": True}, version="0.17"
+    ),
+    "run_length": request(options={"train_iters": 10, "train_samples": 10}),
     "precision_aware_optimizer": _optioned("exp_avg_dtype", "fp8"),
 }
 

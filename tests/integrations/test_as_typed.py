@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from nest_megatron.api.results import Plan
 from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
@@ -63,6 +64,16 @@ def test_a_command_is_priced_as_it_is_typed() -> None:
     assert not chosen["overlap_param_gather"]
     assert plan.launch["megatron_lm"].argv == tuple(DENSE.split("pretrain_gpt.py ")[1].split())
     assert plan.provenance.framework_version == "0.16"
+
+
+@pytest.mark.parametrize(
+    "overlaps",
+    [(), ("--overlap-grad-reduce",), ("--overlap-grad-reduce", "--overlap-param-gather")],
+)
+def test_flags_of_an_estimate_are_those_that_were_priced(overlaps: tuple[str, ...]) -> None:
+    plan = Plan(record=typed(DENSE + " ".join(overlaps)))
+    words = plan.to_megatron_args(layout_only=True)
+    assert [word for word in words if word.startswith("--overlap-")] == [*overlaps]
 
 
 def test_gradients_that_nothing_hides_are_exposed() -> None:

@@ -1,4 +1,4 @@
-"""Flags of the optimizer that Megatron refuses without its precision-aware optimizer."""
+"""Flags of the optimizer and of the run that Megatron refuses beside others."""
 
 from __future__ import annotations
 
@@ -69,3 +69,38 @@ def test_fp8_weights_are_offloaded_with_delayed_scaling_alone(version: str) -> N
     with pytest.raises(UserInputError, match="--fp8-recipe = 'tensorwise'"):
         read_job(read_command(job(f"{flags} --fp8-recipe tensorwise"), version))
     read_job(read_command(job(f"{flags} --fp8-recipe delayed"), version))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--train-iters 1000 --train-samples 1000000",
+        "--train-iters 1000 --lr-decay-samples 500000",
+        "--train-iters 1000 --lr-warmup-samples 500",
+        "--train-samples 1000000 --lr-decay-iters 1000",
+        "--train-samples 1000000 --lr-warmup-iters 10",
+        "--train-iters 1000 --lr-warmup-fraction 0.1 --lr-warmup-iters 10",
+    ],
+)
+def test_the_options_of_a_run_are_of_its_length(flags: str) -> None:
+    for version in ("0.16", "0.20"):
+        with pytest.raises(UserInputError, match=f"Megatron-LM {version} refuses it beside --"):
+            read_job(read_command(job(flags), version))
+
+
+def test_a_run_that_trains_nothing_has_no_length_since_0_17() -> None:
+    flags = "--skip-train --train-iters 1000 --train-samples 1000000"
+    read_job(read_command(job(flags), "0.17"))
+    with pytest.raises(UserInputError, match=r"--train-samples = 1000000: .*beside --train-iters"):
+        read_job(read_command(job(flags), "0.16"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--train-iters 1000 --lr-decay-iters 900 --lr-warmup-iters 10",
+        "--train-samples 1000000 --lr-decay-samples 900000 --lr-warmup-fraction 0.1",
+    ],
+)
+def test_a_run_has_one_length(flags: str) -> None:
+    assert read_job(read_command(job(flags), "0.16")).command is not None

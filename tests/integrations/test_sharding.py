@@ -12,13 +12,14 @@ from rich.console import Console
 
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
+from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewrite_command, with_launch
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.planning import require_planned
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters
-from nest_megatron.integrations.typed_command import read_request
+from nest_megatron.integrations.typed_command import plan_command, read_request
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import plan
@@ -284,6 +285,39 @@ def test_muon_gets_no_flag_that_megatron_refuses(optimizer: str, version: str) -
     if version == "0.16":
         names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
         assert not any(values[name] for name in names)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "version", "overlaps"),
+    [
+        ("muon", "0.16", False),
+        ("dist_muon", "0.16", False),
+        ("muon", "0.17", False),
+        ("dist_muon", "0.17", True),
+        ("muon", "0.18", True),
+        ("adam", "0.16", True),
+    ],
+)
+def test_gradients_are_priced_and_written_as_the_optimizer_reduces_them(
+    optimizer: str, version: str, overlaps: bool
+) -> None:
+    command = job(f"--optimizer {optimizer}")
+    composed = compose(parse(["cluster=dgx_h100", "search.num_alternatives=0"]))
+    found = plan_command(command, composed, free=["zero_stage"], version=version)
+    settings = restored_settings(found.plan.provenance.settings)
+    argv = found.plan.launch["megatron_lm"].argv
+    told = (found.plan.arguments["overlap_grad_reduce"], "--overlap-grad-reduce" in argv)
+    assert (settings.dp_overlap > 0.0, *told) == (overlaps,) * 3
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "version"), [("muon", "0.16"), ("dist_muon", "0.16"), ("muon", "0.17")]
+)
+def test_an_overlap_that_muon_lacks_is_refused(optimizer: str, version: str) -> None:
+    command = job(f"--optimizer {optimizer} --overlap-grad-reduce")
+    with pytest.raises(UserInputError, match=f"gradients of {optimizer} after the backward pass"):
+        read_job(read_command(command, version))
+    read_job(read_command(command, "0.18"))
 
 
 def test_muon_with_the_distributed_optimizer_is_named() -> None:

@@ -9,7 +9,7 @@ import pytest
 from nest_megatron.config.compose import compose
 from nest_megatron.config.job import ReadCommand
 from nest_megatron.config.overrides import parse
-from nest_megatron.errors import NestError
+from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.integrations.megatron_lm.attach import require_kept, rewrite_command
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.search_space import kept_flags
@@ -20,6 +20,7 @@ from nest_megatron.planner import plan
 from tests.altered import altered
 from tests.integrations.test_sharding import job
 
+VIRTUAL = "virtual_pipeline_model_parallel_size"
 #: Flags in every spelling, and the layout that Megatron makes of them.
 TYPED = {
     "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2": (
@@ -80,10 +81,28 @@ def test_what_is_freed_changes() -> None:
     values = read_command(["s.py", *rewrite_command(found, command, kept).argv])
     assert values.values["pipeline_model_parallel_layout"]
     assert values.values["num_virtual_stages_per_pipeline_rank"] is None
-    assert found.arguments["virtual_pipeline_model_parallel_size"] == 2
+    assert found.arguments[VIRTUAL] == 2
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     _, kept, _ = asked(full, "recompute")
     assert not any("recompute" in name for name in kept)
+
+
+@pytest.mark.parametrize("freed", ["num_virtual_stages_per_pipeline_rank", VIRTUAL])
+@pytest.mark.parametrize(
+    "stages",
+    [
+        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+        "--num-layers 30",
+        "--decoder-last-pipeline-num-layers 8",
+        "--decoder-first-pipeline-num-layers 8 --decoder-last-pipeline-num-layers 8",
+    ],
+)
+def test_virtual_stages_are_freed_with_the_stages_that_are_made_of_them(
+    stages: str, freed: str
+) -> None:
+    flags = f"--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 {stages}"
+    with pytest.raises(UserInputError, match=r"one number of virtual stages.*stage_layout"):
+        asked(flags, freed)
 
 
 def test_a_changed_flag_is_an_error_of_ours() -> None:

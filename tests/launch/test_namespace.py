@@ -21,6 +21,7 @@ from nest_megatron.integrations.megatron_lm.parser import read_argv
 from nest_megatron.integrations.megatron_lm.planning import (
     Decision,
     command_of,
+    costs,
     require_planned,
 )
 from nest_megatron.layout.rulebook import check
@@ -124,6 +125,15 @@ def test_a_user_s_own_cut_stays() -> None:
     assert outcome.decision.plan.layout.partition.boundaries == (0, 6, 15, 24, 34)
     with pytest.raises(UserInputError, match="stage_layout"):
         decided([*SMALL, *words], "pipeline_model_parallel_size")
+
+
+def test_the_cost_of_virtual_stages_is_that_of_stages_that_are_free_as_well() -> None:
+    words = ["--pipeline-model-parallel-size", "4", "--num-virtual-stages-per-pipeline-rank", "2"]
+    _, _, outcome = decided([*SMALL, *words, "--decoder-first-pipeline-num-layers", "8"])
+    assert outcome.searched is not None
+    choices = [choice for choice, _ in costs(outcome.searched)]
+    assert choices == [*outcome.searched.kept, "all"]
+    assert "virtual_pipeline_model_parallel_size" in choices
 
 
 def test_values_from_a_checkpoint_count_as_the_user_s() -> None:

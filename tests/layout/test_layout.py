@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 
@@ -14,6 +16,7 @@ from nest_megatron.layout.stage_layout import (
     uniform_partition,
 )
 from nest_megatron.model.spec import TransformerSpec
+from tests import catalogue
 from tests.layout.cut_models import cut_models, make_spec
 
 
@@ -55,6 +58,18 @@ def test_mtp_layers_are_written_one_by_one() -> None:
 def test_refused(text: str) -> None:
     with pytest.raises(UserInputError):
         parse_layout(text, make_spec(4), 2)
+
+
+def test_the_example_is_the_same_everywhere_and_of_a_known_model() -> None:
+    spec = catalogue.model("llama3_8b")
+    with pytest.raises(UserInputError) as error:
+        parse_layout("Et t|tL", spec, 2)
+    example = error.value.fix.removeprefix("Write for example ").removesuffix(".")
+    parse_layout(example, spec, 4)
+    root = Path(__file__).parents[2]
+    for page in ("docs/concepts.md", "docs/settings.md", "hydra_configs/plan.yaml"):
+        said = (root / page).read_text().replace("\\|", "|")
+        assert example in said, page
 
 
 def test_split_mtp_layers_are_refused() -> None:

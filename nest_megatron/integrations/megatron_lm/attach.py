@@ -55,7 +55,7 @@ from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.plan import MEGATRON_LM, LaunchCommand, ParallelPlan
 from nest_megatron.layout.recompute import NO_RECOMPUTE
 from nest_megatron.layout.rulebook import RULES, require_launchable
-from nest_megatron.layout.rulebook.devices import has_multicast
+from nest_megatron.layout.rulebook.devices import has_multicast, overlaps_gradients
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, LaunchRequest, violations
 from nest_megatron.layout.rulebook.options import (
     JOB_RULES,
@@ -127,14 +127,18 @@ def layout_request(
         execution: what is asked for, which the layout's own may leave out.
         values: the job's arguments by destination; Megatron's defaults where it states none.
     """
+    optimizer = str(values.get("optimizer") or "adam")
+    overlaps = overlaps_gradients(optimizer, version)
     return LaunchRequest.of(
         spec,
         layout,
         batch_schedule=schedule,
         partition=layout.partition,
         sharding=layout.sharding,
+        overlap_grad_reduce=overlaps and layout.overlap_grad_reduce,
+        overlap_param_gather=overlaps and layout.overlap_param_gather,
         cuda_graphs=cuda_graphs(values),
-        optimizer=str(values.get("optimizer") or "adam"),
+        optimizer=optimizer,
         transformer_impl=values.get("transformer_impl") or "transformer_engine",
         execution=execution,
         version=version,
@@ -190,11 +194,16 @@ def with_command(
     request = launch_request(plan, command)
     require_launchable(request)
     found = rewrite_command(plan, command, kept)
+    layout = replace(  # the optimizer may overlap nothing
+        plan.layout,
+        overlap_grad_reduce=request.overlap_grad_reduce,
+        overlap_param_gather=request.overlap_param_gather,
+    )
     launch = _launch_command(plan, request, command.script, found.argv, notes)
     origin, launches = plan.provenance, {**plan.launch, LAUNCHER: launch}
     if made_by is not None:
         origin = origin.made_for(MEGATRON_LM, command.version, made_by)
-    return replace(plan, launch=launches, provenance=origin), found
+    return replace(plan, layout=layout, launch=launches, provenance=origin), found
 
 
 def _launch_command(

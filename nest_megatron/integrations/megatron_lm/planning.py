@@ -32,7 +32,7 @@ from nest_megatron.integrations.megatron_lm.present_layout import (
 from nest_megatron.integrations.megatron_lm.read import (
     job_of,
     refuse_unplannable,
-    require_optimizer,
+    require_options,
 )
 from nest_megatron.integrations.megatron_lm.search_space import (
     fixed_choices,
@@ -82,7 +82,7 @@ def job_request(
 
 #: Runners-up that a launch ranks, unless it is told how many; all that wait for it count seconds.
 _RUNNERS_UP = 3
-_PIPELINE = "pipeline_model_parallel_size"
+_NUMBERS_OF_STAGES = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,7 @@ def read_running_job(
     # a checkpoint's arguments are merged in by now, so the model's shape is known
     values = {**command.values, "use_checkpoint_args": False}
     refuse_unplannable(values, script)  # before its tokenizer is built, which may take long
-    require_optimizer(values, version)
+    require_options(values, version)
     values["padded_vocab_size"] = padded_vocab_size(args, defaults)
     job = job_of(command, values)
     return replace(job, notes=(*job.notes, *newer_release_notes(f"megatron_lm_{release}")))
@@ -237,7 +237,8 @@ def costs(searched: Searched) -> list[tuple[str, Seconds]]:
     """The predicted step with each of the user's choices freed alone, at last with all of them."""
     found = []
     for choice in (*searched.kept, "all"):
-        names = {choice, "stage_layout"} if choice == _PIPELINE else {choice}
+        # the user's stages divide the model for these numbers
+        names = {choice, "stage_layout"} if choice in _NUMBERS_OF_STAGES else {choice}
         free = replace(searched.job.free, names=(*searched.job.free.names, *names))
         request = running_request(replace(searched.job, free=free), searched.place)
         wanted = replace(request, num_alternatives=0, offer=None, remedies=False)

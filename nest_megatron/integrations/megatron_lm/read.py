@@ -48,9 +48,13 @@ from nest_megatron.layout.recompute import (
     RecomputeMethod,
     selective_recompute,
 )
-from nest_megatron.layout.rulebook.devices import OPTIMIZER_RULES, STATE_FORMATS
+from nest_megatron.layout.rulebook.devices import (
+    OPTIMIZER_RULES,
+    STATE_FORMATS,
+    overlaps_gradients,
+)
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, Facts, release_number, violations
-from nest_megatron.layout.rulebook.options import ACTIVATION_FLAGS
+from nest_megatron.layout.rulebook.options import ACTIVATION_FLAGS, LENGTH_RULES
 from nest_megatron.layout.zero import ZERO_STAGES, DataParallelSharding, ZeroStage
 from nest_megatron.model.catalogue import spec_from_arguments
 from nest_megatron.model.layer_pattern import hybrid_kinds
@@ -89,12 +93,12 @@ def read_job(command: ReadCommand) -> Job:
         UserInputError: if the command lacks a size, or its sizes contradict each other.
     """
     command = with_checkpoint_arguments(command)
-    require_optimizer(command.values, command.version)
+    require_options(command.values, command.version)
     return job_of(command, command.values)
 
 
-def require_optimizer(values: Values, version: str) -> None:
-    """Raise for options of the optimizer that do not go together (``OPTIMIZER_RULES``).
+def require_options(values: Values, version: str) -> None:
+    """Raise for options of the optimizer or the run's length that do not go together.
 
     Args:
         values: Megatron's arguments by destination, before or after its validation.
@@ -104,7 +108,7 @@ def require_optimizer(values: Values, version: str) -> None:
     """
     words = {n: text(values[n]) for n in (*STATE_FORMATS, "fp8_recipe") if values.get(n)}
     facts = Facts(options={**values, "fp8_recipe": "delayed", **words}, version=version)
-    for _, broken in violations(facts, OPTIMIZER_RULES):
+    for _, broken in violations(facts, (*OPTIMIZER_RULES, *LENGTH_RULES)):
         raise flag_error(broken.what, broken.value, broken.limit, broken.fix)
 
 
@@ -153,6 +157,8 @@ def job_from_values(
     if dispatcher not in explicit and values.get(dispatcher) == "allgather":
         stated[dispatcher] = None  # Megatron's default, which a plan replaces
     flags, schedule = memory_flags(stated), schedule_of_values(values, spec.seq_length, version)
+    if not overlaps_gradients(str(values.get("optimizer") or "adam"), version):
+        flags = {**flags, "overlap_grad_reduce": False}
     if rounds := values.get(_ROUNDS):
         flags = {**flags, _ROUNDS: rounds}
     return Job(

@@ -242,7 +242,7 @@ def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
     fixed = {name: int(stated[name]) for name in DEGREES if stated.get(name) is not None}
     if says_all := job.command is None and bool(job.stated):
         fixed = {**_unset_degrees(spec, fixed, freed), **fixed}
-    partition = _fixed_stages(spec, stated, fixed, freed)
+    partition = _fixed_stages(job, stated, fixed, freed)
     if partition is None:
         virtual = _virtual(stated, fixed, spec)
         if virtual is None and says_all and not freed.intersection(VIRTUAL_STAGES):
@@ -292,23 +292,23 @@ def _unset_degrees(
 
 
 def _fixed_stages(
-    spec: TransformerSpec,
-    values: Values,
-    fixed: Mapping[str, int],
-    freed: frozenset[str],
+    job: Job, values: Values, fixed: Mapping[str, int], freed: frozenset[str]
 ) -> StagePartition | None:
     stated = [name for name in STAGE_OPTIONS if states_stages(values, name)]
     virtual = [name for name in VIRTUAL_STAGES if values.get(name)]
     if virtual and not stated and not freed.intersection(STAGE_OPTIONS):
         stated = virtual if _PIPELINE in fixed else []  # Megatron divides evenly
-    if stated and _PIPELINE in freed:
+    number = "pipeline ranks" if _PIPELINE in freed else ""
+    if not number and any(job.fixed.get(name) and name in freed for name in VIRTUAL_STAGES):
+        number = "virtual stages"
+    if stated and number:
         raise flag_error(
             stated[0],
             values[stated[0]],
-            "it divides the model for one number of pipeline ranks, and that number is freed",
+            f"it divides the model for one number of {number}, and that number is freed",
             "Free stage_layout as well, or keep the number.",
         )
-    return partition_of_values(spec, values, fixed.get(_PIPELINE, 1)) if stated else None
+    return partition_of_values(job.spec, values, fixed.get(_PIPELINE, 1)) if stated else None
 
 
 def _virtual(values: Values, fixed: Mapping[str, int], spec: TransformerSpec) -> int | None:

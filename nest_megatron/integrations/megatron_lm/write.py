@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -28,7 +29,7 @@ from nest_megatron.layout.execution_rules import (
 )
 from nest_megatron.layout.layout import layout_arguments
 from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
-from nest_megatron.layout.rulebook.devices import initializes_on_meta_device, overlaps_gradients
+from nest_megatron.layout.rulebook.devices import initializes_on_meta_device
 from nest_megatron.layout.rulebook.facts import (
     DEFAULT_VERSION,
     LaunchRequest,
@@ -177,10 +178,13 @@ def planned_values(request: LaunchRequest) -> dict[str, Any]:
     if partition is None:
         assert dims.is_one_stage, "a pipeline needs a stage partition"
         partition = StagePartition(boundaries=(0, spec.num_units), pipeline_model_parallel_size=1)
-    layout = request.with_stages(partition, sharding)
+    layout = replace(
+        request.with_stages(partition, sharding),
+        overlap_grad_reduce=request.overlap_grad_reduce,
+        overlap_param_gather=request.overlap_param_gather,
+    )
     found = to_plain(layout_arguments(spec, layout))
-    overlaps = overlaps_gradients(request.optimizer, request.version)
-    if not overlaps or sharding is DataParallelSharding.TORCH_FSDP2:  # which overlaps by itself
+    if sharding is DataParallelSharding.TORCH_FSDP2:  # which overlaps by itself
         found |= {"overlap_grad_reduce": False, "overlap_param_gather": False}
     stages, virtual = found[_STAGES], found["virtual_pipeline_model_parallel_size"]
     is_even = is_uniform(spec, partition)

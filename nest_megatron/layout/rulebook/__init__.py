@@ -15,7 +15,12 @@ from nest_megatron.layout.rulebook.degrees import DEGREE_RULES
 from nest_megatron.layout.rulebook.devices import DEVICE_RULES, OPTIMIZER_RULES, SHARDING_RULES
 from nest_megatron.layout.rulebook.execution import EXECUTION_RULES, FORMAT_RULES, RECOMPUTE_RULES
 from nest_megatron.layout.rulebook.facts import LaunchRequest, Rule, violations
-from nest_megatron.layout.rulebook.options import ENGINE_RULES, JOB_RULES, OPTION_RULES
+from nest_megatron.layout.rulebook.options import (
+    ENGINE_RULES,
+    JOB_RULES,
+    LENGTH_RULES,
+    OPTION_RULES,
+)
 from nest_megatron.layout.rulebook.schedule import SCHEDULE_RULES, STAGE_RULES
 from nest_megatron.model.spec import TransformerSpec
 
@@ -32,6 +37,7 @@ RULES = (
     *EXECUTION_RULES,
     *OPTION_RULES,
     *OPTIMIZER_RULES,
+    *LENGTH_RULES,
     *DEVICE_RULES,
 )
 

@@ -235,8 +235,12 @@ def initializes_on_meta_device(spec: TransformerSpec) -> bool:
 
 
 def overlaps_gradients(optimizer: str, version: str) -> bool:
-    """Before 0.18 Muon's gradients are reduced after the backward pass (0.16.1 args:1181)."""
-    return optimizer in ELEMENTWISE_OPTIMIZERS or release_number(version) >= (0, 18)
+    """Muon reduces gradients after the backward pass: in 0.17 ``muon`` alone, before that all.
+
+    Source: 0.16.1 args:1181, 0.17 args:1487; since 0.18 none.
+    """
+    since = (0, 17) if optimizer == "dist_muon" else (0, 18)
+    return "muon" not in optimizer or release_number(version) >= since
 
 
 def allows_optimizer(optimizer: str, zero: ZeroStage, version: str) -> bool:
@@ -329,6 +333,20 @@ OPTIMIZER_RULES = (
         "scaling alone",
         "Use --fp8-recipe delayed, or drop --optimizer-cpu-offload.",
         value=lambda options: options["fp8_recipe"],
+    ),
+    Rule(
+        "optimizer_overlap",
+        "args:1181 (0.17 :1487)",
+        lambda options, version: (
+            not options.get("overlap_grad_reduce")
+            or overlaps_gradients(str(options.get("optimizer")), version)
+        ),
+        "overlap_grad_reduce",
+        "Megatron-LM {version} reduces the gradients of {optimizer} after the backward pass",
+        "Drop it, or use --optimizer adam.",
+        value=lambda options: options["overlap_grad_reduce"],
+        words={"optimizer": lambda options: options["optimizer"]},
+        until="0.17",
     ),
     Rule(
         "precision_aware_optimizer",

@@ -107,6 +107,7 @@ class LaunchRequest(PartialLayout):
     Args:
         partition: ``None`` while a search has not chosen one.
         sharding: what divides states among replicas; ``None`` leaves it to the ZeRO stage.
+        overlap_grad_reduce, overlap_param_gather: as of ``Layout``.
         gradient_bytes: width of the gradients that replicas reduce and keep.
         cuda_graphs: the job's own, of which ``execution`` says what they capture; ``None`` where a
             plan chooses them, or there are none.
@@ -129,6 +130,8 @@ class LaunchRequest(PartialLayout):
     moe_grouped_gemm: bool = False
     gradient_bytes: int = 4
     sharding: DataParallelSharding | None = None
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
     optimizer: str = "adam"
     cuda_graphs: CudaGraphs | None = None
     fp8_recipe: str = "delayed"

@@ -18,6 +18,7 @@ from nest_megatron.layout.rulebook.facts import (
     DEFAULT_VERSION,
     RELEASES,
     LaunchRequest,
+    Release,
     Rule,
     release_number,
     violations,
@@ -371,6 +372,47 @@ OPTION_RULES = (
             what, "0.20 args:1138", lambda uses_megatron_fsdp: not uses_megatron_fsdp, _ONE_BY_ONE
         )
         for what in ("moe_single_grouped_weight", "moe_single_grouped_bias")
+    ),
+)
+
+
+#: What says how long a run is, and options that Megatron takes of runs of another kind alone.
+_LENGTHS = {
+    "train_iters": ("train_samples", "lr_decay_samples", "lr_warmup_samples"),
+    "train_samples": ("lr_decay_iters", "lr_warmup_iters"),
+}
+_FRACTION = "lr_warmup_fraction"
+
+
+def _of_another_length(options: Mapping[str, Any], release: Release) -> tuple[str, ...]:
+    """The first option that does not go with the length of the run, and the one that it is beside.
+
+    Before 0.17 it is looked at with ``--skip-train``, too.
+    """
+    if options.get("skip_train") and release >= (0, 17):
+        return ()
+    lengths = [name for name in _LENGTHS if options.get(name)]
+    pairs = [(other, name) for name in lengths for other in _LENGTHS[name]]
+    if lengths and options.get(_FRACTION) is not None:
+        pairs += [(other, _FRACTION) for other in ("lr_warmup_iters", "lr_warmup_samples")]
+    return next((pair for pair in pairs if options.get(pair[0])), ())
+
+
+LENGTH_RULES = (
+    Rule(
+        "run_length",
+        "args:757-782 (0.19 :1236-1261)",
+        lambda options, release: not _of_another_length(options, release),
+        "{field}",
+        "Megatron-LM {version} refuses it beside --{other}",
+        "Drop one of the two.",
+        value=lambda options, release: options[_of_another_length(options, release)[0]],
+        words={
+            "field": lambda options, release: _of_another_length(options, release)[0],
+            "other": lambda options, release: _of_another_length(options, release)[1].replace(
+                "_", "-"
+            ),
+        },
     ),
 )
 
