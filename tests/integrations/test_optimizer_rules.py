@@ -104,3 +104,10 @@ def test_a_run_that_trains_nothing_has_no_length_since_0_17() -> None:
 )
 def test_a_run_has_one_length(flags: str) -> None:
     assert read_job(read_command(job(flags), "0.16")).command is not None
+
+
+def test_fsdp2_of_pytorch_goes_without_the_distributed_optimizer() -> None:
+    flags = "--use-torch-fsdp2 --no-gradient-accumulation-fusion"
+    read_job(read_command(job(flags), "0.16"))
+    with pytest.raises(UserInputError, match="refuses it beside --use-distributed-optimizer"):
+        read_job(read_command(job(f"{flags} --use-distributed-optimizer"), "0.16"))

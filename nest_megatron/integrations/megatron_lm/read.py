@@ -54,7 +54,7 @@ from nest_megatron.layout.rulebook.devices import (
     overlaps_gradients,
 )
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, Facts, release_number, violations
-from nest_megatron.layout.rulebook.options import ACTIVATION_FLAGS, LENGTH_RULES
+from nest_megatron.layout.rulebook.options import ACTIVATION_FLAGS, COMMAND_RULES
 from nest_megatron.layout.zero import ZERO_STAGES, DataParallelSharding, ZeroStage
 from nest_megatron.model.catalogue import spec_from_arguments
 from nest_megatron.model.layer_pattern import hybrid_kinds
@@ -108,7 +108,7 @@ def require_options(values: Values, version: str) -> None:
     """
     words = {n: text(values[n]) for n in (*STATE_FORMATS, "fp8_recipe") if values.get(n)}
     facts = Facts(options={**values, "fp8_recipe": "delayed", **words}, version=version)
-    for _, broken in violations(facts, (*OPTIMIZER_RULES, *LENGTH_RULES)):
+    for _, broken in violations(facts, (*OPTIMIZER_RULES, *COMMAND_RULES)):
         raise flag_error(broken.what, broken.value, broken.limit, broken.fix)
 
 

@@ -16,9 +16,9 @@ from nest_megatron.layout.rulebook.devices import DEVICE_RULES, OPTIMIZER_RULES,
 from nest_megatron.layout.rulebook.execution import EXECUTION_RULES, FORMAT_RULES, RECOMPUTE_RULES
 from nest_megatron.layout.rulebook.facts import LaunchRequest, Rule, violations
 from nest_megatron.layout.rulebook.options import (
+    COMMAND_RULES,
     ENGINE_RULES,
     JOB_RULES,
-    LENGTH_RULES,
     OPTION_RULES,
 )
 from nest_megatron.layout.rulebook.schedule import SCHEDULE_RULES, STAGE_RULES
@@ -37,7 +37,7 @@ RULES = (
     *EXECUTION_RULES,
     *OPTION_RULES,
     *OPTIMIZER_RULES,
-    *LENGTH_RULES,
+    *COMMAND_RULES,
     *DEVICE_RULES,
 )
 

@@ -398,7 +398,8 @@ def _of_another_length(options: Mapping[str, Any], release: Release) -> tuple[st
     return next((pair for pair in pairs if options.get(pair[0])), ())
 
 
-LENGTH_RULES = (
+#: Of a command by itself, whatever its layout.
+COMMAND_RULES = (
     Rule(
         "run_length",
         "args:757-782 (0.19 :1236-1261)",
@@ -413,6 +414,17 @@ LENGTH_RULES = (
                 "_", "-"
             ),
         },
+    ),
+    Rule(
+        "torch_fsdp2_optimizer",
+        "args:612 (0.19 :1004)",
+        lambda options: (
+            not (options.get("use_torch_fsdp2") and options.get("use_distributed_optimizer"))
+        ),
+        "use_torch_fsdp2",
+        "Megatron-LM {version} refuses it beside --use-distributed-optimizer",
+        "Drop one of the two.",
+        value=lambda options: options["use_torch_fsdp2"],
     ),
 )
 
