@@ -56,6 +56,7 @@ WITH_OWN_LOADER = {
     "documents.py",
     "integrations/dry_run/recorder.py",  # what it and run.py wrote themselves
     "integrations/dry_run/__init__.py",
+    "integrations/hydra/plans.py",  # what another rank wrote
     "integrations/megatron_lm/agreement.py",
     "integrations/megatron_lm/measure.py",
     "integrations/megatron_lm/measure_child.py",

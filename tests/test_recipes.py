@@ -16,6 +16,7 @@ from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, launch_reque
 from nest_megatron.integrations.megatron_lm.other_layout import PlannedJob
 from nest_megatron.layout import plan_file, rulebook
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.stage_layout import is_uniform
 from nest_megatron.planner import plan
 from nest_megatron.planner.layouts import Prices
 from nest_megatron.planner.pins import read_pinned
@@ -34,8 +35,8 @@ def test_there_are_recipes() -> None:
 def test_a_recipe_is_the_plan_of_today(path: Path) -> None:
     recipe = plan_file.read(path)
     assert not tuple(rulebook.check(launch_request(recipe)))
-    staged = recipe.layout.dims.pipeline_model_parallel_size > 1
-    assert ("--pipeline-model-parallel-layout" in recipe.launch[LAUNCHER].argv) == staged
+    is_even = is_uniform(recipe.model, recipe.layout.partition)
+    assert ("--pipeline-model-parallel-layout" in recipe.launch[LAUNCHER].argv) is not is_even
     composed = compose(
         parse(
             [

@@ -256,11 +256,15 @@ _OFFLOADING = {
 
 def _not_modelled(request: Request, plan: SolvedLayout | None) -> tuple[str, ...]:
     """Those of the planned job, which may leave out the offloading of today's."""
-    flags = request.not_modelled
+    flags, given = request.not_modelled, request.space.execution
     if plan is None:
         return flags
-    way, fields = plan.layout.execution, _OFFLOADING
-    return tuple(flag for flag in flags if flag not in fields or getattr(way, fields[flag]))
+    left_out = {
+        flag
+        for flag, name in _OFFLOADING.items()
+        if getattr(given, name) and not getattr(plan.layout.execution, name)
+    }
+    return tuple(flag for flag in flags if flag not in left_out)
 
 
 def _certificate(result: SearchResult, plan: SolvedLayout | None, number: int) -> str:

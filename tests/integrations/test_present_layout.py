@@ -59,13 +59,14 @@ def micro_batches(request: Request) -> set[int]:
 
 
 def test_a_layout_outside_the_limits_is_a_point_of_the_space() -> None:
-    request = of_command(WORDS)
+    words = WORDS.replace("-size 24 --global-batch-size 192", "-size 48 --global-batch-size 384")
+    request = of_command(words)
     assert request.present is not None
-    assert request.present.micro_batch_size == 24
-    assert {1, 2, 4, 8, 24} == micro_batches(request)
-    limited = of_command(WORDS, "search.max_micro_batch_size=4")
+    assert request.present.micro_batch_size == 48
+    assert {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48} == micro_batches(request)
+    limited = of_command(words, "search.max_micro_batch_size=4")
     assert limited.present == request.present
-    assert {1, 2, 4} == micro_batches(limited)  # the user's limit holds for all others
+    assert {1, 2, 3, 4} == micro_batches(limited)  # the user's limit holds for all others
 
 
 def test_recomputation_that_is_not_tried_by_itself_is_added() -> None:

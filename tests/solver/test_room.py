@@ -95,7 +95,7 @@ def test_proof_that_nothing_fits_takes_little_work(
     assert found.finished
     assert sum(found.infeasible.values()) == found.candidates > 100_000
     assert least_memory(Search(cost_model, 4608, SearchSpace(), counted)) is not None
-    assert asked < 10_000
+    assert asked < 12_000
 
 
 @pytest.mark.parametrize("num_gpus", [36, 96])
