@@ -288,8 +288,12 @@ def open_values(conditions: KnobConditions, given: Execution = PLAIN) -> dict[st
     for knob in KNOBS:
         values = [value for value in knob.values if knob.needs.get(value) in there]
         values = [value for value in values if _runs_on(value, conditions)]
+        off = getattr(PLAIN, knob.name)
+        is_freed = knob.choice not in conditions.fixed and getattr(given, knob.name) != off
         if values and _is_open(knob, conditions):
             found[knob.name] = tuple(values)
+        elif knob.group == "activation_offloading" and is_freed:
+            found[knob.name] = (off,)
     spec = conditions.spec
     if "cuda_graph_scope" in found:  # modules whose shapes are fixed (0.16.1 tc:1747-1778)
         dense = ("mlp",) if spec.ffn_hidden_sizes else ()
@@ -297,10 +301,6 @@ def open_values(conditions: KnobConditions, given: Execution = PLAIN) -> dict[st
         found["cuda_graph_scope"] = (("attn", *dense, "moe_router", *prepared), ())
     if _OFFLOADED in found.get("offload_modules", ()) and not spec.is_moe:
         found["offload_modules"] = (_OFFLOADED_DENSE, ())
-    for name in ("cpu_offloading_num_layers", "offload_modules"):
-        if name not in found and _BY_NAME[name].choice not in conditions.fixed:
-            off = getattr(PLAIN, name)
-            found |= {name: (off,)} if getattr(given, name) != off else {}
     known = any(found.get("moe_flex_dispatcher_backend", ()))  # the package of some backend
     if "moe_token_dispatcher_type" in found and not known:
         found["moe_token_dispatcher_type"] = (TokenDispatcher.ALLTOALL,)

@@ -36,6 +36,7 @@ from nest_megatron.layout.estimate import (
     Uncertainty,
     price,
 )
+from nest_megatron.layout.execution_rules import EXECUTION_FIELDS
 from nest_megatron.layout.layout import Layout, PartialLayout
 from nest_megatron.layout.plan import ParallelPlan, Provenance, SearchRecord
 from nest_megatron.layout.plan_file import digest
@@ -247,24 +248,17 @@ def search_record(
     )
 
 
-#: Flags whose effect on memory is not known, and the field of ``Execution`` that has them.
-_OFFLOADING = {
-    "--cpu-offloading-num-layers": "cpu_offloading_num_layers",
-    "--fine-grained-activation-offloading": "offload_modules",
-}
-
-
 def _not_modelled(request: Request, plan: SolvedLayout | None) -> tuple[str, ...]:
     """Those of the planned job, which may leave out the offloading of today's."""
-    flags, given = request.not_modelled, request.space.execution
     if plan is None:
-        return flags
+        return request.not_modelled
+    given, way = request.space.execution, plan.layout.execution
     left_out = {
-        flag
-        for flag, name in _OFFLOADING.items()
-        if getattr(given, name) and not getattr(plan.layout.execution, name)
+        f"--{argument.replace('_', '-')}"
+        for argument, name in EXECUTION_FIELDS.items()
+        if getattr(given, name) and not getattr(way, name)
     }
-    return tuple(flag for flag in flags if flag not in left_out)
+    return tuple(flag for flag in request.not_modelled if flag not in left_out)
 
 
 def _certificate(result: SearchResult, plan: SolvedLayout | None, number: int) -> str:

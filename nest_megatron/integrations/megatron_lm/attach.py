@@ -33,7 +33,7 @@ from nest_megatron.integrations.megatron_lm.parser import (
     newest_flags,
     options_for,
 )
-from nest_megatron.integrations.megatron_lm.read import read_recompute
+from nest_megatron.integrations.megatron_lm.read import read_recompute, read_sharding
 from nest_megatron.integrations.megatron_lm.write import (
     environment,
     model_argv,
@@ -365,14 +365,10 @@ def _reason(dest: str, plan: ParallelPlan) -> str:
 
 def _narrows_by_fsdp(request: LaunchRequest, values: Mapping[str, Any]) -> bool:
     """Whether gradients are 16 bits wide for the FSDP of today alone, which a plan leaves."""
-    if values.get("use_torch_fsdp2"):
-        own = DataParallelSharding.TORCH_FSDP2
-    elif values.get("use_megatron_fsdp"):
-        own = DataParallelSharding.MEGATRON_FSDP
-    else:
-        return False
+    own = read_sharding(values)
     is_narrow = request.gradient_bytes == 2 and request.precision is not Precision.FP16
-    return is_narrow and (request.sharding or request.zero.sharding) is not own
+    leaves = (request.sharding or request.zero.sharding) is not own
+    return is_narrow and leaves and own is not DataParallelSharding.DDP
 
 
 def unstated_parts(spec: TransformerSpec) -> str:

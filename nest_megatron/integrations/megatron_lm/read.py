@@ -179,7 +179,7 @@ def job_from_values(
         },
         recompute=read_recompute(values),
         zero=read_zero(values),
-        sharding=_sharding(values),
+        sharding=read_sharding(values),
         graphs=cuda_graphs(values),
         capturable=not (schedule or is_packed(values) or own_layers(values)),
         packs=is_packed(values),
@@ -343,7 +343,8 @@ def read_zero(values: Values) -> ZeroStage | None:
     return ZeroStage.OPTIMIZER if values.get("use_distributed_optimizer") else None
 
 
-def _sharding(values: Values) -> DataParallelSharding:
+def read_sharding(values: Values) -> DataParallelSharding:
+    """What divides the user's states among replicas."""
     if values.get("use_megatron_fsdp"):
         if values.get("megatron_fsdp_version") == 2:
             raise flag_error(
