@@ -9,6 +9,7 @@ import os
 import re
 import select
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -303,12 +304,7 @@ def test_two_tabs_do_not_mix(page: Any, app: Served) -> None:
 def test_a_tab_that_is_closed_ends_what_it_runs(browser: Any, tmp_path: Path) -> None:
     with served(tmp_path) as started:
         with browser.new_context() as context:
-            page = opened(context, started)
-            choose(page, "Model", "deepseek_v3")
-            page.get_by_label("GPUs", exact=True).fill("4096")
-            page.get_by_role("button", name="Plan", exact=True).click()
-            page.get_by_role("button", name="Cancel").wait_for()
-            planning = planning_process(started)
+            planning = planning_process(started, opened(context, started))
         assert ended(planning)
         started.process.send_signal(signal.SIGINT)
         _, err = started.process.communicate()
@@ -317,25 +313,35 @@ def test_a_tab_that_is_closed_ends_what_it_runs(browser: Any, tmp_path: Path) ->
 
 def test_ctrl_c_ends_what_tabs_run(browser: Any, tmp_path: Path) -> None:
     with served(tmp_path) as started, browser.new_context() as context:
-        page = opened(context, started)
-        page.get_by_role("button", name="Plan", exact=True).click()
-        page.get_by_role("button", name="Cancel").wait_for()
-        planning = planning_process(started)
+        planning = planning_process(started, opened(context, started))
         started.process.send_signal(signal.SIGINT)
         _, err = started.process.communicate()
         assert ended(planning)
     assert (started.process.returncode, err) == (0, "")
 
 
-def planning_process(started: Served) -> int:
-    """A descriptor of the child of the app that plans; another one counts what both share."""
-    pid = started.process.pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
-    words = {
-        child: Path(f"/proc/{child}/cmdline").read_text(encoding="utf-8") for child in children
-    }
-    (planning,) = (int(child) for child, each in words.items() if "spawn_main" in each)
+def planning_process(started: Served, page: Any) -> int:
+    """A descriptor of the child of the app that plans for a page, for many seconds."""
+    choose(page, "Model", "deepseek_v3")
+    page.get_by_label("GPUs", exact=True).fill("4096")
+    page.get_by_role("button", name="Plan", exact=True).click()
+    page.get_by_role("button", name="Cancel").wait_for()
+    deadline_s = time.monotonic() + PATIENCE_MS / 1000
+    while not (found := spawned_children(started.process.pid)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    (planning,) = found
     return os.pidfd_open(planning)
+
+
+def spawned_children(pid: int) -> list[int]:
+    """Children that `multiprocessing` spawned, from when they are a program of their own."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
+    return [
+        int(child)
+        for child in children
+        if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text(encoding="utf-8")
+    ]
 
 
 def ended(process: int) -> bool:
