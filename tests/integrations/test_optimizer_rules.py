@@ -106,8 +106,29 @@ def test_a_run_has_one_length(flags: str) -> None:
     assert read_job(read_command(job(flags), "0.16")).command is not None
 
 
-def test_fsdp2_of_pytorch_goes_without_the_distributed_optimizer() -> None:
-    flags = "--use-torch-fsdp2 --no-gradient-accumulation-fusion"
-    read_job(read_command(job(flags), "0.16"))
-    with pytest.raises(UserInputError, match="refuses it beside --use-distributed-optimizer"):
-        read_job(read_command(job(f"{flags} --use-distributed-optimizer"), "0.16"))
+@pytest.mark.parametrize(
+    ("flag", "without", "fix"),
+    [
+        ("--use-distributed-optimizer", "", "Drop one of the two"),
+        ("", "--no-gradient-accumulation-fusion", "Add --no-gradient-accumulation-fusion"),
+        ("--ckpt-format torch", "", "Add --ckpt-format torch_dist"),
+        ("", "--untie-embeddings-and-output-weights", "Add --untie-embeddings-and-output-weights"),
+        ("--fp16", "", "Use --bf16"),
+    ],
+)
+def test_what_fsdp2_of_pytorch_does_not_go_with(flag: str, without: str, fix: str) -> None:
+    fitting = job(
+        "--use-torch-fsdp2 --no-gradient-accumulation-fusion --untie-embeddings-and-output-weights"
+    )
+    unfit = f"{fitting} {flag}".replace(without, "")
+    for version in ("0.15", "0.20"):
+        read_job(read_command(fitting, version))
+        with pytest.raises(UserInputError, match=fix):
+            read_job(read_command(unfit, version))
+
+
+def test_a_batch_grows_by_samples_before_0_18() -> None:
+    flags = "--train-iters 1000 --rampup-batch-size 4 4 1000"
+    with pytest.raises(UserInputError, match="0.17 refuses it beside --train-iters"):
+        read_job(read_command(job(flags), "0.17"))
+    read_job(read_command(job(flags), "0.18"))

@@ -393,9 +393,46 @@ def _of_another_length(options: Mapping[str, Any], release: Release) -> tuple[st
         return ()
     lengths = [name for name in _LENGTHS if options.get(name)]
     pairs = [(other, name) for name in lengths for other in _LENGTHS[name]]
+    if release <= (0, 17) and options.get("train_iters"):
+        pairs.append(("rampup_batch_size", "train_iters"))
     if lengths and options.get(_FRACTION) is not None:
         pairs += [(other, _FRACTION) for other in ("lr_warmup_iters", "lr_warmup_samples")]
     return next((pair for pair in pairs if options.get(pair[0])), ())
+
+
+#: What PyTorch's FSDP2 does not go with, by argument, with the mend.
+_UNFIT = {
+    "use_distributed_optimizer": ("beside --use-distributed-optimizer", "Drop one of the two."),
+    "gradient_accumulation_fusion": (
+        "with gradient accumulation fusion",
+        "Add --no-gradient-accumulation-fusion.",
+    ),
+    "ckpt_format": (
+        "with another --ckpt-format than torch_dist or torch_dcp",
+        "Add --ckpt-format torch_dist.",
+    ),
+    "untie_embeddings_and_output_weights": (
+        "with tied embeddings",
+        "Add --untie-embeddings-and-output-weights, or drop it.",
+    ),
+    "fp16": ("beside --fp16", "Use --bf16."),
+}
+
+
+def _unfit_for_torch_fsdp2(options: Mapping[str, Any]) -> str | None:
+    """The first argument with which Megatron refuses PyTorch's FSDP2; ``None`` if it takes all."""
+    if not options.get("use_torch_fsdp2"):
+        return None
+    unfit = {
+        "use_distributed_optimizer": options.get("use_distributed_optimizer"),
+        "gradient_accumulation_fusion": options.get("gradient_accumulation_fusion"),
+        "ckpt_format": options.get("ckpt_format") not in {None, "torch_dist", "torch_dcp"},
+        "untie_embeddings_and_output_weights": not options.get(
+            "untie_embeddings_and_output_weights", True
+        ),
+        "fp16": options.get("fp16"),
+    }
+    return next((name for name, is_unfit in unfit.items() if is_unfit), None)
 
 
 #: Of a command by itself, whatever its layout.
@@ -416,15 +453,17 @@ COMMAND_RULES = (
         },
     ),
     Rule(
-        "torch_fsdp2_optimizer",
-        "args:612 (0.19 :1004)",
-        lambda options: (
-            not (options.get("use_torch_fsdp2") and options.get("use_distributed_optimizer"))
-        ),
+        "torch_fsdp2",
+        "args:605-624 (0.19 :997-1017)",
+        lambda options: _unfit_for_torch_fsdp2(options) is None,
         "use_torch_fsdp2",
-        "Megatron-LM {version} refuses it beside --use-distributed-optimizer",
-        "Drop one of the two.",
+        "Megatron-LM {version} refuses it {beside}",
+        "{fix}",
         value=lambda options: options["use_torch_fsdp2"],
+        words={
+            "beside": lambda options: _UNFIT[_unfit_for_torch_fsdp2(options)][0],
+            "fix": lambda options: _UNFIT[_unfit_for_torch_fsdp2(options)][1],
+        },
     ),
 )
 
