@@ -468,9 +468,7 @@ OPTIONED = {
         options={"optimizer": "muon", "overlap_grad_reduce": True}, version="0.17"
     ),
     "run_length": request(options={"train_iters": 10, "train_samples": 10}),
-    "torch_fsdp2": request(
-        options={"use_torch_fsdp2": True, "use_distributed_optimizer": True}
-    ),
+    "torch_fsdp2": request(options={"use_torch_fsdp2": True, "use_distributed_optimizer": True}),
     "precision_aware_optimizer": _optioned("exp_avg_dtype", "fp8"),
 }
 

@@ -129,6 +129,6 @@ def test_what_fsdp2_of_pytorch_does_not_go_with(flag: str, without: str, fix: st
 
 def test_a_batch_grows_by_samples_before_0_18() -> None:
     flags = "--train-iters 1000 --rampup-batch-size 4 4 1000"
-    with pytest.raises(UserInputError, match="0.17 refuses it beside --train-iters"):
+    with pytest.raises(UserInputError, match=r"0\.17 refuses it beside --train-iters"):
         read_job(read_command(job(flags), "0.17"))
     read_job(read_command(job(flags), "0.18"))

@@ -176,7 +176,7 @@ def test_a_typed_checkpoint_format_is_freed_by_its_own_name() -> None:
     ("flags", "owner"),
     [
         ("--ckpt-format fsdp_dtensor", "--use-megatron-fsdp"),
-        ("--ckpt-format fsdp_dtensor --use-torch-fsdp2", "--use-megatron-fsdp"),
+        (f"{TORCH_FSDP2} --ckpt-format fsdp_dtensor", "--use-megatron-fsdp"),
         ("--ckpt-format torch_dist --use-megatron-fsdp", "--use-megatron-fsdp"),
         ("--ckpt-format torch_dcp", "--use-torch-fsdp2"),
     ],

@@ -426,7 +426,7 @@ def _unfit_for_torch_fsdp2(options: Mapping[str, Any]) -> str | None:
     unfit = {
         "use_distributed_optimizer": options.get("use_distributed_optimizer"),
         "gradient_accumulation_fusion": options.get("gradient_accumulation_fusion"),
-        "ckpt_format": options.get("ckpt_format") not in {None, "torch_dist", "torch_dcp"},
+        "ckpt_format": options.get("ckpt_format") in {"torch", "zarr"},  # of others a plan decides
         "untie_embeddings_and_output_weights": not options.get(
             "untie_embeddings_and_output_weights", True
         ),
