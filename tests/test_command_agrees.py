@@ -31,7 +31,9 @@ FSDP = (
     f"{DENSE} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
     "--no-gradient-accumulation-fusion --use-distributed-optimizer --ckpt-format fsdp_dtensor"
 )
-FSDP2 = f"{DENSE} --use-torch-fsdp2"
+FSDP2 = f"{DENSE} --use-torch-fsdp2 --no-gradient-accumulation-fusion"
+INSTANCES = f"{EXPERTS} --num-distributed-optimizer-instances 2"
+OVERLAPPED = f"{EXPERTS} --overlap-moe-expert-parallel-comm"
 
 
 def planned(command: str, *free: str, **settings: object) -> nest_megatron.Plan:
@@ -61,6 +63,8 @@ def launched(argv: list[str]) -> list[str]:
         (FSDP, ()),
         (FSDP, ("all",)),
         (FSDP2, ("all",)),
+        (INSTANCES, ("all",)),
+        (OVERLAPPED, ("all",)),
     ],
 )
 def test_the_written_command_is_priced_as_its_plan(flags: str, free: tuple[str, ...]) -> None:
@@ -69,6 +73,7 @@ def test_the_written_command_is_priced_as_its_plan(flags: str, free: tuple[str, 
     priced = nest_megatron.estimate_command(launched(written), cluster="dgx_h100")
     assert priced.predicted.iteration_time_s == plan.predicted.iteration_time_s
     assert priced.predicted.peak_memory_bytes == plan.predicted.peak_memory_bytes
+    assert priced.record.search.not_modelled == plan.record.search.not_modelled
     again = planned(shlex.join(written), *free)
     gain = plan.predicted.iteration_time_s / again.predicted.iteration_time_s
     assert gain < 1 + plan.record.choice.tie_percent / 100, "what is planned again is no faster"

@@ -8,7 +8,12 @@ from typing import NamedTuple
 
 from nest_megatron.cluster.communication import collective_time, split_group
 from nest_megatron.cluster.records import Cluster, CollectiveKind
-from nest_megatron.cost_model.memory import divides_states, gathered_bytes
+from nest_megatron.cost_model.memory import (
+    divides_states,
+    gathered_bytes,
+    optimizer_instances,
+    replicas,
+)
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.rank_order import GroupKind, group_shape
@@ -73,7 +78,7 @@ def replica_traffic(
         bucket = max(1, layer.total)
         buckets = {GroupKind.DP_CP: max(1, layer.dense), GroupKind.EDP: max(1, layer.expert)}
     reduce = CollectiveKind.REDUCE_SCATTER if zero else CollectiveKind.ALL_REDUCE
-    instances = settings.traits.optimizer_instances if zero else 1
+    instances = optimizer_instances(replicas(dims), settings) if zero else 1
     width = settings.traits.gradient_bytes
 
     def of_group(group: GroupKind, *, in_layer: bool) -> Traffic:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from nest_megatron.cost_model.memory import quantized_bytes, replicas_of_states, weight_bytes
+from nest_megatron.cost_model.memory import quantized_bytes, ranks_of_states, weight_bytes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.block_parameters import ParameterCount
@@ -50,7 +50,7 @@ class RankParameters(NamedTuple):
 
     def divided(self, count: ParameterCount, settings: CostSettings) -> int:
         """Those that more than one rank shares."""
-        dense, expert = (replicas_of_states(each, settings) > 1 for each in self.replicas)
+        dense, expert = (ranks > 1 for ranks in ranks_of_states(self.replicas, settings))
         return dense * count.dense + expert * count.expert
 
     def bucket(self, settings: CostSettings) -> int:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from nest_megatron.cluster.records import Accelerator
 from nest_megatron.cost_model.formats import format_of
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.block_parameters import ParameterCount
 from nest_megatron.model.layer_pattern import LayerKind
@@ -87,12 +88,13 @@ class ParameterBytes(NamedTuple):
 
 
 def parameter_bytes(
-    zero: ZeroStage, dense: int, expert: int, settings: CostSettings, *, whole: bool = False
+    zero: ZeroStage, replicas: tuple[int, int], settings: CostSettings, *, whole: bool = False
 ) -> ParameterBytes:
     """What one parameter takes, wherever it is, over dense and expert ranks that ZeRO divides over.
 
     ``whole`` says that gathered weights and gradients stay on every rank (``stays_whole``).
     """
+    dense, expert = ranks_of_states(replicas, settings)
     dense_layer, expert_layer, outside = (
         static_bytes(zero, ranks, settings, in_layer=in_layer, whole=whole)
         for ranks, in_layer in ((dense, True), (expert, True), (dense, False))
@@ -111,16 +113,15 @@ def stays_whole(zero: ZeroStage, num_stages: int, settings: CostSettings) -> boo
 
 
 def static_bytes(
-    zero: ZeroStage, replicas: int, settings: CostSettings, *, in_layer: bool, whole: bool = False
+    zero: ZeroStage, shares: int, settings: CostSettings, *, in_layer: bool, whole: bool = False
 ) -> StaticBytes:
     """Bytes that one parameter of a rank costs for as long as training runs.
 
     ``in_layer`` says a matrix of a layer, which runs in fp8 where the job does and has the
-    optimizer of matrices (its vectors are too few to matter); ``whole``, that gathered weights and
-    gradients stay beside the shares.
+    optimizer of matrices (its vectors are too few to matter); ``shares``, over how many ranks ZeRO
+    divides it; ``whole``, that gathered weights and gradients stay beside the shares.
     """
     traits, is_fp8 = settings.traits, in_layer and settings.precision.is_quantized
-    shares = replicas_of_states(replicas, settings)
     weights = weight_bytes(settings, in_layer=in_layer) / (
         shares if zero >= ZeroStage.WEIGHTS else 1
     )
@@ -140,9 +141,28 @@ def static_bytes(
     )
 
 
-def replicas_of_states(replicas: int, settings: CostSettings) -> int:
-    """Ranks over which optimizer states are divided: those of one instance."""
-    return max(1, replicas // settings.traits.optimizer_instances)
+def replicas(dims: ParallelDims) -> tuple[int, int]:
+    """Ranks over which ZeRO divides dense and expert parameters."""
+    return (
+        dims.data_parallel_size * dims.context_parallel_size,
+        dims.expert_data_parallel_size,
+    )
+
+
+def optimizer_instances(replicas: tuple[int, int], settings: CostSettings) -> int:
+    """Instances of the distributed optimizer; one where the job's do not divide all replicas.
+
+    The plan then leaves them out of the command (``option_num_distributed_optimizer_instances``).
+    """
+    number = settings.traits.optimizer_instances
+    return 1 if any(each % number for each in replicas) else number
+
+
+def ranks_of_states(replicas: tuple[int, int], settings: CostSettings) -> tuple[int, int]:
+    """Dense and expert ranks over which optimizer states are divided: those of one instance."""
+    number = optimizer_instances(replicas, settings)
+    dense, expert = replicas
+    return dense // number, expert // number
 
 
 def divides_states(zero: ZeroStage, settings: CostSettings) -> bool:

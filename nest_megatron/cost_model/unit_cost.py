@@ -15,7 +15,8 @@ from nest_megatron.cost_model.memory import (
     divides_states,
     parameter_bytes,
     quantized_bytes,
-    replicas_of_states,
+    ranks_of_states,
+    replicas,
     stays_whole,
 )
 from nest_megatron.cost_model.pipeline import UnitCost
@@ -114,21 +115,12 @@ class ReplicaCost(NamedTuple):
     unsharded_bytes: Bytes
 
 
-def replicas(dims: ParallelDims) -> tuple[int, int]:
-    """Ranks over which ZeRO divides dense and expert parameters."""
-    return (
-        dims.data_parallel_size * dims.context_parallel_size,
-        dims.expert_data_parallel_size,
-    )
-
-
 def stored_bytes(
     dims: ParallelDims, zero: ZeroStage, settings: CostSettings
 ) -> tuple[ParameterBytes, bool]:
     """What a parameter takes on a rank, and whether what ZeRO-3 gathers stays for the step."""
-    dense, expert = replicas(dims)
     whole = stays_whole(zero, dims.pipeline_model_parallel_size, settings)
-    return parameter_bytes(zero, dense, expert, settings, whole=whole), whole
+    return parameter_bytes(zero, replicas(dims), settings, whole=whole), whole
 
 
 def parameter_prices(
@@ -145,17 +137,19 @@ def parameter_prices(
     ``step`` is the optimizer's time for one parameter, ``byte_s`` the memory's for one byte. Frozen
     weights travel under ZeRO-3 alone.
     """
-    (dense, expert), per_rank = rank.replicas, rank.held
+    per_rank = rank.held
     sent = per_rank if zero >= ZeroStage.WEIGHTS else per_rank.trained
-    divided = divides_states(zero, settings)
+    dense, expert = (
+        ranks_of_states(rank.replicas, settings) if divides_states(zero, settings) else (1, 1)
+    )
     stored, whole = stored_bytes(dims, zero, settings)
     return ParameterPrices(
         traffic=traffic,
         first_bucket=min(1.0, traffic.bucket_parameters / max(1, sent.total)),
         stored=stored,
         whole=whole,
-        dense_step=step / (replicas_of_states(dense, settings) if divided else 1),
-        expert_step=step / (replicas_of_states(expert, settings) if divided else 1),
+        dense_step=step / dense,
+        expert_step=step / expert,
         rank=rank,
         byte_s=byte_s,
     )

@@ -104,6 +104,20 @@ def _without(execution: Execution, *names: str) -> Execution:
     return replace(execution, **{name: getattr(PLAIN, name) for name in changed})
 
 
+def what_allows_execution(grid: PartialLayout) -> tuple[object, ...]:
+    """All that ``allowed_execution`` reads of a layout."""
+    dims = grid.dims
+    return (
+        grid.recompute,
+        grid.sequence_parallel,
+        dims.pipeline_model_parallel_size > 1,
+        dims.virtual_pipeline_model_parallel_size == 1,
+        dims.context_parallel_size == 1,
+        dims.expert_model_parallel_size == 1,
+        dims.expert_ranks == 1,
+    )
+
+
 def allowed_execution(
     execution: Execution, grid: PartialLayout, *, own_graphs: bool = False
 ) -> Execution:

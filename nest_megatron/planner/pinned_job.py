@@ -10,11 +10,10 @@ from typing import Any
 from nest_megatron.cluster.discovery import LocalGpus, is_same_device
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.cost_model.execution_flags import execution_traits
-from nest_megatron.cost_model.memory import parameter_bytes
+from nest_megatron.cost_model.memory import parameter_bytes, replicas
 from nest_megatron.cost_model.settings import CostSettings, restored_settings
 from nest_megatron.cost_model.target_defaults import target_named
 from nest_megatron.cost_model.traits import ExecutionTraits
-from nest_megatron.cost_model.unit_cost import replicas
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.batch_schedule import BatchSchedule
@@ -211,7 +210,7 @@ def _traits_of(plan: ParallelPlan, target: str | None, flags: Mapping[str, Any])
 def _totals(plan: ParallelPlan, settings: CostSettings) -> tuple[float, ...]:
     """Bytes of a parameter of each kind, as the plan lays it out."""
     grid = plan.layout
-    kinds = parameter_bytes(grid.zero, *replicas(grid.dims), settings)
+    kinds = parameter_bytes(grid.zero, replicas(grid.dims), settings)
     return tuple(kind.total for kind in kinds)
 
 

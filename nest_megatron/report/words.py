@@ -433,16 +433,19 @@ def _counts(record: SearchRecord) -> str:
     if not record.candidates:
         return "No other candidate was looked at."
     misfits = sum(record.infeasible.values())
-    left = record.candidates - record.bounded - misfits - record.solved
-    met = "candidates met so far" if left else "candidates"
-    early = record.certificate == "ended-early"
-    memory = "need too much memory" if early else "do not fit in memory"
-    undecided = f" {left:,} are undecided." if left else ""
-    return (
-        f"Of {record.candidates:,} {met} {record.bounded:,} were ruled out by a lower bound, "
-        f"{misfits:,} {memory} and {record.solved:,} were solved exactly "
+    work = (
         f"({record.stage_nodes:,} partial partitions, {record.simulations:,} simulated schedules), "
-        f"in {record.seconds:.2f} s with the {record.backend}.{undecided}"
+        f"in {record.seconds:.2f} s with the {record.backend}"
+    )
+    if record.certificate in ("gap", "ended-early"):
+        return (
+            f"Of {record.candidates:,} candidates met so far {misfits:,} need too much memory and "
+            f"{record.solved:,} were solved exactly {work}; the others are undecided, or ruled "
+            "out by a lower bound."
+        )
+    return (
+        f"Of {record.candidates:,} candidates {record.bounded:,} were ruled out by a lower bound, "
+        f"{misfits:,} do not fit in memory and {record.solved:,} were solved exactly {work}."
     )
 
 

@@ -96,24 +96,6 @@ class CandidateCounts(Caching):
         """Candidates of a grid whose virtual stages, ZeRO stage and execution are chosen."""
         return self._num_settings(*self.grids.settings_key(family))
 
-    def below(self, node: Node, zeros: Sequence[ZeroStage], blocks: Sequence[Recompute]) -> int:
-        """Candidates that a node stands for.
-
-        Args:
-            zeros: ZeRO stages of the node's grid with room for their states.
-            blocks: settings of the grid that are asked for one after the other.
-        """
-        grid, grids = node.grid, self.grids
-        if node.level == SHARD:
-            return self.of_shard(grid)
-        if node.level == GRID:
-            return self.of_grid(grid, grids.zero_stages(grid.dims))
-        if node.level == SCHEDULE:
-            return sum(map(self.of_family, grids.families_of(grid, zeros)))
-        if node.level == MEMBERS:
-            return self.of_family(grid)
-        return len(blocks) - blocks.index(node.recompute) if node.level == BLOCKS else 1
-
     @cached_by(lambda _, chunks, kinds: (chunks, kinds))
     def _num_settings(self, chunks: int, kinds: RecomputeKinds) -> int:
         """Recompute settings of a grid; only the block sizes depend on its chunks."""

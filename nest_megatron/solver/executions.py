@@ -18,7 +18,11 @@ from nest_megatron.cost_model.layer_cost import UnitTimes
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import ParallelDims
-from nest_megatron.layout.execution_rules import allowed_execution, of_every_layout
+from nest_megatron.layout.execution_rules import (
+    allowed_execution,
+    of_every_layout,
+    what_allows_execution,
+)
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import (
     FULL_RECOMPUTE,
@@ -238,7 +242,11 @@ class Executions(Caching):
         ways = {way: ways[way] for way in ways if self._may_gain(grid, way, ways)}
         if len(ways) > 1:
             units = {way: self._units(grid, way) for way in ways}
-            worth = [w for w in ways if not any(_beats(o, w, ways, units) for o in ways)]
+            worth: list[Execution] = []  # what beats one that is beaten beats what that beats
+            for way in ways:
+                if not any(_beats(other, way, ways, units) for other in worth):
+                    worth = [other for other in worth if not _beats(way, other, ways, units)]
+                    worth.append(way)
             ways = {way: ways[way] for way in worth}
         return ways
 
@@ -259,33 +267,42 @@ class Executions(Caching):
     @cached_by(key)
     def _possible(self, grid: PartialLayout) -> AllowedRecompute:
         found: dict[Execution, set[Recompute]] = {}
-        grids = [dataclasses.replace(grid, recompute=kind) for kind in self._kinds]
-        kinds = [
-            (kind, each, facts_of(each)) for kind, each in zip(self._kinds, grids, strict=True)
-        ]
-        for variant, (kind, laid, facts) in product(self._variants, kinds):
-            way = self._allowed(laid, facts, variant)
-            if way is not None:
-                found.setdefault(way, set()).add(kind)
+        by_kind = [self._allowed(dataclasses.replace(grid, recompute=kind)) for kind in self._kinds]
+        for ways in zip(*by_kind, strict=True):
+            for kind, way in zip(self._kinds, ways, strict=True):
+                if way is not None:
+                    found.setdefault(way, set()).add(kind)
         return {way: frozenset(allowed) for way, allowed in found.items()}
 
-    def _allowed(
-        self, grid: PartialLayout, facts: dict[str, Any], variant: Execution
-    ) -> Execution | None:
-        """What Megatron does of a variant on a grid with these facts, if it does anything."""
+    def _allowed(self, grid: PartialLayout) -> list[Execution | None]:
+        """What Megatron does of each variant on a grid, if it does anything."""
+        facts, met = facts_of(grid), dict[Execution, bool]()
+        carried = self._carried(grid)
+        for way in carried:
+            if way not in met:
+                met[way] = self._is_free(grid, way) and self._is_accepted(facts, way)
+        allowed = [way if met[way] else None for way in carried]
+        if not met[carried[0]] and self._is_free(grid, carried[0]):
+            own = self.space.cuda_graphs is not None
+            bare = allowed_execution(of_every_layout(self.given), grid, own_graphs=own)
+            allowed[0] = bare if self._is_accepted(facts, bare) else None
+        return allowed
+
+    @cached_by(lambda _, grid: what_allows_execution(grid))
+    def _carried(self, grid: PartialLayout) -> tuple[Execution, ...]:
+        """What is left of each variant on a grid, the given one first."""
         own = self.space.cuda_graphs is not None
-        way = allowed_execution(variant, grid, own_graphs=own)
+        return tuple(allowed_execution(each, grid, own_graphs=own) for each in self._variants)
+
+    def _is_free(self, grid: PartialLayout, way: Execution) -> bool:
+        """Whether a way leaves alone what the job keeps, and what its sharding cannot move."""
         if any(getattr(way, name) != getattr(self.given, name) for name in self._kept):
-            return None
+            return False
         if grid.zero.is_fsdp and way.offload_modules != self.given.offload_modules:
-            return None  # not known to keep gathered weights on the device
+            return False  # not known to keep gathered weights on the device
+        # Graphs read weights and activations at fixed addresses.
         moving = grid.zero.is_fsdp or way.offload_modules
-        if moving and way.cuda_graph_impl is not self.given.cuda_graph_impl:
-            return None  # graphs read weights and activations at fixed addresses
-        ways = [way]
-        if variant == self.given:
-            ways.append(allowed_execution(of_every_layout(variant), grid, own_graphs=own))
-        return next((w for w in ways if self._is_accepted(facts, w)), None)
+        return not moving or way.cuda_graph_impl is self.given.cuda_graph_impl
 
     def _units(self, grid: PartialLayout, way: Execution) -> tuple[UnitTimes, ...]:
         return self._unit_times(dataclasses.replace(grid, execution=way))

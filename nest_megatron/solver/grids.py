@@ -11,8 +11,8 @@ from typing import Any
 
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.keys import split_block
+from nest_megatron.cost_model.memory import replicas
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.cost_model.unit_cost import replicas
 from nest_megatron.layout import rulebook
 from nest_megatron.layout.dims import ParallelDims, RankOrder
 from nest_megatron.layout.layout import PartialLayout

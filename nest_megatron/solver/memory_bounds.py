@@ -18,9 +18,10 @@ from typing import NamedTuple
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.fsdp_memory import unsharded_bytes
 from nest_megatron.cost_model.keys import SHARD, STATES, STATES_OF_PIPELINE
+from nest_megatron.cost_model.memory import replicas
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.stage_problems import early_forward_share, priced_microbatches
-from nest_megatron.cost_model.unit_cost import replicas, stored_bytes
+from nest_megatron.cost_model.unit_cost import stored_bytes
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import Recompute

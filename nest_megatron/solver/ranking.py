@@ -103,7 +103,8 @@ class SearchResult:
         optimal: nothing in the declared space is faster than the answer.
         lower_bound: nothing in it is faster than this, in ticks.
         candidates: plans in the space, each a grid with recompute and ZeRO choice.
-        bounded: those proven too slow without being solved.
+        bounded: those proven too slow without being solved; 0 where time ended the search, which
+            then counts no more.
         infeasible: those that cannot fit, by reason.
         solved: those whose best stage partition was computed.
         illegal: combinations of degrees that Megatron refuses, by rule.

@@ -139,7 +139,7 @@ class Search(Caching):
         present = self._price_present()
         self.enumerated = self._enumerate()
         drained = self.enumerated and self._drain()
-        if self.wants_any and not (drained or self.solved):
+        if self.wants_any and not (drained or self.best):
             grids, solve = self.grids.with_own_counts(), self.solve_stages
             self._keep_any(first_plan(grids, self.memory, self.peaks, solve))
         return self._result(present, drained=drained)
@@ -210,7 +210,6 @@ class Search(Caching):
         best = plans[0].iteration if plans else NO_THRESHOLD
         lower = min(best, self.unproven, NO_THRESHOLD if drained else self._open_bound())
         known = self.solved + sum(self.infeasible.values())
-        left = 0 if drained else sum(map(self._candidates_below, self.heap))
         return SearchResult(
             plans=plans,
             ties=tuple(sorted(dict.fromkeys(ties), key=lambda plan: plan.rank)),
@@ -219,7 +218,7 @@ class Search(Caching):
             optimal=bool(plans) and lower >= best,
             lower_bound=lower,
             candidates=self.candidates,
-            bounded=self.candidates - known - left,
+            bounded=self.candidates - known if drained else 0,
             infeasible=dict(self.infeasible),
             solved=self.solved,
             illegal=dict(self.grids.illegal),
@@ -234,11 +233,6 @@ class Search(Caching):
             bounds = (self._least_of(self.bounds.outside_experts, s) for s in grids.shards())
             return min(bounds, default=self.bounds.floor)
         return self.heap[0].bound if self.heap else NO_THRESHOLD
-
-    def _candidates_below(self, node: Node) -> int:
-        """Candidates that a node of the heap leaves undecided."""
-        zeros, blocks = self._zeros_that_fit(node.grid), self._choices(node.grid).blocks
-        return self.counts.below(node, zeros, blocks) if node.bound <= self.worst_kept else 0
 
     def _push(
         self,

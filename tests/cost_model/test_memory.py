@@ -95,7 +95,6 @@ def test_the_report_says_what_the_search_charged(
     [
         ({}, "bf16", (2, 4, 12 / 8)),
         ({"gradient_bytes": 2}, "bf16", (2, 2, 12 / 8)),
-        ({"optimizer_instances": 4}, "bf16", (2, 4, 12 / 2)),
         ({"matrix_optimizer_bytes": 8.0}, "bf16", (2, 4, 8 / 8)),
         ({"params_bytes": 4, "optimizer_bytes": 8.0}, "fp32", (4, 4, 8 / 8)),
         ({}, "fp8", (2 + 2, 4, 12 / 8)),

@@ -416,6 +416,10 @@ OPTIONED = {
         )
     },
     **{
+        f"option_{name}": _optioned(name, 24, grid=dims(dp=16))
+        for name in ("eval_global_batch_size", "eval_micro_batch_size")
+    },
+    **{
         f"option_{name}": _optioned(name, "flex", MIXTRAL, dims(dp=2))
         for name in (
             "moe_token_dispatcher_type",

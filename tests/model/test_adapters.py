@@ -139,7 +139,7 @@ def test_frozen_weights_have_no_states_and_do_not_travel() -> None:
     for name in ("reduce_s", "gather_s", "optimizer"):
         ratio = getattr(found[False], name) / getattr(found[True], name)
         assert ratio == pytest.approx(share, rel=0.01), name
-    stored = parameter_bytes(ZeroStage.NONE, 8, 8, CostSettings())
+    stored = parameter_bytes(ZeroStage.NONE, (8, 8), CostSettings())
     count = ParameterCount(dense=100, frozen_dense=90)
     assert stored.of_unit(LayerKind.DENSE, count) == (200, 40, 120)
     assert stored.least(count) == 360

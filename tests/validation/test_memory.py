@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nest_megatron.cost_model.memory import static_bytes
+from nest_megatron.cost_model.memory import parameter_bytes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.layout.recompute import FULL_RECOMPUTE
@@ -161,10 +161,14 @@ def test_one_softmax_is_kept_for_each_predicted_token() -> None:
 
 def test_optimizer_states_are_divided_within_an_instance() -> None:
     two = CostSettings(traits=ExecutionTraits(optimizer_instances=2))
-    assert static_bytes(ZeroStage.OPTIMIZER, 8, two, in_layer=True).total == 2 + 4 + 12 / 4
-    assert (
-        static_bytes(ZeroStage.OPTIMIZER, 8, CostSettings(), in_layer=True).total == 2 + 4 + 12 / 8
-    )
+    for replicas, settings, ranks in (
+        ((8, 4), CostSettings(), (8, 4)),
+        ((8, 4), two, (4, 2)),
+        ((8, 1), two, (8, 1)),  # which Megatron refuses, so that the plan drops them
+    ):
+        bytes_of = parameter_bytes(ZeroStage.OPTIMIZER, replicas, settings)
+        assert bytes_of.dense.total == 2 + 4 + 12 / ranks[0]
+        assert bytes_of.expert.total == 2 + 4 + 12 / ranks[1]
 
 
 def _samples(source: str, ran: list[float], short: list[float]) -> list[MarginSample]:

@@ -331,6 +331,24 @@ OPTION_RULES = (
         until="0.16",
     ),
     _option(
+        "eval_global_batch_size",
+        "0.19 args:694",
+        lambda option, options, micro_batch_size, dp: (
+            option % ((options.get("eval_micro_batch_size") or micro_batch_size) * dp) == 0
+        ),
+        "the plan's replicas do not divide it",
+        since="0.18",
+    ),
+    _option(
+        "eval_micro_batch_size",
+        "0.19 args:694",
+        lambda option, options, global_batch_size, dp: (
+            (options.get("eval_global_batch_size") or global_batch_size) % (option * dp) == 0
+        ),
+        "the plan's replicas do not divide the batch of evaluation into it",
+        since="0.18",
+    ),
+    _option(
         "ckpt_format",
         "args:690, :1042",
         lambda option, uses_megatron_fsdp, uses_torch_fsdp2: {
@@ -419,10 +437,10 @@ _UNFIT = {
 }
 
 
-def _unfit_for_torch_fsdp2(options: Mapping[str, Any]) -> str | None:
-    """The first argument with which Megatron refuses PyTorch's FSDP2; ``None`` if it takes all."""
+def _unfit_for_torch_fsdp2(options: Mapping[str, Any]) -> str:
+    """The first argument with which Megatron refuses PyTorch's FSDP2; none if it takes all."""
     if not options.get("use_torch_fsdp2"):
-        return None
+        return ""
     unfit = {
         "use_distributed_optimizer": options.get("use_distributed_optimizer"),
         "gradient_accumulation_fusion": options.get("gradient_accumulation_fusion"),
@@ -432,7 +450,7 @@ def _unfit_for_torch_fsdp2(options: Mapping[str, Any]) -> str | None:
         ),
         "fp16": options.get("fp16"),
     }
-    return next((name for name, is_unfit in unfit.items() if is_unfit), None)
+    return next((name for name, is_unfit in unfit.items() if is_unfit), "")
 
 
 #: Of a command by itself, whatever its layout.
@@ -455,7 +473,7 @@ COMMAND_RULES = (
     Rule(
         "torch_fsdp2",
         "args:605-624 (0.19 :997-1017)",
-        lambda options: _unfit_for_torch_fsdp2(options) is None,
+        lambda options: not _unfit_for_torch_fsdp2(options),
         "use_torch_fsdp2",
         "Megatron-LM {version} refuses it {beside}",
         "{fix}",

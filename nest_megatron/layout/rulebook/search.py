@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
 from nest_megatron.layout.rulebook.facts import Facts, Rule
+from nest_megatron.model.execution import Execution
 
 _DENSE = ("world_size", "tp", "sequence_parallel", "cp")
 _EXPERTS = (*_DENSE, "ep", "etp")
@@ -28,6 +29,8 @@ STEPS: Mapping[str, tuple[str, ...]] = {
     "recompute": ("recompute",),
     "execution": (*OF_LAYOUT, "recompute", "execution"),
 }
+#: A rule, its reason, the facts that it reads, by name and of values, and what it said of them.
+_Entry = tuple[Rule, str, Sequence[str], Callable[[Any], object], dict[object, bool]]
 _CHOSEN = frozenset((*STEPS["execution"], "uneven_sides"))
 
 
@@ -53,27 +56,37 @@ class SearchStep:
     def __init__(self, known: Facts, decided: Sequence[str], rules: Sequence[Rule]) -> None:
         self.rules, self._known = rules, known
         self.names = tuple(name for name in decided if any(name in rule.reads for rule in rules))
-        self._evaluated = []
+        self._evaluated: list[_Entry] = []
         for rule in rules:
             names = [name for name in decided if name in rule.reads] or decided[:1]
             met: dict[object, bool] = {}
             entry = (rule, rule.reason.format_map(known), names, itemgetter(*names), met)
             self._evaluated.append(entry)
+        self._is_of_execution = any(rule.when for rule in rules)
+        self._of_execution: dict[Execution, list[_Entry]] = {}
 
     def refusal(self, values: Mapping[str, Any]) -> str | None:
         """The reason of the first rule that values break; ``None`` where they keep all.
 
         Values of what no rule of the step reads may be stand-ins.
         """
-        for rule, reason, names, read, met in self._evaluated:
-            if rule.when and not rule.concerns(values["execution"]):
-                continue
+        for rule, reason, names, read, met in self._concerned(values):
             key = read(values)
             if key not in met:
                 met[key] = rule.keeps(Facts(self._known, **{name: values[name] for name in names}))
             if not met[key]:
                 return reason
         return None
+
+    def _concerned(self, values: Mapping[str, Any]) -> list[_Entry]:
+        """The rules that have something to look at where layers are carried out so."""
+        if not self._is_of_execution:
+            return self._evaluated
+        execution = values["execution"]
+        if execution not in self._of_execution:
+            found = [each for each in self._evaluated if each[0].concerns(execution)]
+            self._of_execution[execution] = found
+        return self._of_execution[execution]
 
 
 def search_steps(known: Facts, rules: Iterable[Rule]) -> dict[str, SearchStep]:
