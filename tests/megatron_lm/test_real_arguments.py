@@ -31,6 +31,7 @@ LATER = {
     "expert_gradients",
     "sequence_pieces",
     "attention_under_cp",
+    "windows_under_cp",
     "sequence_parallel",
     "interleaving",
     "fsdp_no_pipeline",

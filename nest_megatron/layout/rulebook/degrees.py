@@ -82,11 +82,10 @@ def _divides_sequence(spec: TransformerSpec, tp: int, cp: int, sequence_parallel
     )
 
 
-def _has_ring(spec: TransformerSpec) -> bool:
-    """Whether a model's attention has a kernel that exchanges keys and values in a ring."""
-    plain = spec.softmax_type == "vanilla" and spec.window_size is None
-    sparse = spec.experimental_attention_variant == "dsa"
-    return plain and not sparse and spec.family is ModelFamily.GPT
+def _splits_sequence(spec: TransformerSpec) -> bool:
+    """Whether a model's attention has kernels for a sequence that context ranks divide."""
+    plain = spec.softmax_type == "vanilla" and spec.experimental_attention_variant != "dsa"
+    return plain and spec.family is ModelFamily.GPT
 
 
 def launched_expert_tensor_size(spec: TransformerSpec, dims: ParallelDims) -> int | None:
@@ -273,7 +272,7 @@ DEGREE_RULES = (
             cp == 1
             or is_local
             or fused_attention
-            or not (_has_ring(spec) and fits_fused_attention(spec))
+            or not (_splits_sequence(spec) and fits_fused_attention(spec))
         ),
         _CP,
         "the ring exchange of keys and values needs fused attention; single precision and "
@@ -295,12 +294,11 @@ DEGREE_RULES = (
         "attention_under_cp",
         _BACKEND,
         lambda spec, cp, is_local: (
-            cp == 1 or is_local or _has_ring(spec) or not fits_fused_attention(spec)
+            cp == 1 or is_local or _splits_sequence(spec) or not fits_fused_attention(spec)
         ),
         _CP,
-        "the scripts of BERT and T5 do not split their batches, sliding windows or learnable "
-        "softmax have no kernel with the ring exchange of keys and values, and sparse attention "
-        "(dsa) is not planned with it",
+        "the scripts of BERT and T5 do not split their batches, learnable softmax has no kernel "
+        "for a divided sequence, and sparse attention (dsa) is not planned with it",
         "Use 1.",
         reason=_ATTENTION,
     ),

@@ -287,6 +287,18 @@ EXECUTION_RULES = (
         "ranks that exchange heads get whole heads and whole query groups each",
     ),
     Rule(
+        "windows_under_cp",
+        "Transformer Engine context_parallel.py attn_forward_func_with_cp (run)",
+        lambda spec, cp, execution: (
+            cp == 1
+            or spec.window_size is None
+            or execution.cp_comm_type in (ContextTraffic.A2A, ContextTraffic.ALL_GATHER)
+        ),
+        "context_parallel_size",
+        "sliding windows have no kernel with the ring exchange of keys and values",
+        "Use 1, or cp_comm_type a2a.",
+    ),
+    Rule(
         "cuda_graph_recompute",
         "tc:1780-1822",
         lambda spec, captured, modules: modules.isdisjoint(captured.without_modules(spec)),
