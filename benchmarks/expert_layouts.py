@@ -195,8 +195,9 @@ def _does_not_fit(found: Sequence[Compared]) -> Iterator[str]:
     nothing = [each for each in found if each.best is None]
     if not tight and not nothing:
         return
-    yield "## Published layouts that our memory model refuses\n"
-    yield "They ran, so the memory model is too strict there (or the table leaves something out).\n"
+    yield "## Published layouts that our model refuses\n"
+    yield "They ran, so the memory model is too strict there (or the table leaves something out)."
+    yield "Without a plan: a rule of today's Megatron refuses how their layers are carried out.\n"
     yield "| row | job | layout | predicted of allowed |"
     yield "|---|---|---|--:|"
     for each in tight:

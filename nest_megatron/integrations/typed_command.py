@@ -406,12 +406,12 @@ def _needs(found: CommandPlan, before: ParallelPlan) -> Iterator[str]:
     if not (limit := _obstacle(found, before, values)):
         yield f"Checkpoint: the plan loads {said} as it is."
         return
-    yield f"Checkpoint: {limit}"
     if not _obstacle(found, before, {**values, _RESHARDABLE: True}):
-        yield (
-            "With --dist-ckpt-optim-fully-reshardable in the present command, the next checkpoint "
+        limit += (
+            " With --dist-ckpt-optim-fully-reshardable in the present command, the next checkpoint "
             "that it saves is one that the plan loads with its optimizer state."
         )
+    yield f"Checkpoint: {limit}"
 
 
 def _obstacle(found: CommandPlan, before: ParallelPlan, values: Mapping[str, Any]) -> str:

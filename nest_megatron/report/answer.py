@@ -96,6 +96,9 @@ def _changed(plan: ParallelPlan, found: BeforeAfter) -> Iterator[tuple[str, str 
     yield "Memory", "; ".join(filter(None, (memory, plan_verdict(plan))))
     yield "Layout", " -> ".join(map(layout_words, (before.layout, plan.layout)))
     yield "Verdict", verdict(before, whole)
+    for needed in found.needs:
+        words = needed.removeprefix("Checkpoint: ")
+        yield "Needs" if words == needed else "Checkpoint", words
 
 
 def _flag_notes(

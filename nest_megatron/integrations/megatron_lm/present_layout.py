@@ -59,7 +59,7 @@ def with_present_layout(request: Request, job: Job, composed: Settings) -> Reque
     except UserInputError:  # such as no micro batch: it is no job that runs
         return request
     if refused:
-        note = f"The present layout is no point of the search, Megatron refuses it: {refused}"
+        note = f"The present layout is no point of the search: {refused}"
         return replace(request, notes=(*request.notes, note))
     layout = variant.layout
     if not _is_in_space(request, layout):
@@ -244,13 +244,12 @@ def typed_plan(job: Job, request: Request, composed: Settings) -> tuple[Parallel
     """The plan that a command is as it is typed, and its layout.
 
     Raises:
-        UserInputError: for what Megatron refuses.
+        UserInputError: for what no plan may have, with the rule of Megatron or of ours.
     """
     variant, refused = typed_layout(job, request, composed)
     if refused:
-        limit, fix = f"Megatron-LM {job.version} refuses it: {refused}", "Change its flags (--set)."
-        if job.command is None:
-            limit = f"the rules of Megatron-LM {job.version} refuse it: {refused}"
-            fix = "Change the recipe's fields."
+        limit = f"no plan for Megatron-LM {job.version} has it: {refused}"
+        in_recipe = job.command is None
+        fix = "Change the recipe's fields." if in_recipe else "Change its flags (--set)."
         raise UserInputError("--from", job.script, limit, fix)
     return estimate_for(request, variant.layout, settings=variant.settings), variant
