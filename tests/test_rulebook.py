@@ -114,7 +114,8 @@ def test_a_launch_is_held_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
         match=r"_size = 2: a made-up limit of 2 \(Megatron-LM megatron/nowhere.py:1\)",
     ):
         rulebook.require_launchable(asked)
-    assert rulebook.first_broken(asked).startswith("tensor_model_parallel_size = 2: a made-up")
+    refused = "Megatron-LM 0.19 refuses it: tensor_model_parallel_size = 2: a made-up limit of 2"
+    assert rulebook.first_broken(asked).startswith(refused)
     rulebook.require_launchable(request(grid=dims(tp=4)))
 
 

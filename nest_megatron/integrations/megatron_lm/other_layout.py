@@ -186,7 +186,7 @@ class WhyNot(Shown):
 
     def _words(self) -> str:
         if self.rule:
-            return f"Megatron refuses it. {self.rule}."
+            return f"{self.rule}."
         assert self.versus is not None, "a layout that is legal is priced"
         if self.needed_bytes is not None:
             limit = self.versus.other.predicted.capacity_bytes
@@ -397,9 +397,7 @@ def versus(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> Ve
     job = PlannedJob(plan, times)
     variant = job.variant(read_layout(text, "--versus"))
     if rule := job.refusal(variant):
-        raise UserInputError(
-            "--versus", text, f"Megatron refuses it: {rule}", "Name other sizes, or more of them."
-        )
+        raise UserInputError("--versus", text, rule, "Name other sizes, or more of them.")
     return job.versus(variant)
 
 
@@ -421,7 +419,10 @@ def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> W
     try:
         found = find_plan(job.request(space))
     except UserInputError as error:
-        rule = job.rule(composed) or f"{error.what} = {error.value}: {error.limit}"
+        rule = (
+            job.rule(composed)
+            or f"Megatron refuses it: {error.what} = {error.value}: {error.limit}"
+        )
         return replace(_nearest(job, space, asked), rule=rule)
     if isinstance(found, EndedEarly):
         raise UserInputError(

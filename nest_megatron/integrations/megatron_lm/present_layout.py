@@ -59,7 +59,7 @@ def with_present_layout(request: Request, job: Job, composed: Settings) -> Reque
     except UserInputError:  # such as no micro batch: it is no job that runs
         return request
     if refused:
-        note = f"The present layout is no point of the search: {refused}"
+        note = f"The present layout is no point of the search. {refused}"
         return replace(request, notes=(*request.notes, note))
     layout = variant.layout
     if not _is_in_space(request, layout):
@@ -111,7 +111,7 @@ def _space_with(space: SearchSpace, present: Layout, cluster: Cluster) -> Search
 
 
 def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Variant, str]:
-    """A command's layout, and why Megatron refuses it.
+    """A command's layout, and why Megatron or this planner refuses it.
 
     What is not typed is Megatron's default (``validate_args``): degrees of 1, one replica on the
     GPUs that are left, nothing overlapped or divided.
@@ -187,7 +187,7 @@ def refusal_text(
     asked: Execution | None = None,
     but: Collection[str] = (),
 ) -> str:
-    """The first rule of Megatron that a layout of a job breaks, with its source; empty for none.
+    """Who refuses a layout of a job, with the first rule that it breaks; empty for none.
 
     Args:
         values: the job's arguments by destination.
@@ -248,8 +248,7 @@ def typed_plan(job: Job, request: Request, composed: Settings) -> tuple[Parallel
     """
     variant, refused = typed_layout(job, request, composed)
     if refused:
-        limit = f"no plan for Megatron-LM {job.version} has it: {refused}"
         in_recipe = job.command is None
         fix = "Change the recipe's fields." if in_recipe else "Change its flags (--set)."
-        raise UserInputError("--from", job.script, limit, fix)
+        raise UserInputError("--from", job.script, refused, fix)
     return estimate_for(request, variant.layout, settings=variant.settings), variant

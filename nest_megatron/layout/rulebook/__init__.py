@@ -50,9 +50,15 @@ def check(
 
 
 def first_broken(request: LaunchRequest, *, but: Collection[str] = ()) -> str:
-    """The first rule that a request breaks, in words with its source; empty for none."""
-    broken = check(request, but=but)
-    return next((f"{v.what} = {v.value}: {v.limit} ({r.file})" for r, v in broken), "")
+    """Who refuses a request, with the first rule that it breaks and its source; empty for none."""
+    for rule, found in check(request, but=but):
+        who = (
+            "nest-megatron does not plan it"
+            if rule.ours
+            else (f"Megatron-LM {request.version} refuses it")
+        )
+        return f"{who}: {found.what} = {found.value}: {found.limit} ({rule.file})"
+    return ""
 
 
 def require_launchable(request: LaunchRequest, *, but: Collection[str] = ()) -> None:

@@ -344,6 +344,7 @@ class Rule:
         reason: what the certificate of a search counts it as; empty where it does not.
         since, until: the first and the last release that have it; empty where all have.
         framework: the only one that has it.
+        ours: Megatron takes what breaks it, and no plan has that.
         when: a field of ``Execution``; at its default the rule holds.
         option: ``what`` is an option of the job's own, which the rule looks at where it is on.
         turns_off: the option is a switch that turns something off: it is on where the value is not.
@@ -366,6 +367,7 @@ class Rule:
     since: str = ""
     until: str = ""
     framework: str = ""
+    ours: bool = False
     when: str = ""
     option: bool = False
     turns_off: bool = False

@@ -183,6 +183,7 @@ SCHEDULE_RULES = (
         "it would count layers of the encoder and of the decoder, which is not planned",
         "Use uniform.",
         value=lambda recompute: recompute.method.value,
+        ours=True,
     ),
     Rule(
         "virtual_stages",
