@@ -80,8 +80,8 @@ def check_values(problem: PipelineProblem) -> None:
     if ticks > MOST:
         _refuse(
             "all work of one step",
-            f"{to_seconds(ticks) / 86_400:.0f} days on one GPU after another",
-            f"the solver's clock carries {to_seconds(MOST) / 86_400:.0f} days",
+            f"{to_seconds(ticks) / 86_400:.1f} days on one GPU after another",
+            f"the solver's clock carries {to_seconds(MOST) / 86_400:.1f} days",
             fix="Use a smaller global batch, or more GPUs.",
         )
     if num_bytes > MOST:

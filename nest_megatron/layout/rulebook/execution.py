@@ -289,14 +289,14 @@ EXECUTION_RULES = (
     Rule(
         "windows_under_cp",
         "Transformer Engine context_parallel.py attn_forward_func_with_cp (run)",
-        lambda spec, cp, execution: (
-            cp == 1
-            or spec.window_size is None
+        lambda one_context_rank, execution: (
+            one_context_rank
             or execution.cp_comm_type in (ContextTraffic.A2A, ContextTraffic.ALL_GATHER)
         ),
         "context_parallel_size",
         "sliding windows have no kernel with the ring exchange of keys and values",
         "Use 1, or cp_comm_type a2a.",
+        about=lambda spec: spec.window_size is not None,
     ),
     Rule(
         "cuda_graph_recompute",

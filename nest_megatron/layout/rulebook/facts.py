@@ -345,6 +345,7 @@ class Rule:
         since, until: the first and the last release that have it; empty where all have.
         framework: the only one that has it.
         ours: Megatron takes what breaks it, and no plan has that.
+        about: whether it is about a job's model; others keep it.
         when: a field of ``Execution``; at its default the rule holds.
         option: ``what`` is an option of the job's own, which the rule looks at where it is on.
         turns_off: the option is a switch that turns something off: it is on where the value is not.
@@ -368,6 +369,7 @@ class Rule:
     until: str = ""
     framework: str = ""
     ours: bool = False
+    about: Callable[[TransformerSpec], bool] | None = None
     when: str = ""
     option: bool = False
     turns_off: bool = False
@@ -375,7 +377,7 @@ class Rule:
     reads: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        others = {"execution": self.when, "options": self.option}
+        others = {"execution": self.when, "options": self.option, "spec": self.about}
         names = parameters(self.holds)
         read = [each for name in (*names, *filter(others.get, others)) for each in sources(name)]
         object.__setattr__(self, "names", names)
@@ -392,6 +394,8 @@ class Rule:
         if dated and not is_within(facts["version"], self.since, self.until):
             return True
         if self.when and not self.concerns(facts["execution"]):
+            return True
+        if self.about and not self.about(facts["spec"]):
             return True
         if self.option:
             facts["option"] = facts["options"].get(self.what, self.turns_off)

@@ -91,7 +91,9 @@ class SearchStep:
 
 def search_steps(known: Facts, rules: Iterable[Rule]) -> dict[str, SearchStep]:
     """The steps of a search, each with the rules that it decides, in the order of the rules."""
-    steps, left = {}, list(filter(is_searched, rules))
+    spec = known["spec"]
+    left = [r for r in rules if is_searched(r) and (r.about is None or r.about(spec))]
+    steps = {}
     for step, decided in STEPS.items():
         found = [rule for rule in left if _CHOSEN.intersection(rule.reads) <= {*decided}]
         steps[step] = SearchStep(known, decided, found)
