@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
+from nest_megatron.caching import Caching, cached_by
 from nest_megatron.layout.rulebook.facts import Facts, Rule
 from nest_megatron.model.execution import Execution
 
@@ -41,7 +42,7 @@ def is_searched(rule: Rule) -> bool:
     return bool(rule.reason) or not _CHOSEN.isdisjoint(rule.reads)
 
 
-class SearchStep:
+class SearchStep(Caching):
     """The rules of one step, each evaluated once for the same values of what it reads.
 
     Args:
@@ -63,14 +64,16 @@ class SearchStep:
             entry = (rule, rule.reason.format_map(known), names, itemgetter(*names), met)
             self._evaluated.append(entry)
         self._is_of_execution = any(rule.when for rule in rules)
-        self._of_execution: dict[Execution, list[_Entry]] = {}
 
     def refusal(self, values: Mapping[str, Any]) -> str | None:
         """The reason of the first rule that values break; ``None`` where they keep all.
 
         Values of what no rule of the step reads may be stand-ins.
         """
-        for rule, reason, names, read, met in self._concerned(values):
+        evaluated = self._evaluated
+        if self._is_of_execution:
+            evaluated = self._concerned(values["execution"])
+        for rule, reason, names, read, met in evaluated:
             key = read(values)
             if key not in met:
                 met[key] = rule.keeps(Facts(self._known, **{name: values[name] for name in names}))
@@ -78,15 +81,10 @@ class SearchStep:
                 return reason
         return None
 
-    def _concerned(self, values: Mapping[str, Any]) -> list[_Entry]:
+    @cached_by(lambda _, execution: execution)
+    def _concerned(self, execution: Execution) -> list[_Entry]:
         """The rules that have something to look at where layers are carried out so."""
-        if not self._is_of_execution:
-            return self._evaluated
-        execution = values["execution"]
-        if execution not in self._of_execution:
-            found = [each for each in self._evaluated if each[0].concerns(execution)]
-            self._of_execution[execution] = found
-        return self._of_execution[execution]
+        return [each for each in self._evaluated if each[0].concerns(execution)]
 
 
 def search_steps(known: Facts, rules: Iterable[Rule]) -> dict[str, SearchStep]:
