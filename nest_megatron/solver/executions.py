@@ -283,16 +283,17 @@ class Executions(Caching):
                 met[way] = self._is_free(grid, way) and self._is_accepted(facts, way)
         allowed = [way if met[way] else None for way in carried]
         if not met[carried[0]] and self._is_free(grid, carried[0]):
-            own = self.space.cuda_graphs is not None
-            bare = allowed_execution(of_every_layout(self.given), grid, own_graphs=own)
+            bare = self._left_of(of_every_layout(self.given), grid)
             allowed[0] = bare if self._is_accepted(facts, bare) else None
         return allowed
 
     @cached_by(lambda _, grid: what_allows_execution(grid))
     def _carried(self, grid: PartialLayout) -> tuple[Execution, ...]:
         """What is left of each variant on a grid, the given one first."""
-        own = self.space.cuda_graphs is not None
-        return tuple(allowed_execution(each, grid, own_graphs=own) for each in self._variants)
+        return tuple(self._left_of(each, grid) for each in self._variants)
+
+    def _left_of(self, way: Execution, grid: PartialLayout) -> Execution:
+        return allowed_execution(way, grid, own_graphs=self.space.cuda_graphs is not None)
 
     def _is_free(self, grid: PartialLayout, way: Execution) -> bool:
         """Whether a way leaves alone what the job keeps, and what its sharding cannot move."""

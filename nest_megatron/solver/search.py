@@ -139,7 +139,7 @@ class Search(Caching):
         present = self._price_present()
         self.enumerated = self._enumerate()
         drained = self.enumerated and self._drain()
-        if self.wants_any and not (drained or self.best):
+        if self.wants_any and not (drained or (self.solved and self.best)):
             grids, solve = self.grids.with_own_counts(), self.solve_stages
             self._keep_any(first_plan(grids, self.memory, self.peaks, solve))
         return self._result(present, drained=drained)

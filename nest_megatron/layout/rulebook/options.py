@@ -418,39 +418,38 @@ def _of_another_length(options: Mapping[str, Any], release: Release) -> tuple[st
     return next((pair for pair in pairs if options.get(pair[0])), ())
 
 
-#: What PyTorch's FSDP2 does not go with, by argument, with the mend.
-_UNFIT = {
-    "use_distributed_optimizer": ("beside --use-distributed-optimizer", "Drop one of the two."),
-    "gradient_accumulation_fusion": (
+#: What PyTorch's FSDP2 does not go with, with its words and the mend.
+_UNFIT_FOR_TORCH_FSDP2: tuple[tuple[Callable[[Mapping[str, Any]], Any], str, str], ...] = (
+    (
+        lambda options: options.get("use_distributed_optimizer"),
+        "beside --use-distributed-optimizer",
+        "Drop one of the two.",
+    ),
+    (
+        lambda options: options.get("gradient_accumulation_fusion"),
         "with gradient accumulation fusion",
         "Add --no-gradient-accumulation-fusion.",
     ),
-    "ckpt_format": (
+    (
+        lambda options: options.get("ckpt_format") in {"torch", "zarr"},  # a plan decides of others
         "with another --ckpt-format than torch_dist or torch_dcp",
         "Add --ckpt-format torch_dist.",
     ),
-    "untie_embeddings_and_output_weights": (
+    (
+        lambda options: not options.get("untie_embeddings_and_output_weights", True),
         "with tied embeddings",
         "Add --untie-embeddings-and-output-weights, or drop it.",
     ),
-    "fp16": ("beside --fp16", "Use --bf16."),
-}
+    (lambda options: options.get("fp16"), "beside --fp16", "Use --bf16."),
+)
 
 
-def _unfit_for_torch_fsdp2(options: Mapping[str, Any]) -> str:
-    """The first argument with which Megatron refuses PyTorch's FSDP2; none if it takes all."""
+def _unfit_for_torch_fsdp2(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The words and the mend of the first that Megatron refuses; empty if it takes all."""
     if not options.get("use_torch_fsdp2"):
-        return ""
-    unfit = {
-        "use_distributed_optimizer": options.get("use_distributed_optimizer"),
-        "gradient_accumulation_fusion": options.get("gradient_accumulation_fusion"),
-        "ckpt_format": options.get("ckpt_format") in {"torch", "zarr"},  # of others a plan decides
-        "untie_embeddings_and_output_weights": not options.get(
-            "untie_embeddings_and_output_weights", True
-        ),
-        "fp16": options.get("fp16"),
-    }
-    return next((name for name, is_unfit in unfit.items() if is_unfit), "")
+        return ()
+    found = (words for is_unfit, *words in _UNFIT_FOR_TORCH_FSDP2 if is_unfit(options))
+    return tuple(next(found, ()))
 
 
 #: Of a command by itself, whatever its layout.
@@ -479,8 +478,8 @@ COMMAND_RULES = (
         "{fix}",
         value=lambda options: options["use_torch_fsdp2"],
         words={
-            "beside": lambda options: _UNFIT[_unfit_for_torch_fsdp2(options)][0],
-            "fix": lambda options: _UNFIT[_unfit_for_torch_fsdp2(options)][1],
+            "beside": lambda options: _unfit_for_torch_fsdp2(options)[0],
+            "fix": lambda options: _unfit_for_torch_fsdp2(options)[1],
         },
     ),
 )
