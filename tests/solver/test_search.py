@@ -329,6 +329,19 @@ def test_what_runs_today_is_the_first_plan_and_changes_no_better_answer(seed: in
     assert whole.fastest == whole.plans[0]
 
 
+def test_rules_of_thumb_are_priced_beside_what_runs_today() -> None:
+    faster = 0
+    for seed in range(20):
+        if (own := a_slow_plan(seed)) is None:
+            continue
+        ruled = timed(seed, out_of_time=lambda: True).run().plans
+        cut = timed(seed, out_of_time=lambda: True, present=own.layout).run()
+        best = min([own.iteration, *(plan.iteration for plan in ruled)])
+        assert cut.plans[0].iteration == best
+        faster += best < own.iteration
+    assert faster > 5
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_what_runs_today_wins_where_the_space_holds_nothing_better(seed: int) -> None:
     whole = timed(seed).run().plans
