@@ -44,6 +44,7 @@ from nest_megatron.layout.policy import Policy
 from nest_megatron.layout.rank_order import GroupKind, group_level, group_of_rank
 from nest_megatron.layout.rulebook import require_legal
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, LaunchRequest
+from nest_megatron.layout.stage_layout import spread_partition
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.planner.request import Request
@@ -387,7 +388,8 @@ def estimate_for(
 def keep_layout(plan: ParallelPlan, request: Request) -> ParallelPlan:
     """Price a plan's layout for another request: all degrees stay, but that of data parallelism.
 
-    With another number of GPUs as many replicas train as they hold.
+    With another number of GPUs as many replicas train as they hold; a model with another number of
+    layers is spread over the stages anew.
 
     Raises:
         UserInputError: if the GPUs or the batch do not divide, or Megatron refuses the layout.
@@ -404,10 +406,10 @@ def keep_layout(plan: ParallelPlan, request: Request) -> ParallelPlan:
         )
     replicas = num_gpus // one_replica if resized else dims.data_parallel_size
     dims = replace(dims, data_parallel_size=replicas)
-    stages = replace(layout, dims=dims, global_batch_size=request.global_batch_size).with_stages(
-        layout.partition
-    )
-    return estimate_for(request, stages)
+    is_same = layout.partition.boundaries[-1] == request.spec.num_units
+    stages = layout.partition if is_same else spread_partition(request.spec, dims)
+    kept = replace(layout, dims=dims, global_batch_size=request.global_batch_size)
+    return estimate_for(request, kept.with_stages(stages))
 
 
 def check_launchable(

@@ -15,7 +15,8 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.layout.estimate import Estimate
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import Layout
-from nest_megatron.layout.rulebook.facts import uneven_sides
+from nest_megatron.layout.rulebook.execution import FORMAT_RULES
+from nest_megatron.layout.rulebook.facts import LaunchRequest
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import TokenDispatcher
 from nest_megatron.planner.layouts import PredictedLayout, describe_grid
@@ -215,8 +216,8 @@ def _gain_of(
     if not (found.fits or other) or not (gain >= _LEAST_GAIN_PERCENT or frees):
         return None
     words, gains = " ".join(offer.words), list[str]()
+    words += "" if layout.zero is plan.layout.zero else " with ZeRO-1"
     if other is None:
-        words += "" if layout.zero is plan.layout.zero else " with ZeRO-1"
         gains += [_faster(gain, step_s)] if gain >= _LEAST_GAIN_PERCENT else []
     if freed_percent >= _LEAST_GAIN_PERCENT:
         gains.append(f"free {format_gib(freed)} of peak memory per GPU")
@@ -267,7 +268,8 @@ def _accepted(plan: PredictedLayout, offer: NumericOffer, request: Request) -> L
     precision, recipe = offer.settings.precision, traits.fp8_recipe
     if request.times is not None or not precision.is_quantized:
         return None
-    if uneven_sides(request.spec, layout.dims, precision, recipe):
+    tried = LaunchRequest.of(request.spec, layout, precision=precision, fp8_recipe=recipe)
+    if not all(rule.keeps(tried.facts) for rule in FORMAT_RULES):
         return None
     if not beside_buffers(traits.fp8_recipe):
         execution = replace(layout.execution, tp_comm_overlap=False)

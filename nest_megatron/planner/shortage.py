@@ -292,7 +292,7 @@ def no_plan(
     assert shortage is not None, "a legal space has a plan that needs least memory"
     limit = search.peaks.of(shortage.grid)
     missing = shortage.needed_bytes - limit
-    remedies = list(_of_capacity(request, missing))
+    remedies = list(_of_capacity(request, shortage, missing))
     if request.remedies:
         remedies = [*_with_plans(request, number, deadline, find), *remedies]
     return NoPlan(
@@ -378,7 +378,7 @@ def memory_changes(request: Request) -> dict[tuple[str, ...], Request]:
     return {words: other for words, _, other in found}
 
 
-def _of_capacity(request: Request, missing: int) -> Iterator[Remedy]:
+def _of_capacity(request: Request, shortage: Shortage, missing: int) -> Iterator[Remedy]:
     """The margin and larger GPUs, which take no search."""
     accelerator = request.cluster.accelerator
     # A smaller margin, where less is missing than such predictions are wrong by.
@@ -389,9 +389,21 @@ def _of_capacity(request: Request, missing: int) -> Iterator[Remedy]:
         rounded = math.floor(1000 * margin) / 1000
         risk = "at your own risk: it may run out of memory"
         yield Remedy(change=f"memory.margin={rounded:g}, {risk}")
-    more = -(-(missing + accelerator.memory_bytes) // 2**30)
-    batch = request.global_batch_size
-    yield Remedy(change=f"GPUs with at least {more} GiB of memory, for a global batch of {batch}")
+    enough, batch = _least_device_gib(request, shortage), request.global_batch_size
+    yield Remedy(change=f"GPUs with at least {enough} GiB of memory, for a global batch of {batch}")
+
+
+def _least_device_gib(request: Request, shortage: Shortage) -> int:
+    """Memory of a GPU on which the plan that needs least may have its peak."""
+
+    def holds(gib: int) -> bool:
+        device = replace(request.cluster.accelerator, memory_bytes=gib * 2**30)
+        larger = replace(request, cluster=replace(request.cluster, accelerator=device))
+        peaks = PeakLimit(larger.cost_model(), request.max_oom_chance, request.site)
+        return peaks.of(shortage.grid) >= shortage.needed_bytes
+
+    needed = -(-shortage.needed_bytes // 2**30)
+    return bisect.bisect_left(range(4 * needed), True, needed, key=holds)
 
 
 def _freed(space: SearchSpace) -> SearchSpace:

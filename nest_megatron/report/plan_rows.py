@@ -293,12 +293,17 @@ def without_effect(rows: Sequence[PlanRow]) -> list[str]:
 
 
 def _matters(key: str, rows: Sequence[PlanRow]) -> bool:
-    found: defaultdict[tuple[str, ...], set[float]] = defaultdict(set)
+    found: defaultdict[tuple[str, ...], set[tuple[float, float]]] = defaultdict(set)
     for row in rows:
         assert row.plan is not None
         others = tuple(value for name, value in row.settings.items() if name != key)
-        found[others].add(row.plan.predicted.iteration_time_s)
+        found[others].add((row.plan.predicted.iteration_time_s, fastest_s(row.plan)))
     return any(len(steps) > 1 for steps in found.values())
+
+
+def fastest_s(plan: ParallelPlan) -> float:
+    """The step of the fastest layout, with which the plan may tie."""
+    return plan.predicted.iteration_time_s if plan.choice is None else plan.choice.fastest_s
 
 
 def _records(rows: Sequence[PlanRow]) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from nest_megatron.report.plan_rows import (
     SETTING_WIDTH,
     PlanRow,
     broken_lines,
+    fastest_s,
     filled_table,
     plan_cells,
     price_heads,
@@ -54,9 +55,8 @@ def step_s(plan: ParallelPlan) -> float:
     return plan.predicted.iteration_time_s
 
 
-def fastest_s(plan: ParallelPlan) -> float:
-    """The step of the fastest layout, with which the plan may tie."""
-    return step_s(plan) if plan.choice is None else plan.choice.fastest_s
+def _steps(plan: ParallelPlan) -> tuple[float, float]:
+    return step_s(plan), fastest_s(plan)
 
 
 def layout_of(plan: ParallelPlan) -> tuple[object, ...]:
@@ -157,7 +157,7 @@ def _notes(present: ParallelPlan | None, variants: Sequence[Variant]) -> Iterato
     yield from _uncalibrated(again, others)
     for variant in others:
         found = variant.row.plan
-        if found is not None and step_s(found) == step_s(again):
+        if found is not None and _steps(found) == _steps(again):
             yield f"{variant.words()} changes nothing: the step takes as long as unchanged."
     for key in without_effect([variant.row for variant in others]):
         if len({variant.row.settings[key] for variant in others}) > 1:

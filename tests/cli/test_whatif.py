@@ -103,6 +103,18 @@ def test_other_numbers_of_gpus_keep_the_layout_where_it_divides(
         assert row["tokens_per_dollar"] == pytest.approx(tokens)
 
 
+@pytest.mark.parametrize("layers", [24, 40])
+def test_a_model_of_another_depth_is_spread_anew(
+    path: Path, plan: ParallelPlan, layers: int
+) -> None:
+    spec = dataclasses.replace(plan.model, num_layers=layers)
+    request = request_of(compose(settings_of(plan, path)), choose_execution=True)
+    kept = keep_layout(plan, dataclasses.replace(request, spec=spec))
+    assert kept.layout.partition.boundaries[-1] == spec.num_units
+    longer = kept.predicted.iteration_time_s > plan.predicted.iteration_time_s
+    assert longer is (layers > plan.model.num_layers)
+
+
 def test_the_present_layout_is_priced_as_estimate_does(path: Path, plan: ParallelPlan) -> None:
     settings = settings_of(plan, path)
     kept = keep_layout(plan, request_of(compose(settings), choose_execution=True))

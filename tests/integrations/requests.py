@@ -356,6 +356,9 @@ BROKEN = {
     "positions": request(changed(LLAMA, max_position_embeddings=10)),
     "bert_layers": request(changed(BERT, mtp_num_layers=1)),
     "grouped_gemm": request(MIXTRAL, transformer_impl="local", moe_grouped_gemm=True),
+    "grouped_gemm_bf16": request(
+        MIXTRAL, moe_grouped_gemm=True, precision=Precision.FP16, version="0.15"
+    ),
     "no_partition": request(grid=dims(pp=2), partition=None),
     "partition_shape": request(grid=dims(pp=2), partition=uniform_partition(LLAMA, 4)),
     "mtp_stage": request(DEEPSEEK, dims(pp=2, vpp=2), partition=MTP_FIRST),
@@ -368,6 +371,9 @@ BROKEN = {
     "recompute_fp8": request(precision=FP8, recompute=selective(RecomputeModule.LAYERNORM)),
     "fp8_engine": request(precision=FP8, transformer_impl="local"),
     "fp8_shapes": request(changed(LLAMA, ffn_hidden_size=28680), dims(tp=8), precision=FP8),
+    "fp8_tokens": request(
+        changed(LLAMA, seq_length=6000), dims(tp=2), precision=FP8, fp8_recipe="mxfp8"
+    ),
     "device_recipe": request(precision=FP8, fp8_recipe="mxfp8", accelerator="H100-SXM-80GB"),
 }
 
@@ -460,6 +466,7 @@ OPTIONED = {
         dims(dp=4, ep=2),
         zero=ZeroStage.WEIGHTS,
     ),
+    "aware_optimizer_shards": _optioned("use_precision_aware_optimizer"),
     "option_ckpt_format": _optioned("ckpt_format", "torch_dcp"),
     "fp8_offload": request(
         options={

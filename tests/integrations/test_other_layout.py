@@ -11,6 +11,7 @@ import pytest
 from nest_megatron import api
 from nest_megatron.api import Explanation, load_plan
 from nest_megatron.config.keywords import read_layout
+from nest_megatron.config.policy import VARIABLE
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm import other_layout
 from nest_megatron.layout.plan import ParallelPlan
@@ -234,3 +235,23 @@ def test_where_time_ends_a_search_it_is_said(monkeypatch: pytest.MonkeyPatch) ->
     assert len(set(begun)) == 1, "all of them have one time"
     monkeypatch.undo()
     assert not load_plan(EXPERTS).explain().why_not("tp=3").to_dict()["bounded"]
+
+
+def test_sizes_that_the_plan_has_are_no_question(explained: Explanation) -> None:
+    size = explained.plan.record.layout.sizes["tensor_model_parallel_size"]
+    said = str(explained.why_not(f"tp={size}"))
+    assert said.strip() == f"TP {size}: the plan has these sizes."
+
+
+def test_what_a_policy_forbids_is_not_called_legal(
+    explained: Explanation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text("plan:\n  ranges:\n    tensor_model_parallel_size: [2, 8]\n")
+    file.chmod(0o600)
+    monkeypatch.setenv(VARIABLE, str(file))
+    found = explained.why_not("tp=1")
+    assert (found.verdict, found.versus) == ("illegal", None)
+    assert found.rule.startswith("a policy forbids it: tensor_model_parallel_size = 1: it is 2 to")
+    assert found.nearest is not None
+    assert found.nearest.layout.sizes["tensor_model_parallel_size"] >= 2

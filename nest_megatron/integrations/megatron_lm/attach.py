@@ -55,7 +55,7 @@ from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.plan import MEGATRON_LM, LaunchCommand, ParallelPlan
 from nest_megatron.layout.recompute import NO_RECOMPUTE
 from nest_megatron.layout.rulebook import RULES, require_launchable
-from nest_megatron.layout.rulebook.devices import has_multicast, overlaps_gradients
+from nest_megatron.layout.rulebook.devices import AWARE, has_multicast, overlaps_gradients
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, LaunchRequest, violations
 from nest_megatron.layout.rulebook.options import (
     JOB_RULES,
@@ -142,6 +142,7 @@ def layout_request(
         transformer_impl=values.get("transformer_impl") or "transformer_engine",
         execution=execution,
         version=version,
+        options={AWARE: values.get(AWARE)},
         **settings.of_launch(),
     )
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import fields_of
 from nest_megatron.config.keywords import read_layout
+from nest_megatron.config.policy import read_policy, space_within
 from nest_megatron.config.request import site_calibration
 from nest_megatron.config.space import (
     buildable_degrees,
@@ -35,6 +36,7 @@ from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.knobs import KnobConditions, always_on
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.policy import PolicyError
 from nest_megatron.layout.rulebook.facts import RELEASES
 from nest_megatron.layout.stage_layout import StagePartition, parse_layout, spread_partition
 from nest_megatron.model.execution import Execution
@@ -162,6 +164,8 @@ class WhyNot(Shown):
             f"{SHORT_DEGREES.get(name, name)} {value}" for name, value in self.asked.items()
         )
         yield Text(f"{asked}: {self._words()}")
+        if self._is_plan:
+            return
         if self.versus is not None and self.needed_bytes is not None:
             yield heading("What each pipeline rank needs, with even stages")
             yield indented(f"The layout that needs least: {layout_words(self.versus.other)}")
@@ -184,6 +188,10 @@ class WhyNot(Shown):
         if self.bounded:
             yield notes_report((_BOUNDED,))
 
+    @property
+    def _is_plan(self) -> bool:
+        return self.versus is not None and self.versus.other.layout == self.versus.plan.layout
+
     def _words(self) -> str:
         if self.rule:
             return f"{self.rule}."
@@ -196,6 +204,8 @@ class WhyNot(Shown):
                 f"no layout with these sizes is predicted to fit: the least peak{until} is "
                 f"{needed}, the limit {format_gib(limit)}, {missing} are missing."
             )
+        if self._is_plan:
+            return "the plan has these sizes."
         found, verdict = self.versus.difference, plan_verdict(self.versus.other)
         fits = f"legal, {verdict}," if verdict else "legal and fits,"
         percent = f"{abs(found.percent):.1f} %"
@@ -216,6 +226,7 @@ class PlannedJob:
         release = plan.provenance.framework_version
         self._version = release if release in RELEASES else self._target.megatron_core
         self._values: Mapping[str, Any] = {}
+        self._policy = read_policy()
         if (launch := plan.launch.get(LAUNCHER)) is not None:
             self._values = read_argv(launch.script, launch.argv, self._version).values
         cluster = plan.cluster.resized(plan.layout.num_gpus)
@@ -239,8 +250,13 @@ class PlannedJob:
         )
 
     def request(self, space: SearchSpace) -> Request:
-        """The search of a space."""
-        return replace(self._job, space=space)
+        """The search of a space within the policy that holds here.
+
+        Raises:
+            PolicyError: if it forbids a size that was named.
+        """
+        within = space_within(space, self._policy, self._job.cluster)
+        return replace(self._job, space=replace(space, **within), policy=self._policy)
 
     def space(self, composed: Settings) -> SearchSpace:
         """All layouts with the sizes that were named; the sharding is the plan's otherwise."""
@@ -418,6 +434,9 @@ def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> W
     asked = {name: value for name, value in values.items() if name in names}
     try:
         found = find_plan(job.request(space))
+    except PolicyError as error:
+        rule = f"a policy forbids it: {error.what} = {error.value}: {error.limit}"
+        return replace(_nearest(job, space, asked), rule=rule)
     except UserInputError as error:
         rule = (
             job.rule(composed)

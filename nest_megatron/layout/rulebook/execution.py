@@ -137,6 +137,16 @@ FORMAT_RULES = (
         words={"sides": matrix_sides, "uneven": lambda uneven_sides: [*uneven_sides]},
         reason="sides of matrices divide by the number format's",
     ),
+    Rule(
+        "fp8_tokens",
+        "Transformer Engine assert_dim_for_fp8_exec, MXFP8Quantizer.make_empty",
+        lambda tokens_on_rank, token_multiple: not any(n % token_multiple for n in tokens_on_rank),
+        "micro_batch_size",
+        "{precision} matrices have a multiple of {token_multiple} tokens on each rank; found "
+        "{tokens_on_rank}",
+        "Use another micro batch, or fewer ranks that split a sequence.",
+        reason="tokens on each rank divide by the number format's",
+    ),
 )
 
 EXECUTION_RULES = (

@@ -264,6 +264,26 @@ def uneven_sides(
     return tuple(sorted(side for side in sides if side % multiple))
 
 
+def token_multiple(precision: Precision, fp8_recipe: str, gathering_ranks: int) -> int:
+    """What the tokens of a matrix on a rank are a multiple of; 1 in 16 and 32 bits.
+
+    Blocks of two formats lie along them; others that are gathered among tensor ranks are whole
+    tiles (``MXFP8Quantizer.make_empty``, ``assert_dim_for_all_gather``).
+    """
+    if not precision.is_quantized:
+        return 1
+    recipe = "nvfp4" if precision is Precision.NVFP4 else fp8_recipe
+    return {"mxfp8": 32, "nvfp4": 16, "blockwise": 128 if gathering_ranks > 1 else 8}.get(recipe, 8)
+
+
+def tokens_on_rank(
+    spec: TransformerSpec, micro_batch_size: int, cp: int, gathering_ranks: int
+) -> tuple[int, ...]:
+    """Rows of a layer's matrices that a rank has before it gathers more, of each stack."""
+    lengths = {spec.seq_length, spec.decoder_seq_length or spec.seq_length}
+    return tuple(micro_batch_size * length // (cp * gathering_ranks) for length in sorted(lengths))
+
+
 def shape_of(partition: StagePartition) -> tuple[int, int, int]:
     """Pipeline ranks, virtual stages and units of a partition."""
     ranks, units = partition.pipeline_model_parallel_size, partition.boundaries[-1]
@@ -297,6 +317,9 @@ DERIVED: Mapping[str, Callable[..., Any]] = {
         *(batch_schedule.sizes if batch_schedule else ()),
     },
     "num_microbatches": num_microbatches,
+    "gathering_ranks": lambda tp, sequence_parallel: tp if sequence_parallel else 1,
+    "tokens_on_rank": tokens_on_rank,
+    "token_multiple": token_multiple,
     "one_tensor_rank": lambda tp: tp == 1,
     "one_context_rank": lambda cp: cp == 1,
     "context_split": lambda tp, cp: None if cp == 1 else (tp, cp),

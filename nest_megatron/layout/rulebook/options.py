@@ -13,7 +13,7 @@ from typing import Any
 from nest_megatron.cluster.records import Precision
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import RecomputeModule
-from nest_megatron.layout.rulebook.devices import initializes_on_meta_device
+from nest_megatron.layout.rulebook.devices import AWARE, initializes_on_meta_device
 from nest_megatron.layout.rulebook.facts import (
     DEFAULT_VERSION,
     RELEASES,
@@ -36,6 +36,8 @@ ACTIVATION_FLAGS = {
     ("squared_relu", False): "squared_relu",
     ("quick_gelu", True): "quick_geglu",
 }
+#: Numbers of a job that has ``--bf16``.
+_IN_BF16 = (Precision.BF16, Precision.FP8, Precision.NVFP4)
 _ENGINE = "Use transformer_impl transformer_engine."
 
 
@@ -131,6 +133,26 @@ JOB_RULES = (
         "moe_grouped_gemm",
         "without Transformer Engine it needs the grouped_gemm package, in bf16",
         _ENGINE,
+    ),
+    Rule(
+        "grouped_gemm_bf16",
+        "0.15 arguments.py:877",
+        lambda moe_grouped_gemm, precision: not moe_grouped_gemm or precision in _IN_BF16,
+        "precision",
+        "until Megatron-LM 0.15 experts in one kernel (moe_grouped_gemm) need bf16",
+        "Train in bf16, or use Megatron-LM 0.16 or later.",
+        reason="experts in one kernel are trained in bf16",
+        until="0.15",
+    ),
+    Rule(
+        "aware_optimizer_shards",
+        "optimizer_config.py:434",
+        lambda options, shards_optimizer: shards_optimizer or not options.get(AWARE),
+        AWARE,
+        "it needs --use-distributed-optimizer",
+        "Add that flag, or drop this one.",
+        value=lambda options: options[AWARE],
+        until="0.19",
     ),
 )
 
