@@ -51,6 +51,7 @@ LATER = {
     "recompute_local",
     "fp8_engine",
     "fp8_shapes",
+    "fp8_tokens",
     "permute_fusion",
     "router_fusion",
     "flex_group",
