@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from operator import mul
 
 from nest_megatron.caching import Caching, cached_by
+from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.cholesky import Matrix, cholesky, solve_lower
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.student_t import DEGREES_OF_FREEDOM, deviation
@@ -34,6 +35,7 @@ from nest_megatron.cost_model.uncertainty import (
     layout_error,
     shared_error,
 )
+from nest_megatron.layout.plan_file import digest
 from nest_megatron.units import Seconds
 
 #: Correlation of the error of a mechanism's price before and after one of the versions changed: of
@@ -177,3 +179,10 @@ def _covariance(a: Observation, b: Observation) -> float:
     if a.job == b.job:
         common += _job_error(a.predictive, b.predictive)
     return common + (RUN_NOISE**2 / a.runs if a is b else 0.0)
+
+
+def job_hash(
+    model_hash: str, batch: int, seq_length: int, precision: Precision, cluster_hash: str
+) -> str:
+    """Hash of what all plans of a job have in common."""
+    return digest([model_hash, batch, seq_length, precision.value, cluster_hash])

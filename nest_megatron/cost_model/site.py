@@ -12,14 +12,14 @@ import statistics
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import TYPE_CHECKING
 
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.device_memory import PeakErrors
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_posterior import PeakPosterior, PredictedPeak, predicted_peak
-from nest_megatron.cost_model.posterior import Posterior, changed
-from nest_megatron.cost_model.site_calibration import SiteCalibration, job_hash
+from nest_megatron.cost_model.posterior import Posterior, changed, job_hash
 from nest_megatron.cost_model.student_t import deviation
 from nest_megatron.cost_model.uncertainty import Predictive, predictive, shipped_calibration
 from nest_megatron.layout.estimate import (
@@ -32,6 +32,9 @@ from nest_megatron.layout.layout import Layout, PartialLayout
 from nest_megatron.layout.plan_file import digest
 from nest_megatron.units import Seconds
 from nest_megatron.version import __version__
+
+if TYPE_CHECKING:
+    from nest_megatron.cost_model.site_calibration import SiteCalibration
 
 #: Our own version among those of a run: other constants may have predicted it.
 _OWN = "nest_megatron"

@@ -17,7 +17,7 @@ from nest_megatron.cost_model.device_memory import peak_error
 from nest_megatron.cost_model.features import Feature, confidence_of, coordinates
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.peak_posterior import MOST_RUNS, PeakRun, PredictedPeak
-from nest_megatron.cost_model.posterior import Observation
+from nest_megatron.cost_model.posterior import Observation, job_hash
 from nest_megatron.cost_model.student_t import quantile
 from nest_megatron.cost_model.uncertainty import Predictive, shipped_calibration
 from nest_megatron.history.records import (
@@ -27,7 +27,6 @@ from nest_megatron.history.records import (
     link_hashes,
     same_links,
 )
-from nest_megatron.layout.plan_file import digest
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.plain import added
 from nest_megatron.units import Bytes, Seconds
@@ -189,6 +188,10 @@ class SiteCalibration:
             found.append("links with other figures")
         return tuple(found)
 
+    def has_links_of(self, cluster: Cluster) -> bool:
+        """Whether its links are known, and those of a cluster."""
+        return set(self.links) == set(link_hashes(cluster))
+
 
 def unknown_names(run: SiteRun | Predicted) -> frozenset[str]:
     """Features and mechanisms of a run that only a later version knows."""
@@ -303,10 +306,3 @@ def _job_of(record: RunRecord) -> str:
     return job_hash(
         job.model_hash, job.global_batch_size, job.seq_length, job.precision, cluster_hash
     )
-
-
-def job_hash(
-    model_hash: str, batch: int, seq_length: int, precision: Precision, cluster_hash: str
-) -> str:
-    """Hash of what all plans of a job have in common."""
-    return digest([model_hash, batch, seq_length, precision.value, cluster_hash])

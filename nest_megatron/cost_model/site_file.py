@@ -6,17 +6,19 @@ import dataclasses
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
 from nest_megatron.cluster.described import DISCOVERED
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.cost_model.site_calibration import FORMAT, SiteCalibration
 from nest_megatron.documents import parse_yaml
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import expanded, read_text, user_folder, write_text
-from nest_megatron.history.records import link_hashes
 from nest_megatron.plain import from_plain, to_plain
+
+if TYPE_CHECKING:
+    from nest_megatron.cost_model.site_calibration import SiteCalibration
 
 #: Names another folder than the user's; jobs on many hosts share one on a shared disk.
 VARIABLE = "NEST_MEGATRON_SITES"
@@ -61,6 +63,8 @@ def read_site(path: Path) -> SiteCalibration:
     Raises:
         UserInputError: if it is none, or holds no run.
     """
+    from nest_megatron.cost_model.site_calibration import FORMAT, SiteCalibration
+
     what = "site calibration"
     fields = parse_yaml(read_text(path, what), what, name=str(path))
     found = from_plain(SiteCalibration, fields, f"{path}:")
@@ -104,4 +108,4 @@ def _of_same_machines(cluster: Cluster) -> tuple[Path, SiteCalibration] | None:
         return None
     found = read_site(path)
     is_same = not dataclasses.replace(found, cluster=cluster.name).differences(cluster)
-    return (path, found) if is_same and set(found.links) == set(link_hashes(cluster)) else None
+    return (path, found) if is_same and found.has_links_of(cluster) else None

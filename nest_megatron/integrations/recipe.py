@@ -35,7 +35,7 @@ from nest_megatron.integrations.fields import (
     class_names,
     value_or,
 )
-from nest_megatron.integrations.megatron_lm.read import read_recompute, read_zero
+from nest_megatron.integrations.megatron_lm.layout_arguments import read_recompute, read_zero
 from nest_megatron.integrations.restore import (
     Restored,
     data_requirements,

@@ -27,13 +27,14 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     Values,
     flag_of,
     partition_of_values,
+    read_recompute,
+    read_sharding,
 )
 from nest_megatron.integrations.megatron_lm.parser import (
     namespace_values,
     newest_flags,
     options_for,
 )
-from nest_megatron.integrations.megatron_lm.read import read_recompute, read_sharding
 from nest_megatron.integrations.megatron_lm.write import (
     environment,
     model_argv,

@@ -13,8 +13,15 @@ from typing import Any
 from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.execution_rules import EXECUTION_ARGUMENTS
+from nest_megatron.layout.recompute import (
+    Recompute,
+    RecomputeGranularity,
+    RecomputeMethod,
+    selective_recompute,
+)
 from nest_megatron.layout.rulebook.schedule import misplaced_mtp_chunk
 from nest_megatron.layout.stage_layout import StagePartition, parse_layout, uniform_partition
+from nest_megatron.layout.zero import ZERO_STAGES, DataParallelSharding, ZeroStage
 from nest_megatron.model.spec import TransformerSpec
 
 #: Megatron's arguments by destination.
@@ -108,6 +115,51 @@ _EXCLUDED: Mapping[str, tuple[str, ...]] = {
 #: What no hybrid model takes: 0.16.1 builds other stages without a word (``MambaStack.
 #: _select_layers_for_pipeline_parallel``), 0.20 ends (args:813-839).
 _NOT_OF_HYBRIDS = (_LAYOUT, _EMBEDDING, _LOSS, *VIRTUAL_STAGES)
+
+
+def read_recompute(values: Values) -> Recompute | None:
+    """The user's recomputation, ``None`` if they said nothing of it."""
+    granularity = values.get("recompute_granularity")
+    if values.get("recompute_activations"):
+        granularity = "selective"
+    modules = list(values.get("recompute_modules") or ["core_attn"])
+    if values.get("moe_layer_recompute"):
+        granularity, modules = "selective", [*modules, "moe"]
+    if granularity is None:
+        return None
+    if granularity == "full":
+        method = values.get("recompute_method")
+        return Recompute(
+            granularity=RecomputeGranularity.FULL,
+            method=RecomputeMethod(method) if method is not None else None,
+            num_layers=values.get("recompute_num_layers"),
+        )
+    return selective_recompute(modules)
+
+
+def read_zero(values: Values) -> ZeroStage | None:
+    """The user's ZeRO stage, ``None`` if they said nothing of it."""
+    if values.get("use_megatron_fsdp"):
+        return ZERO_STAGES[values.get("data_parallel_sharding_strategy") or "no_shard"]
+    if values.get("use_torch_fsdp2"):
+        return ZeroStage.WEIGHTS
+    return ZeroStage.OPTIMIZER if values.get("use_distributed_optimizer") else None
+
+
+def read_sharding(values: Values) -> DataParallelSharding:
+    """What divides the user's states among replicas."""
+    if values.get("use_megatron_fsdp"):
+        if values.get("megatron_fsdp_version") == 2:
+            raise flag_error(
+                "megatron_fsdp_version",
+                2,
+                "it takes neither the distributed optimizer nor tensor, pipeline or context "
+                "parallelism, and is not planned",
+                "Use version 1, or launch without nest.",
+            )
+        return DataParallelSharding.MEGATRON_FSDP
+    torch_fsdp = values.get("use_torch_fsdp2")
+    return DataParallelSharding.TORCH_FSDP2 if torch_fsdp else DataParallelSharding.DDP
 
 
 def partition_of_values(spec: TransformerSpec, values: Values, pp: int) -> StagePartition | None:

@@ -19,8 +19,9 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     Values,
     flag_error,
     partition_of_values,
+    read_recompute,
+    read_zero,
 )
-from nest_megatron.integrations.megatron_lm.read import read_recompute, read_zero
 from nest_megatron.layout.dims import ParallelDims, RankOrder
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import Layout, PartialLayout

@@ -28,6 +28,9 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     Values,
     flag_error,
     flag_of,
+    read_recompute,
+    read_sharding,
+    read_zero,
     states_stages,
 )
 from nest_megatron.integrations.megatron_lm.model_arguments import (
@@ -42,12 +45,6 @@ from nest_megatron.integrations.vocabulary import vocab_size_of
 from nest_megatron.layout.batch_schedule import RAMPUP, STEPS, BatchSchedule, read_schedule
 from nest_megatron.layout.cuda_graphs import cuda_graphs
 from nest_megatron.layout.knobs import closed_fields
-from nest_megatron.layout.recompute import (
-    Recompute,
-    RecomputeGranularity,
-    RecomputeMethod,
-    selective_recompute,
-)
 from nest_megatron.layout.rulebook.devices import (
     OPTIMIZER_RULES,
     STATE_FORMATS,
@@ -55,7 +52,6 @@ from nest_megatron.layout.rulebook.devices import (
 )
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, Facts, release_number, violations
 from nest_megatron.layout.rulebook.options import ACTIVATION_FLAGS, COMMAND_RULES
-from nest_megatron.layout.zero import ZERO_STAGES, DataParallelSharding, ZeroStage
 from nest_megatron.model.catalogue import spec_from_arguments
 from nest_megatron.model.layer_pattern import hybrid_kinds
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
@@ -312,51 +308,6 @@ def _precision(values: Values) -> Precision:
             )
     stated = (precision for name, precision in _PRECISIONS.items() if values.get(name))
     return next(stated, Precision.FP32)
-
-
-def read_recompute(values: Values) -> Recompute | None:
-    """The user's recomputation, ``None`` if they said nothing of it."""
-    granularity = values.get("recompute_granularity")
-    if values.get("recompute_activations"):
-        granularity = "selective"
-    modules = list(values.get("recompute_modules") or ["core_attn"])
-    if values.get("moe_layer_recompute"):
-        granularity, modules = "selective", [*modules, "moe"]
-    if granularity is None:
-        return None
-    if granularity == "full":
-        method = values.get("recompute_method")
-        return Recompute(
-            granularity=RecomputeGranularity.FULL,
-            method=RecomputeMethod(method) if method is not None else None,
-            num_layers=values.get("recompute_num_layers"),
-        )
-    return selective_recompute(modules)
-
-
-def read_zero(values: Values) -> ZeroStage | None:
-    """The user's ZeRO stage, ``None`` if they said nothing of it."""
-    if values.get("use_megatron_fsdp"):
-        return ZERO_STAGES[values.get("data_parallel_sharding_strategy") or "no_shard"]
-    if values.get("use_torch_fsdp2"):
-        return ZeroStage.WEIGHTS
-    return ZeroStage.OPTIMIZER if values.get("use_distributed_optimizer") else None
-
-
-def read_sharding(values: Values) -> DataParallelSharding:
-    """What divides the user's states among replicas."""
-    if values.get("use_megatron_fsdp"):
-        if values.get("megatron_fsdp_version") == 2:
-            raise flag_error(
-                "megatron_fsdp_version",
-                2,
-                "it takes neither the distributed optimizer nor tensor, pipeline or context "
-                "parallelism, and is not planned",
-                "Use version 1, or launch without nest.",
-            )
-        return DataParallelSharding.MEGATRON_FSDP
-    torch_fsdp = values.get("use_torch_fsdp2")
-    return DataParallelSharding.TORCH_FSDP2 if torch_fsdp else DataParallelSharding.DDP
 
 
 def _notes(values: Values, script: str, version: str) -> Iterator[str]:
