@@ -124,6 +124,8 @@ _WRAPPER = Launcher(
 #: Names of torchrun, and of what has its options.
 TORCHRUN = _TORCHRUN.names.split()
 LAUNCHERS = (_TORCHRUN, _SLURM, _MPI, _DEEPSPEED, _ACCELERATE)
+#: Names of launchers that start each rank themselves, with one environment for all.
+START_EACH_RANK = frozenset((*_SLURM.names.split(), *_MPI.names.split()))
 _BY_NAME = {name: row for row in (*LAUNCHERS, _WRAPPER) for name in row.names.split()}
 #: Variables that hold the number of all ranks.
 _WORLD = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")

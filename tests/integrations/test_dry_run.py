@@ -400,3 +400,20 @@ def test_launchers_are_those_that_are_counted() -> None:
 
     counted = {name for row in launchers.LAUNCHERS for name in row.names.split() if "." not in name}
     assert counted - {"sbatch", "salloc"} <= set(LAUNCHERS)
+
+
+def test_variables_of_each_rank_are_no_part_of_one_command(tmp_path: Path) -> None:
+    inner = (
+        "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; "
+        f"python -u pretrain_gpt.py {MODEL}"
+    )
+    text = f"""
+        #SBATCH --nodes=4
+        #SBATCH --ntasks-per-node=8
+        srun bash -c '{inner}'
+    """
+    found = read(write(tmp_path, text, "job.slurm"))
+    assert found.words[:4] == ("WORLD_SIZE=32", "srun", "python", "-u")
+    assert any("LOCAL_RANK, RANK for each rank" in note for note in found.notes)
+    alone = read(write(tmp_path, f"export RANK=0; python pretrain_gpt.py {MODEL}"))
+    assert alone.words[:2] == ("RANK=0", "python")

@@ -26,6 +26,7 @@ from nest_megatron.integrations.dry_run import recorder
 from nest_megatron.integrations.dry_run.recorder import SHELLS, WRAPPERS
 from nest_megatron.integrations.launchers import (
     SLURM_VARIABLES,
+    START_EACH_RANK,
     assignment,
     header_options,
     slurm_options,
@@ -47,6 +48,8 @@ _TRAINING = re.compile(
     r"train-samples|hybrid-layer-pattern|hybrid-override-pattern)(=|$)"
 )
 #: Options in which the launches of one job differ, one on each node.
+#: Variables that no two ranks have the same of.
+_OF_A_RANK = {"RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "CUDA_VISIBLE_DEVICES"}
 _OF_A_NODE = re.compile(r"--(node[-_]rank|machine[-_]rank)(=.*)?")
 
 
@@ -101,15 +104,23 @@ def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> Recor
         )
     run = dry_run(rest, variables, cluster)
     found = _launch_that_trains(run, shlex.join(rest))
-    given = (
-        f"{name}={value}"
+    given = {
+        name: value
         for name, value in found.environment.items()
         if os.environ.get(name) != value and not name.startswith("SLURM_")
-    )
+    }
+    notes = [*_notes(run, found, script or rest[0])]
+    own = _OF_A_RANK & given.keys() if Path(found.words[0]).name in START_EACH_RANK else set()
+    if own:
+        names = ", ".join(sorted(own))
+        notes.append(
+            f"The script sets {names} for each rank, and one command has the same for all: they "
+            "are left out of it, so put its new flags into the script."
+        )
     return replace(
         found,
-        words=(*given, *found.words),
-        notes=tuple(_notes(run, found, script or rest[0])),
+        words=(*(f"{n}={value}" for n, value in given.items() if n not in own), *found.words),
+        notes=tuple(notes),
     )
 
 
