@@ -340,6 +340,7 @@ def _plan_command(
 
 
 def _command_parts(found: CommandPlan, *, with_reasons: bool) -> list[RenderableType]:
+    from nest_megatron.integrations.launchers import with_variables
     from nest_megatron.integrations.plan_output import change_rows
 
     command, changes = found.job.command, change_rows(found.changes)
@@ -351,11 +352,14 @@ def _command_parts(found: CommandPlan, *, with_reasons: bool) -> list[Renderable
     launch = found.plan.launch[LAUNCHER]
     changed = ["Changes to your command\n", changes_table(changes, found.plan.model)]
     given = {**command.environment, **launch.environment}
-    words = [*command.launcher, *script_words(command.script), *launch.argv]
+    launcher, before = with_variables(
+        command.launcher, {name: value for name, value in given.items() if value is not None}
+    )
+    words = [*launcher, *script_words(command.script), *launch.argv]
     return [
         *(changed if changes else ["Your command is already the plan."]),
         "\nThe command\n",
-        command_lines(words, [(name, value) for name, value in given.items() if value is not None]),
+        command_lines(words, before.items()),
         "",
     ]
 

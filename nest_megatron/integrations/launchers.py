@@ -127,6 +127,10 @@ LAUNCHERS = (_TORCHRUN, _SLURM, _MPI, _DEEPSPEED, _ACCELERATE)
 #: Names of launchers that start each rank themselves, with one environment for all.
 START_EACH_RANK = frozenset((*_SLURM.names.split(), *_MPI.names.split()))
 _BY_NAME = {name: row for row in (*LAUNCHERS, _WRAPPER) for name in row.names.split()}
+#: Programs that pass none of the variables before them on to what they start.
+_CONTAINERS = {"docker", "podman", "nerdctl", "apptainer", "singularity", "enroot", "ray"}
+#: What they start, by the beginning of its name.
+_STARTED = (*TORCHRUN, *_ACCELERATE.names.split(), *_DEEPSPEED.names.split(), "python")
 #: Variables that hold the number of all ranks.
 _WORLD = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
 
@@ -152,6 +156,25 @@ class LaunchPlace:
 
 
 NOWHERE = LaunchPlace()
+
+
+def with_variables(
+    words: Sequence[str], variables: Mapping[str, str]
+) -> tuple[list[str], dict[str, str]]:
+    """A command whose program has variables: those that stand in it, and those before it.
+
+    >>> with_variables(["docker", "run", "image", "torchrun", "t.py"], {"A": "1"})
+    (['docker', 'run', 'image', 'env', 'A=1', 'torchrun', 't.py'], {})
+    >>> with_variables(["torchrun", "t.py"], {"A": "1"})
+    (['torchrun', 't.py'], {'A': '1'})
+    """
+    names = [Path(word).name for word in words]
+    started = [at for at, name in enumerate(names) if name.startswith(_STARTED)]
+    is_inside = started and not _CONTAINERS.isdisjoint(names[: started[-1]])
+    if not (is_inside and variables):
+        return [*words], {**variables}
+    pairs = (f"{name}={value}" for name, value in variables.items())
+    return [*words[: started[-1]], "env", *pairs, *words[started[-1] :]], {}
 
 
 def launched_ranks(words: Sequence[str], place: LaunchPlace = NOWHERE) -> LaunchedRanks:

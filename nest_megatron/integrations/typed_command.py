@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster
@@ -41,6 +43,7 @@ from nest_megatron.layout.diff import Change
 from nest_megatron.layout.estimate import BeforeAfter, Changes, LayoutChange
 from nest_megatron.layout.knobs import KNOBS
 from nest_megatron.layout.plan import LaunchCommand, ParallelPlan
+from nest_megatron.layout.rulebook.facts import known_release
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Progress, Request
 from nest_megatron.planner import plan as find_plan
@@ -170,9 +173,12 @@ def _read(composed: Settings, text: str | Sequence[str], version: str | None) ->
         if (recipe := read_recipe(text, place, composed.assume_harmless)) is not None:
             return recipe
     try:
-        command = read_command(
-            text if launch is None else launch.words, megatron_version(composed, version), place
-        )
+        words = text if launch is None else launch.words
+        own = () if launch is None else launch.notes
+        if version is None and composed.target is None:
+            version, notes = _release_of_tree(words, "" if launch is None else launch.folder)
+            own = (*own, *notes)
+        command = read_command(words, megatron_version(composed, version), place)
         if not command.argv:
             raise UserInputError(
                 "--from",
@@ -183,7 +189,7 @@ def _read(composed: Settings, text: str | Sequence[str], version: str | None) ->
         command = replace(
             command,
             notes=(
-                *(() if launch is None else launch.notes),
+                *own,
                 *newer_release_notes(f"megatron_lm_{version or ''}"),
                 *command.notes,
             ),
@@ -210,6 +216,34 @@ def _read(composed: Settings, text: str | Sequence[str], version: str | None) ->
     return replace(
         job, spec=job.spec.with_padded_vocab(job.command.values["tensor_model_parallel_size"])
     )
+
+
+def _release_of_tree(text: str | Sequence[str], folder: str) -> tuple[str | None, tuple[str, ...]]:
+    """The release of Megatron-LM whose tree a command's program lies in, and what to say of it.
+
+    Args:
+        folder: in which the command starts.
+    """
+    words = tokens(text) if isinstance(text, str) else text
+    program = next((word for word in words if word.endswith(".py")), None)
+    if program is None or not (path := Path(folder, program)).is_file():
+        return None, ()
+    trees = (parent for parent in path.resolve().parents if (parent / _PACKAGE_INFO).is_file())
+    if (tree := next(trees, None)) is None:
+        return None, ()
+    lines = (tree / _PACKAGE_INFO).read_text(encoding="utf-8", errors="replace")
+    numbers = dict(re.findall(r"^(MAJOR|MINOR) = (\d+)$", lines, re.MULTILINE))
+    release = ".".join(numbers.get(name, "") for name in ("MAJOR", "MINOR"))
+    said = "target= says another"
+    try:
+        known_release(release)
+    except UserInputError:
+        return None, (f"{tree} holds Megatron-LM {release}, whose rules are not known; {said}.",)
+    return release, (f"Planned for Megatron-LM {release}, which {tree} holds; {said}.",)
+
+
+#: Where Megatron-LM says its release.
+_PACKAGE_INFO = Path("megatron", "core", "package_info.py")
 
 
 def recorded_launch(text: str | Sequence[str], composed: Settings) -> RecordedLaunch | None:

@@ -417,3 +417,10 @@ def test_variables_of_each_rank_are_no_part_of_one_command(tmp_path: Path) -> No
     assert any("LOCAL_RANK, RANK for each rank" in note for note in found.notes)
     alone = read(write(tmp_path, f"export RANK=0; python pretrain_gpt.py {MODEL}"))
     assert alone.words[:2] == ("RANK=0", "python")
+
+
+def test_secrets_are_no_part_of_the_command(tmp_path: Path) -> None:
+    text = f"export WANDB_API_KEY=abc HF_TOKEN=x TOKENIZERS_PARALLELISM=0\ntorchrun t.py {MODEL}"
+    found = read(write(tmp_path, text))
+    assert found.words[:2] == ("TOKENIZERS_PARALLELISM=0", "torchrun")
+    assert any("may be secret: HF_TOKEN, WANDB_API_KEY" in note for note in found.notes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -118,3 +119,28 @@ def test_a_changed_flag_is_an_error_of_ours() -> None:
     none = altered(found, recompute=NO_RECOMPUTE)
     with pytest.raises(NestError, match="the recomputation is not none"):
         require_kept(rewrite, command, none, kept)
+
+
+@pytest.mark.parametrize(
+    ("release", "planned"), [(("0", "16"), "0.16"), (("0", "12"), "0.19"), (("0", "21"), "0.20")]
+)
+def test_a_program_in_a_tree_of_megatron_has_the_release_of_the_tree(
+    release: tuple[str, str], planned: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "megatron" / "core" / "package_info.py"
+    info.parent.mkdir(parents=True)
+    info.write_text("MAJOR = {}\nMINOR = {}\nPATCH = 1\n".format(*release))
+    command = job("")
+    (tmp_path / "pretrain_gpt.py").touch()
+    composed = compose(parse(["cluster=dgx_h100"]))
+    assert read_request(command, composed, free=(), version=None)[0].version == "0.19"
+    script = tmp_path / "train.sh"
+    script.write_text(f"cd {tmp_path}\n{command}\n")
+    found = read_request(["bash", str(script)], composed, free=(), version=None)[0]
+    assert found.version == planned
+    monkeypatch.chdir(tmp_path)
+    found = read_request(command, composed, free=(), version=None)[0]
+    assert found.version == planned
+    assert any(str(tmp_path) in note for note in (found.command and found.command.notes) or ())
+    named = compose(parse(["cluster=dgx_h100", "target=megatron_lm_0.18"]))
+    assert read_request(command, named, free=(), version=None)[0].version == "0.18"

@@ -50,6 +50,8 @@ _TRAINING = re.compile(
 #: Options in which the launches of one job differ, one on each node.
 #: Variables that no two ranks have the same of.
 _OF_A_RANK = {"RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "CUDA_VISIBLE_DEVICES"}
+#: Names of variables that should be in no log.
+_SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)
 _OF_A_NODE = re.compile(r"--(node[-_]rank|machine[-_]rank)(=.*)?")
 
 
@@ -110,6 +112,11 @@ def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> Recor
         if os.environ.get(name) != value and not name.startswith("SLURM_")
     }
     notes = [*_notes(run, found, script or rest[0])]
+    secret = {name for name in given if _SECRET.search(name)}
+    if secret:
+        notes.append(
+            f"Left out of the command, as they may be secret: {', '.join(sorted(secret))}."
+        )
     own = _OF_A_RANK & given.keys() if Path(found.words[0]).name in START_EACH_RANK else set()
     if own:
         names = ", ".join(sorted(own))
@@ -119,7 +126,7 @@ def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> Recor
         )
     return replace(
         found,
-        words=(*(f"{n}={value}" for n, value in given.items() if n not in own), *found.words),
+        words=(*(f"{n}={v}" for n, v in given.items() if n not in own | secret), *found.words),
         notes=tuple(notes),
     )
 
@@ -285,6 +292,7 @@ class RecordedLaunch:
         environment: all variables that it would have.
         header: Slurm's options of the batch script that it stands in.
         line: of the script; ``""`` where it is not known.
+        folder: in which it starts; ``""`` where it is not known.
         notes: what was left out of the script, one sentence each.
     """
 
@@ -292,6 +300,7 @@ class RecordedLaunch:
     environment: Environment
     header: tuple[str, ...]
     line: str
+    folder: str = ""
     notes: tuple[str, ...] = ()
 
 
@@ -464,6 +473,7 @@ def _launch(record: Mapping[str, Any], header: tuple[str, ...]) -> RecordedLaunc
         environment=environment,
         header=header,
         line=record["place"].rpartition(":")[2],
+        folder=record["environment"].get("PWD", ""),
     )
 
 
