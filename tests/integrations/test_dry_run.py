@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import textwrap
@@ -417,6 +418,13 @@ def test_variables_of_each_rank_are_no_part_of_one_command(tmp_path: Path) -> No
     assert any("LOCAL_RANK, RANK for each rank" in note for note in found.notes)
     alone = read(write(tmp_path, f"export RANK=0; python pretrain_gpt.py {MODEL}"))
     assert alone.words[:2] == ("RANK=0", "python")
+
+
+def test_the_host_of_a_job_of_slurm_is_its_first_node(tmp_path: Path) -> None:
+    text = f"torchrun --rdzv_endpoint $(hostname):29500 t.py {MODEL}"
+    assert "node1:29500" in read(write(tmp_path, f"#SBATCH --nodes=2\n{text}")).words
+    own = socket.gethostname()
+    assert f"{own}:29500" in read(write(tmp_path, text, "alone.sh")).words
 
 
 def test_secrets_are_no_part_of_the_command(tmp_path: Path) -> None:

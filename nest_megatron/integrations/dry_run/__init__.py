@@ -268,7 +268,7 @@ MAX_SECONDS: Seconds = 20.0
 #: told to, which the view discards.
 READS = """
     [ awk basename cat cksum cmp column comm cut date diff dirname du echo egrep expand expr
-    false fgrep file find fmt fold free gawk getconf getent getopt grep groups head hostname id
+    false fgrep file find fmt fold free gawk getconf getent getopt grep groups head id
     join jq locale logname ls lscpu mawk md5sum nl nproc numfmt od paste pathchk pr printenv
     printf pwd readlink realpath rev sed seq sha256sum shuf sort stat strings sum tac tail test
     tr true tsort tty uname uniq wc whoami xxd zcat bc nawk

@@ -31,7 +31,8 @@ LAUNCHERS = (
     *("ray", "uv", "uvx", "docker", "podman", "nerdctl", "apptainer", "singularity", "enroot"),
     *("nsys", "ncu"),
 )
-STANDS_FOR = (*SHELLS, *WRAPPERS, *RUNNERS, *LAUNCHERS, "sbatch", "nvidia-smi", "scontrol")
+_ANSWERED = ("nvidia-smi", "scontrol", "hostname")
+STANDS_FOR = (*SHELLS, *WRAPPERS, *RUNNERS, *LAUNCHERS, "sbatch", *_ANSWERED)
 _PYTHON = re.compile(r"python[\d.]*")
 _PROGRAM = re.compile(r"\S\.py(\s|$|\"|')")
 _SHELL_LINE = re.compile(rb"#!\s*\S*?(/env\s+)?(bash|sh|dash|zsh|ksh)\b")
@@ -56,6 +57,11 @@ def main(words: list[str]) -> None:
             _note(name, "answered")
         else:
             _note(name)
+    elif name == "hostname":
+        is_batch = "SLURM_NNODES" in os.environ  # which does not run here
+        print("node1" if is_batch else os.uname().nodename)
+        if is_batch:
+            _note(name, "answered")
     elif name in WRAPPERS or (name in RUNNERS and words[1:2] == ["run"]):
         _pass_on(words)
     elif name == "python" and "-c" in words[1:3]:
