@@ -147,16 +147,14 @@ def test_deepseek_v3_on_96_gpus() -> None:
 
 def test_the_gpus_that_are_named_hold_the_job() -> None:
     """Part of each byte more is margin, and the chance to run out keeps a share of it, too."""
-    job = ("model=llama3_8b", "cluster=dgx_h100", "train.global_batch_size=32")
-    request = asked(*job, "cluster.num_gpus=1")
-    device = dataclasses.replace(request, remedies=False)
-    (said,) = (r.change for r in nothing(device).remedies if r.change.startswith("GPUs with"))
+    request = dataclasses.replace(asked("cluster.num_gpus=1"), remedies=False)
+    (said,) = (r.change for r in nothing(request).remedies if r.change.startswith("GPUs with"))
     enough = int(said.split()[4])
 
     def on(gib: int) -> Request:
         accelerator = dataclasses.replace(request.cluster.accelerator, memory_bytes=gib * 2**30)
         cluster = dataclasses.replace(request.cluster, accelerator=accelerator)
-        return dataclasses.replace(device, cluster=cluster, space=dataclasses.replace(device.space))
+        return dataclasses.replace(request, cluster=cluster)
 
     assert has_plan(on(enough))
     assert not has_plan(on(enough - 1))

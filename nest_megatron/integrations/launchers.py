@@ -116,10 +116,12 @@ _ACCELERATE = Launcher(
     names="accelerate accelerate-launch accelerate.commands.launch",
     options=_spelled(ranks="--num-processes", nodes="--num-machines"),
 )
+#: Programs that pass none of the variables before them on to what they start.
+_CONTAINERS = ("ray", "docker", "podman", "apptainer", "singularity", "enroot", "nerdctl")
 #: Programs that start one other each, so that their options count nothing.
 _WRAPPER = Launcher(
     names="python python3 bash sh env exec export nohup time timeout numactl taskset nsys ncu uv "
-    "uvx poetry conda mamba ray docker podman apptainer singularity enroot nerdctl sudo stdbuf",
+    "uvx poetry conda mamba sudo stdbuf " + " ".join(_CONTAINERS),
 )
 #: Names of torchrun, and of what has its options.
 TORCHRUN = _TORCHRUN.names.split()
@@ -127,8 +129,6 @@ LAUNCHERS = (_TORCHRUN, _SLURM, _MPI, _DEEPSPEED, _ACCELERATE)
 #: Names of launchers that start each rank themselves, with one environment for all.
 START_EACH_RANK = frozenset((*_SLURM.names.split(), *_MPI.names.split()))
 _BY_NAME = {name: row for row in (*LAUNCHERS, _WRAPPER) for name in row.names.split()}
-#: Programs that pass none of the variables before them on to what they start.
-_CONTAINERS = {"docker", "podman", "nerdctl", "apptainer", "singularity", "enroot", "ray"}
 #: What they start, by the beginning of its name.
 _STARTED = (*TORCHRUN, *_ACCELERATE.names.split(), *_DEEPSPEED.names.split(), "python")
 #: Variables that hold the number of all ranks.
@@ -170,7 +170,7 @@ def with_variables(
     """
     names = [Path(word).name for word in words]
     started = [at for at, name in enumerate(names) if name.startswith(_STARTED)]
-    is_inside = started and not _CONTAINERS.isdisjoint(names[: started[-1]])
+    is_inside = started and any(name in _CONTAINERS for name in names[: started[-1]])
     if not (is_inside and variables):
         return [*words], {**variables}
     pairs = (f"{name}={value}" for name, value in variables.items())

@@ -17,6 +17,7 @@ from nest_megatron.config.job import FreeParameters, Job, LaunchedRanks, megatro
 from nest_megatron.config.request import request_for
 from nest_megatron.cost_model.target_defaults import newer_release_notes
 from nest_megatron.errors import UserInputError
+from nest_megatron.files import read_text
 from nest_megatron.integrations.dry_run import (
     RecordedLaunch,
     is_script_call,
@@ -231,7 +232,7 @@ def _release_of_tree(text: str | Sequence[str], folder: str) -> tuple[str | None
     trees = (parent for parent in path.resolve().parents if (parent / _PACKAGE_INFO).is_file())
     if (tree := next(trees, None)) is None:
         return None, ()
-    lines = (tree / _PACKAGE_INFO).read_text(encoding="utf-8", errors="replace")
+    lines = read_text(tree / _PACKAGE_INFO, "the release of Megatron-LM")
     numbers = dict(re.findall(r"^(MAJOR|MINOR) = (\d+)$", lines, re.MULTILINE))
     release = ".".join(numbers.get(name, "") for name in ("MAJOR", "MINOR"))
     said = "target= says another"

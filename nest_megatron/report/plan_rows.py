@@ -297,13 +297,14 @@ def _matters(key: str, rows: Sequence[PlanRow]) -> bool:
     for row in rows:
         assert row.plan is not None
         others = tuple(value for name, value in row.settings.items() if name != key)
-        found[others].add((row.plan.predicted.iteration_time_s, fastest_s(row.plan)))
+        found[others].add(steps_of(row.plan))
     return any(len(steps) > 1 for steps in found.values())
 
 
-def fastest_s(plan: ParallelPlan) -> float:
-    """The step of the fastest layout, with which the plan may tie."""
-    return plan.predicted.iteration_time_s if plan.choice is None else plan.choice.fastest_s
+def steps_of(plan: ParallelPlan) -> tuple[float, float]:
+    """The step of a plan, and that of the fastest layout, with which it may tie."""
+    step_s = plan.predicted.iteration_time_s
+    return step_s, step_s if plan.choice is None else plan.choice.fastest_s
 
 
 def _records(rows: Sequence[PlanRow]) -> list[dict[str, Any]]:

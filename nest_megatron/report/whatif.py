@@ -13,11 +13,11 @@ from nest_megatron.report.plan_rows import (
     SETTING_WIDTH,
     PlanRow,
     broken_lines,
-    fastest_s,
     filled_table,
     plan_cells,
     price_heads,
     short_key,
+    steps_of,
     tokens_per_s,
     without_effect,
 )
@@ -55,8 +55,9 @@ def step_s(plan: ParallelPlan) -> float:
     return plan.predicted.iteration_time_s
 
 
-def _steps(plan: ParallelPlan) -> tuple[float, float]:
-    return step_s(plan), fastest_s(plan)
+def fastest_s(plan: ParallelPlan) -> float:
+    """The step of the fastest layout, with which the plan may tie."""
+    return steps_of(plan)[1]
 
 
 def layout_of(plan: ParallelPlan) -> tuple[object, ...]:
@@ -157,7 +158,7 @@ def _notes(present: ParallelPlan | None, variants: Sequence[Variant]) -> Iterato
     yield from _uncalibrated(again, others)
     for variant in others:
         found = variant.row.plan
-        if found is not None and _steps(found) == _steps(again):
+        if found is not None and steps_of(found) == steps_of(again):
             yield f"{variant.words()} changes nothing: the step takes as long as unchanged."
     for key in without_effect([variant.row for variant in others]):
         if len({variant.row.settings[key] for variant in others}) > 1:

@@ -47,11 +47,11 @@ _TRAINING = re.compile(
     r"--(num[-_]layers|hidden[-_]size|use-checkpoint-args|yaml-cfg|micro-batch-size|train-iters|"
     r"train-samples|hybrid-layer-pattern|hybrid-override-pattern)(=|$)"
 )
-#: Options in which the launches of one job differ, one on each node.
 #: Variables that no two ranks have the same of.
 _OF_A_RANK = {"RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "CUDA_VISIBLE_DEVICES"}
 #: Names of variables that should be in no log.
 _SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)
+#: Options in which the launches of one job differ, one on each node.
 _OF_A_NODE = re.compile(r"--(node[-_]rank|machine[-_]rank)(=.*)?")
 
 
@@ -117,7 +117,9 @@ def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> Recor
         notes.append(
             f"Left out of the command, as they may be secret: {', '.join(sorted(secret))}."
         )
-    own = _OF_A_RANK & given.keys() if Path(found.words[0]).name in START_EACH_RANK else set()
+    own: set[str] = set()
+    if Path(found.words[0]).name in START_EACH_RANK:  # a list of devices is one for all
+        own = {name for name in _OF_A_RANK & given.keys() if "," not in given[name]}
     if own:
         names = ", ".join(sorted(own))
         notes.append(

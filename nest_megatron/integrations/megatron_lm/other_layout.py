@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -36,7 +37,7 @@ from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.knobs import KnobConditions, always_on
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.layout.policy import PolicyError
+from nest_megatron.layout.policy import Policy, PolicyError
 from nest_megatron.layout.rulebook.facts import RELEASES
 from nest_megatron.layout.stage_layout import StagePartition, parse_layout, spread_partition
 from nest_megatron.model.execution import Execution
@@ -226,7 +227,6 @@ class PlannedJob:
         release = plan.provenance.framework_version
         self._version = release if release in RELEASES else self._target.megatron_core
         self._values: Mapping[str, Any] = {}
-        self._policy = read_policy()
         if (launch := plan.launch.get(LAUNCHER)) is not None:
             self._values = read_argv(launch.script, launch.argv, self._version).values
         cluster = plan.cluster.resized(plan.layout.num_gpus)
@@ -257,6 +257,10 @@ class PlannedJob:
         """
         within = space_within(space, self._policy, self._job.cluster)
         return replace(self._job, space=replace(space, **within), policy=self._policy)
+
+    @functools.cached_property
+    def _policy(self) -> Policy:
+        return read_policy()
 
     def space(self, composed: Settings) -> SearchSpace:
         """All layouts with the sizes that were named; the sharding is the plan's otherwise."""

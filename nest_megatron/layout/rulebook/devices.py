@@ -307,13 +307,8 @@ SHARDING_RULES = (
         _STRATEGY,
         "Megatron-FSDP needs --init-model-with-meta-device, or every GPU first holds the whole "
         "model; learned positions and token types would then start with a deviation of 1",
-        "Use {other}parallel.zero_stage=1.",
+        "Use parallel.zero_stage=1; for a GPT model, rotary positions (rope) do as well.",
         value="zero_name",
-        words={
-            "other": lambda spec: (
-                "rotary positions (rope), or " if spec.family is ModelFamily.GPT else ""
-            )
-        },
     ),
     Rule(
         "optimizer_zero",
