@@ -89,6 +89,7 @@ def test_a_padded_vocabulary_gives_way_to_another_one() -> None:
         ((VOCABULARY, "model.swiglu_limit=3"), "no flag of Megatron-LM says it"),
         ((VOCABULARY, "model.num_query_groups=4"), "Give its flags, with those that they need"),
         (("flags=--vocab-size",), "expected one argument"),
+        ((VOCABULARY, "train.fp8_recipe=mxfp8"), "the command computes in 16 bits"),
     ],
 )
 def test_what_is_no_flag_and_two_values_of_one_are_refused(

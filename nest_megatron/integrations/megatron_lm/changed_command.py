@@ -329,6 +329,14 @@ def _flags_to_set(command: ReadCommand, composed: Settings) -> Iterator[tuple[st
         if reaches and (rotary or kind not in (None, "learned_absolute")):
             # rotary positions reach as far as the sequences are long
             yield _POSITIONS, Option(_POSITIONS, (flag_of(_POSITIONS), length.value))
+    recipe = composed.train.fp8_recipe
+    if recipe and not any(name in found or command.values.get(name) for name in ("fp8", "fp4")):
+        raise UserInputError(
+            "train.fp8_recipe",
+            recipe,
+            "the command computes in 16 bits, where no recipe has an effect",
+            "Give --set '--fp8-format hybrid', too.",
+        )
     yield from found.items()
 
 
