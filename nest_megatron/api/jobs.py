@@ -140,10 +140,10 @@ class SweptCommand:
 
     def recorded(self, composed: Settings) -> SweptCommand:
         """What its script launches, where it is one, so that the script runs once."""
-        from nest_megatron.integrations.typed_command import one_command
+        from nest_megatron.integrations.typed_command import kept_command
 
-        text, notes = one_command(self.text, composed)
-        return dataclasses.replace(self, text=text, notes=notes)
+        kept = kept_command(self.text, composed, self.version)
+        return dataclasses.replace(self, text=kept.text, version=kept.version, notes=kept.notes)
 
     def typed(self, composed: Settings) -> ParallelPlan:
         """What it is as it is typed, under the settings of a job."""

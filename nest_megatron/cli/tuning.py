@@ -15,7 +15,7 @@ from nest_megatron.cli.planning import composed_settings
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import NOTHING_FITS, OK, UserInputError
 from nest_megatron.integrations.plan_output import require_tune
-from nest_megatron.integrations.typed_command import one_command
+from nest_megatron.integrations.typed_command import kept_command
 from nest_megatron.layout import plan_file
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import print_notes, progress, say, show, show_json
@@ -69,18 +69,18 @@ class TuneOptions:
             limit = "the command is kept in the folder, so that a tuning can go on"
             fix = "Give it in quotes, or `-- bash train.sh`; --resume FOLDER goes on."
             raise UserInputError("--from", self.from_command, limit, fix)
-        command = self.from_command
-        if not isinstance(command, str):
-            composed = composed_settings(parse(self.overrides), self.config_dir)
-            command, notes = one_command(command, composed)
-            command = command if isinstance(command, str) else shlex.join(command)
-            print_notes(notes)
+        composed = composed_settings(parse(self.overrides), self.config_dir)
+        kept = kept_command(self.from_command, composed, self.megatron_version)
+        if kept.folder and Path(kept.folder) != Path.cwd():
+            limit = f"its script starts it in {kept.folder}, and a tuning runs it where it begins"
+            raise UserInputError("--from", None, limit, fix=f"cd {kept.folder}")
+        print_notes(kept.notes)
         return TuneRequest(
-            command=command,
+            command=kept.text if isinstance(kept.text, str) else shlex.join(kept.text),
             overrides=tuple(self.overrides),
             config_dir=None if self.config_dir is None else str(self.config_dir),
             free="" if self.free == "none" else self.free,
-            megatron_version=self.megatron_version,
+            megatron_version=kept.version,
             budget=self.budget,
             iterations=self.iterations,
             run_timeout_s=60.0 * self.run_timeout_minutes,

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.catalogue import read_cluster, read_spec
@@ -269,18 +269,34 @@ def recorded_launch(text: str | Sequence[str], composed: Settings) -> RecordedLa
     return script_launch(text, None if composed.cluster is None else read_cluster(composed))
 
 
-def one_command(
-    text: str | Sequence[str], composed: Settings
-) -> tuple[str | tuple[str, ...], tuple[str, ...]]:
-    """A command that is kept to be read again, so that its script runs once; the notes of that."""
+class KeptCommand(NamedTuple):
+    """A command that is read again and again, so that its script runs once.
+
+    Args:
+        version: the release whose flags it uses, if it is said or its program lies in a tree.
+        folder: in which the script starts it; ``""`` where that is not known.
+        notes: what was assumed for it.
+    """
+
+    text: str | tuple[str, ...]
+    version: str | None
+    folder: str
+    notes: tuple[str, ...]
+
+
+def kept_command(text: str | Sequence[str], composed: Settings, version: str | None) -> KeptCommand:
+    """What words come to, which bash runs where they start a script."""
     launch = recorded_launch(text, composed)
-    if launch is None:
-        return text if isinstance(text, str) else tuple(text), ()
-    sizes = slurm_options(launch.header).items()
-    return (
-        *[f"{SLURM_VARIABLES[option][0]}={value}" for option, value in sizes],
-        *launch.words,
-    ), launch.notes
+    words: str | tuple[str, ...] = text if isinstance(text, str) else tuple(text)
+    folder, notes = ("", ()) if launch is None else (launch.folder, launch.notes)
+    if launch is not None:
+        sizes = slurm_options(launch.header).items()
+        said = (f"{SLURM_VARIABLES[option][0]}={value}" for option, value in sizes)
+        words = (*said, *launch.words)
+    if version is None and composed.target is None:
+        version, of_tree = _release_of_tree(words, folder)
+        notes = (*notes, *of_tree)
+    return KeptCommand(words, version, folder, notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -222,7 +222,7 @@ def bridge_config(spec: TransformerSpec, *, batch: int = 512) -> Any:
         checkpoint=SimpleNamespace(ckpt_format="torch_dist", async_save=False),
         tokenizer=SimpleNamespace(tokenizer_type="NullTokenizer", vocab_size=None),
         comm_overlap=None,
-        mixed_precision="bf16_mixed",
+        mixed_precision=SimpleNamespace(bf16=True, grad_reduce_in_fp32=True),
         peft=None,
     )
 

@@ -415,9 +415,17 @@ def test_variables_of_each_rank_are_no_part_of_one_command(tmp_path: Path) -> No
     """
     found = read(write(tmp_path, text, "job.slurm"))
     assert found.words[:4] == ("WORLD_SIZE=32", "srun", "python", "-u")
+    assert any("(--nodes=4 --ntasks-per-node=8) are not in the command" in n for n in found.notes)
     assert any("LOCAL_RANK, RANK for each rank" in note for note in found.notes)
     alone = read(write(tmp_path, f"export RANK=0; python pretrain_gpt.py {MODEL}"))
     assert alone.words[:2] == ("RANK=0", "python")
+
+
+def test_the_rank_of_a_node_and_a_folder_are_told(tmp_path: Path) -> None:
+    text = f"mkdir -p sub; cd {tmp_path}; torchrun --nnodes 2 --node_rank=0 t.py {MODEL}"
+    notes = read(write(tmp_path, text)).notes
+    assert any(f"which starts it in {tmp_path};" in note for note in notes)
+    assert "--node_rank is that of the first node: each node has its own." in notes
 
 
 def test_the_host_of_a_job_of_slurm_is_its_first_node(tmp_path: Path) -> None:

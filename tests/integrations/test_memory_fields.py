@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.config.job import Job
 from nest_megatron.cost_model.execution_flags import execution_of, execution_traits
 from nest_megatron.cost_model.memory_flags import not_modelled
-from nest_megatron.cost_model.traits import ExecutionTraits
+from nest_megatron.cost_model.traits import ExecutionTraits, Fp8Recipe
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_bridge import read_recipe as read_bridge
 from nest_megatron.integrations.megatron_lm.parser import read_command
@@ -22,6 +23,8 @@ from tests import catalogue
 from tests.integrations.frameworks import MegatronCommOverlapCallback, bridge_config, nemo_recipe
 
 SPEC = catalogue.model("llama3_8b")
+BF16 = SimpleNamespace(bf16=True, grad_reduce_in_fp32=True)
+NVFP4 = SimpleNamespace(bf16=True, fp4="e2m1", fp4_param=True)
 NARROW = ExecutionTraits(
     fp8_weights=True,
     fp8_gather=True,
@@ -102,7 +105,7 @@ def test_megatron_bridge() -> None:
         command("--bf16"),
         command("--bf16", version="0.20"),
         read_nemo(nemo(grad_reduce_in_fp32=True), vocab_size=128256),
-        read_bridge(bridge("bf16_mixed"), vocab_size=128256, environment={}),
+        read_bridge(bridge(BF16), vocab_size=128256, environment={}),
     ],
     ids=["megatron_lm", "megatron_lm 0.20", "nemo", "megatron_bridge"],
 )
@@ -127,18 +130,26 @@ def test_single_precision(job: Job) -> None:
     assert not found.flash_attention
 
 
-@pytest.mark.parametrize(
-    ("name", "gathered", "width"),
-    [
-        ("bf16_with_fp8_current_scaling_mixed", True, 4),
-        ("bf16_with_fp8_subchannel_scaling_mixed", False, 4),
-        ("fp16_with_mxfp8_mixed", True, 2),
-    ],
-)
-def test_recipes_of_mixed_precision_by_name(name: str, gathered: bool, width: int) -> None:
-    job = read_bridge(bridge(name), vocab_size=128256, environment={})
-    assert traits(job).fp8_weights == gathered
-    assert traits(job).gradient_bytes == width
+def test_mixed_precision_by_name_is_what_the_framework_makes_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fp8 = SimpleNamespace(bf16=True, fp8="hybrid", fp8_recipe="blockwise", fp8_param=True)
+    recipes = {"nanov2_bf16_with_fp8_current_scaling_mixed": fp8}
+    with pytest.raises(UserInputError, match="and is not loaded"):
+        read_bridge(bridge(next(iter(recipes))), vocab_size=128256, environment={})
+
+    def made(name: str) -> object:
+        if name not in recipes:
+            raise ValueError(name)
+        return recipes[name]
+
+    module = SimpleNamespace(get_mixed_precision_config=made, MIXED_PRECISION_RECIPES=recipes)
+    monkeypatch.setitem(sys.modules, "megatron.bridge.training.mixed_precision", module)
+    job = read_bridge(bridge(next(iter(recipes))), vocab_size=128256, environment={})
+    assert job == read_bridge(bridge(fp8), vocab_size=128256, environment={})
+    assert traits(job).fp8_recipe is Fp8Recipe.BLOCKWISE
+    with pytest.raises(UserInputError, match="no recipe of this name"):
+        read_bridge(bridge("bf16_with_fp8_mixed"), vocab_size=128256, environment={})
 
 
 @pytest.mark.parametrize(
@@ -149,7 +160,7 @@ def test_recipes_of_mixed_precision_by_name(name: str, gathered: bool, width: in
         (command("--bf16 --fp4-format e2m1 --fp4-param-gather", version="0.20"), True),
         (read_nemo(nemo(fp4="e2m1"), vocab_size=128256), False),
         (
-            read_bridge(bridge("bf16_with_nvfp4_mixed"), vocab_size=128256, environment={}),
+            read_bridge(bridge(NVFP4), vocab_size=128256, environment={}),
             True,
         ),
     ],

@@ -14,11 +14,12 @@ from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.integrations.megatron_lm.attach import require_kept, rewrite_command
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.search_space import kept_flags
-from nest_megatron.integrations.typed_command import read_request
+from nest_megatron.integrations.typed_command import kept_command, read_request
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import NO_RECOMPUTE
 from nest_megatron.planner import plan
 from tests.altered import altered
+from tests.cli.runs import run
 from tests.integrations.test_sharding import job
 
 VIRTUAL = "virtual_pipeline_model_parallel_size"
@@ -138,6 +139,10 @@ def test_a_program_in_a_tree_of_megatron_has_the_release_of_the_tree(
     script.write_text(f"cd {tmp_path}\n{command}\n")
     found = read_request(["bash", str(script)], composed, free=(), version=None)[0]
     assert found.version == planned
+    kept = kept_command(["bash", str(script)], composed, None)
+    assert read_request(kept.text, composed, free=(), version=kept.version)[0].version == planned
+    done = run("tune", "cluster=dgx_h100", "--", "bash", str(script))
+    assert (done.code, f"cd {tmp_path}" in done.err) == (2, True)
     monkeypatch.chdir(tmp_path)
     found = read_request(command, composed, free=(), version=None)[0]
     assert found.version == planned

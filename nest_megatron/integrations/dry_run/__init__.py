@@ -231,7 +231,9 @@ def _why_none(run: DryRun) -> str:
 
 def _notes(run: DryRun, found: RecordedLaunch, script: str) -> Iterator[str]:
     place = f"{script}, line {found.line}" if found.line else script
-    yield f"The command is that of {place}; bash ran it, and its programs started nothing."
+    elsewhere = found.folder and Path(found.folder) != Path.cwd()
+    where = f", which starts it in {found.folder}" if elsewhere else ""
+    yield f"The command is that of {place}{where}; bash ran it, and its programs started nothing."
     others = {
         " ".join(each.words[:2]): each.line
         for each in run.launches
@@ -245,7 +247,13 @@ def _notes(run: DryRun, found: RecordedLaunch, script: str) -> Iterator[str]:
     }
     yield from _list_sentences(lists)
     if found.header:
-        yield "What Slurm tells a task is made up: hosts are node1 and so on, and the rank is 0."
+        yield (
+            f"Slurm's options of the script ({shlex.join(found.header)}) are not in the command. "
+            "What Slurm tells a task is made up: hosts are node1 and so on, and the rank is 0."
+        )
+    ranks = [*filter(_OF_A_NODE.fullmatch, found.words)]
+    if ranks:
+        yield f"{ranks[0].partition('=')[0]} is that of the first node: each node has its own."
     if run.code is None:
         yield f"It was ended after {MAX_SECONDS:g} s; what it launches later is not seen."
     if run.exposed:

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.config.cluster_detection import number_said, processes_per_host
 from nest_megatron.config.job import Job
 from nest_megatron.cost_model.target_defaults import installed_name, target_named
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.integrations import recipe_plan
 from nest_megatron.integrations.fields import (
     ABSENT,
@@ -45,6 +45,8 @@ from nest_megatron.layout.diff import Change, reason
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.facts import release_number
 
+#: Where Megatron-Bridge makes mixed precision of a name.
+_MIXED_PRECISION = "megatron.bridge.training.mixed_precision"
 #: Both switches of Megatron-FSDP.
 FSDP_SWITCHES = ("dist.use_megatron_fsdp", "ddp.use_megatron_fsdp")
 #: Variable of HybridEP: ranks of a group of experts that share NVLink. A wrong one spoils the
@@ -130,41 +132,39 @@ class BridgeConfig(Recipe, framework="megatron_bridge"):
     def memory(self) -> Mapping[str, Any]:
         """Settings of mixed precision are copied over the others before training.
 
-        Source: ``update_config_with_precision_overrides`` and the recipes beside it, of which those
-        of fp8 gather weights in fp8, blockwise scaling apart.
+        Source: ``update_config_with_precision_overrides``.
         """
-        gathers = release_number(self.target.megatron_core) >= (0, 18)
-        mixed, others = self._mixed, ("comm_overlap", "model", "optimizer", "ddp", "dist")
-        holders = map(self.find, others)
-        if not isinstance(mixed, str):
-            return memory_fields(mixed, *holders)
-        return {
-            **memory_fields(*holders),
-            "accumulate_allreduce_grads_in_fp32": not mixed.startswith("fp16"),
-            "grad_reduce_in_bf16": False,
-            "fp8_param_gather": "fp8" in mixed and "subchannel" not in mixed,
-            "fp4": "e2m1" if "fp4" in mixed else None,
-            # its recipe gathers weights in NVFP4 since 26.06
-            "fp4_param_gather": "fp4" in mixed and gathers,
-        }
+        others = ("comm_overlap", "model", "optimizer", "ddp", "dist")
+        return memory_fields(self._mixed, *map(self.find, others))
 
     def number_format(self) -> tuple[Precision, Any]:
-        """Mixed precision may be given by name."""
+        """That of the mixed precision, or of a model without it."""
         mixed = self._mixed
         holder = self.root.model if mixed is None else mixed
-        if isinstance(mixed, str):
-            recipes = {"delayed": "delayed", "mxfp8": "mxfp8", "subchannel": "blockwise"}
-            holder = SimpleNamespace(
-                **{kind: kind in mixed for kind in ("bf16", "fp16", "fp8", "fp4")},
-                fp8_recipe=next((recipes[word] for word in recipes if word in mixed), "tensorwise"),
-            )
         around = next((kind for kind in ("bf16", "fp16") if value_or(holder, kind, False)), "fp32")
         return Precision(around), holder
 
     @property
     def _mixed(self) -> Any:
+        """Mixed precision; of a name what Megatron-Bridge makes of it, as in ``validate``."""
         mixed = value_or(self.root, "mixed_precision")
-        return mixed.replace("-", "_") if isinstance(mixed, str) else mixed
+        if not isinstance(mixed, str):
+            return mixed
+        of_bridge = sys.modules.get(_MIXED_PRECISION)  # whose configuration has loaded it
+        if of_bridge is None:
+            raise UserInputError(
+                "mixed_precision",
+                mixed,
+                f"{_MIXED_PRECISION} knows the name, and is not loaded",
+                "Give what its get_mixed_precision_config makes of the name.",
+            )
+        try:
+            return of_bridge.get_mixed_precision_config(mixed)
+        except ValueError as error:
+            known = nearest(mixed, of_bridge.MIXED_PRECISION_RECIPES)
+            raise UserInputError(
+                "mixed_precision", mixed, "Megatron-Bridge has no recipe of this name", known
+            ) from error
 
     def declared(self, path: str) -> str:
         """0.7 declares fields of layers in a part of the model, which gives them as its own.
@@ -188,6 +188,7 @@ class BridgeConfig(Recipe, framework="megatron_bridge"):
         if self.find("dataset.micro_batch_size") is not ABSENT:  # Energon's data keep a copy
             why = "the data and training state the same size"
             yield "dataset.micro_batch_size", plan.layout.micro_batch_size, why
+        yield from self._evaluation(plan)
         sharded = plan.layout.shards_optimizer
         yield "ddp.use_distributed_optimizer", sharded, reason(plan, "use_distributed_optimizer")
         fsdp, used = plan.layout.uses_megatron_fsdp, self.uses_fsdp
@@ -216,6 +217,36 @@ class BridgeConfig(Recipe, framework="megatron_bridge"):
         )
         if plan.layout.execution.overlap_moe_expert_parallel_comm and self.find(predictors) == 0:
             yield predictors, None, why
+
+    def _evaluation(self, plan: ParallelPlan) -> Iterator[FieldValue]:
+        """What evaluation states that does not go with a plan, and follows training without it.
+
+        Source: ``ConfigContainer.validate``.
+        """
+        layout, dims = plan.layout, plan.layout.dims
+        inside = dims.tensor_model_parallel_size * dims.pipeline_model_parallel_size
+        paths = (
+            "validation.eval_global_batch_size",
+            "validation.eval_micro_batch_size",
+            "dist.eval_context_parallel_size",
+        )
+        own = (layout.global_batch_size, layout.micro_batch_size, dims.context_parallel_size)
+        stated = [value if isinstance(value, int) else None for value in map(self.find, paths)]
+
+        def goes(*kept: int | None) -> bool:
+            batch, micro, cp = (value or other for value, other in zip(kept, own, strict=True))
+            replicas, rest = divmod(dims.world_size, inside * cp)
+            return not rest and batch % (micro * replicas) == 0
+
+        batch, micro, cp = stated
+        if self.find("dataset.micro_batch_size") is not ABSENT and micro != own[1]:
+            micro = None  # the data state it as well
+        tries = ((batch, micro, cp), (batch, micro, None), (None, None, cp), (None, None, None))
+        kept = next(each for each in tries if goes(*each))
+        why = "evaluation is as training where the plan's replicas do not divide it"
+        for path, before, after in zip(paths, stated, kept, strict=True):
+            if before != after:
+                yield path, None, why
 
 
 def read_recipe(

@@ -141,6 +141,42 @@ def test_stale_overlap_settings_are_cleared() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("batch", "micro", "context"),
+    [(16, None, None), (None, 8, None), (24, 1, 2), (None, None, 8), (128, 2, 1), (256, 1, 1)],
+)
+def test_evaluation_goes_with_the_plan(
+    batch: int | None, micro: int | None, context: int | None
+) -> None:
+    """As ``ConfigContainer.validate`` asks; what goes with it stays."""
+    cfg = llama()
+    stated = {"eval_global_batch_size": batch, "eval_micro_batch_size": micro}
+    cfg.validation = SimpleNamespace(**stated)
+    cfg.dist.eval_context_parallel_size = context
+    plan, changes = auto_recipe(cfg, cluster="dgx_h100", overrides=["cluster.num_gpus=64"])
+    dims = plan.layout.dims
+    evaluated = cfg.dist.eval_context_parallel_size or dims.context_parallel_size
+    inside = dims.tensor_model_parallel_size * dims.pipeline_model_parallel_size * evaluated
+    sizes = [cfg.validation.eval_global_batch_size, cfg.validation.eval_micro_batch_size]
+    own = [plan.layout.global_batch_size, plan.layout.micro_batch_size]
+    whole, part = (size or other for size, other in zip(sizes, own, strict=True))
+    assert whole % (part * (64 // inside)) == 64 % inside == 0
+    told = {change.field for change in changes}
+    for name, value in stated.items():
+        kept = getattr(cfg.validation, name)
+        assert kept in (value, None)
+        assert (f"validation.{name}" in told) is (kept != value)
+
+
+def test_the_data_of_energon_and_evaluation_state_one_size() -> None:
+    cfg = llama()
+    cfg.validation = SimpleNamespace(eval_global_batch_size=None, eval_micro_batch_size=4)
+    cfg.dataset.micro_batch_size = 4
+    plan, _ = auto_recipe(cfg, cluster="dgx_h100", overrides=["cluster.num_gpus=64"])
+    assert cfg.dataset.micro_batch_size == plan.layout.micro_batch_size != 4
+    assert cfg.validation.eval_micro_batch_size is None
+
+
 def test_overlay_and_dotlist_say_the_same() -> None:
     changes = plan_changes(llama(), laid_out(tp=2, pp=4, vpp=4))
     overlay = yaml.safe_load(to_yaml(changes))
