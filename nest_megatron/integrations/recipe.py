@@ -35,7 +35,11 @@ from nest_megatron.integrations.fields import (
     class_names,
     value_or,
 )
-from nest_megatron.integrations.megatron_lm.layout_arguments import read_recompute, read_zero
+from nest_megatron.integrations.megatron_lm.layout_arguments import (
+    read_recompute,
+    read_sharding,
+    read_zero,
+)
 from nest_megatron.integrations.restore import (
     Restored,
     data_requirements,
@@ -50,7 +54,7 @@ from nest_megatron.layout.cuda_graphs import cuda_graphs
 from nest_megatron.layout.knobs import closed_fields
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.facts import release_number
-from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.catalogue import (
     EXPERT_NAMES,
     LINEAR_NAMES,
@@ -215,9 +219,15 @@ class Recipe(Configuration, ABC):
         for name, narrow in (("fp8", Precision.FP8), ("fp4", Precision.NVFP4)):
             if value_or(holder, name):
                 precision, fp8_recipe = narrow, str(value_or(holder, "fp8_recipe", "delayed"))
-        uses_fsdp, restored = self.uses_fsdp, self.restored_by(self.root)
+        restored = self.restored_by(self.root)
         config, data, places = self.find(self.model), self.find(self.data), self.places
         family, stated, execution = family_of(config), self.item_values(), places.values()
+        sharded = {
+            **stated,
+            "use_megatron_fsdp": self.uses_fsdp,
+            "use_torch_fsdp2": self.find("dist.use_torch_fsdp2") is True,
+            "megatron_fsdp_version": self.find(f"{self.ddp}.megatron_fsdp_version"),
+        }
         packs = packs_sequences(data)
         micro = self.whole(self.items["micro_batch_size"])
         if (size := packed_sequence_size(data)) is not None and not family.packs:
@@ -268,11 +278,11 @@ class Recipe(Configuration, ABC):
                 **self.arguments(),
                 **overlaps,
                 **graphs,
-                "use_megatron_fsdp": uses_fsdp,
+                **{name: sharded[name] for name in ("use_megatron_fsdp", "use_torch_fsdp2")},
             },
             recompute=read_recompute(stated),
-            zero=read_zero({**stated, "use_megatron_fsdp": uses_fsdp}) or ZeroStage.NONE,
-            sharding=DataParallelSharding.MEGATRON_FSDP if uses_fsdp else DataParallelSharding.DDP,
+            zero=read_zero(sharded) or ZeroStage.NONE,
+            sharding=read_sharding(sharded),
             memory_flags=flags,
             on_blackwell=places.unforced(),
             graphs=cuda_graphs(graphs),

@@ -44,11 +44,13 @@ from nest_megatron.integrations.vocabulary import hub_name, rows_of_model
 from nest_megatron.layout.diff import Change, reason
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.facts import release_number
+from nest_megatron.layout.zero import DataParallelSharding
 
 #: Where Megatron-Bridge makes mixed precision of a name.
 _MIXED_PRECISION = "megatron.bridge.training.mixed_precision"
 #: Both switches of Megatron-FSDP.
 FSDP_SWITCHES = ("dist.use_megatron_fsdp", "ddp.use_megatron_fsdp")
+_TORCH_FSDP2 = "dist.use_torch_fsdp2"
 #: Variable of HybridEP: ranks of a group of experts that share NVLink. A wrong one spoils the
 #: all-to-all (Megatron-Bridge's notes on dispatchers).
 NVLINK_RANKS = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
@@ -202,6 +204,9 @@ class BridgeConfig(Recipe, framework="megatron_bridge"):
             )
         for path in FSDP_SWITCHES if fsdp or used else ():  # as ``ConfigContainer.validate`` asks
             yield path, fsdp, reason(plan, "use_megatron_fsdp")
+        if self.find(_TORCH_FSDP2) is True:
+            kept = plan.layout.sharding is DataParallelSharding.TORCH_FSDP2
+            yield _TORCH_FSDP2, kept, reason(plan, "use_torch_fsdp2")
         yield from other_fields(self, plan)
         yield from self.places.fields(plan)
         variables, degrees = self.find("env_vars"), plan.layout.dims

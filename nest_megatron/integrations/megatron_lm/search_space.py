@@ -28,7 +28,11 @@ from nest_megatron.integrations.megatron_lm.read import pipeline_limits
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.execution_rules import EXECUTION_ARGUMENTS
 from nest_megatron.layout.recompute import NO_RECOMPUTE
-from nest_megatron.layout.rulebook.devices import AWARE, allows_optimizer
+from nest_megatron.layout.rulebook.devices import (
+    AWARE,
+    ELEMENTWISE_OPTIMIZERS,
+    allows_optimizer,
+)
 from nest_megatron.layout.stage_layout import StagePartition, parse_layout
 from nest_megatron.layout.zero import (
     DataParallelSharding,
@@ -381,20 +385,25 @@ def _with_own_sharding(
 def for_optimizer(zeros: Collection[ZeroStage], job: Job) -> tuple[ZeroStage, ...]:
     """The stages that the job's optimizer and its flags run under; none is a user's error.
 
-    A flag may assert that replicas divide the optimizer's states. Source: ``validate_args`` (0.16.1
-    :652; 0.20 :1096), which a framework's recipe does not run; ``OptimizerConfig.__post_init__``.
+    A flag may assert that replicas divide the optimizer's states, and of one that takes whole
+    matrices Megatron-LM lets them divide layers instead. Source: ``validate_args`` (0.16.1 :652;
+    0.20 :1096, :1739), which a framework's recipe does not run; ``OptimizerConfig.__post_init__``.
     """
     of_script = ("fp8_param_gather",) if job.script else ()
     needs = next(filter(job.memory_flags.get, (*of_script, AWARE)), None)
+    stays_whole = bool(job.fields) and job.optimizer not in ELEMENTWISE_OPTIMIZERS
     allowed = tuple(
         zero
         for zero in zeros
         if allows_optimizer(job.optimizer, zero, job.version)
         and not (needs and zero is ZeroStage.NONE)
+        and not (stays_whole and zero is not ZeroStage.NONE)
     )
     if allowed:
         return allowed
     refuses = f"Megatron-LM {job.version} refuses it"
+    if stays_whole and job.target is not None:
+        refuses = f"{job.target.framework} gives it a part of each gradient"
     if needs and set(zeros) == {ZeroStage.NONE}:
         raise flag_error(
             needs,

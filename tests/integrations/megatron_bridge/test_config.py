@@ -26,7 +26,7 @@ from nest_megatron.integrations.megatron_bridge import (
     to_yaml,
 )
 from nest_megatron.layout import plan_file
-from nest_megatron.layout.zero import ZeroStage
+from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import Execution
 from tests import catalogue
 from tests.contract.test_adapters import laid_out
@@ -139,6 +139,45 @@ def test_stale_overlap_settings_are_cleared() -> None:
     assert cfg.comm_overlap == CommOverlapConfig(
         tp_comm_overlap=True, defer_embedding_wgrad_compute=False
     )
+
+
+def test_torch_fsdp2_is_planned_as_it_is_or_left() -> None:
+    cfg = llama()
+    cfg.dist.use_torch_fsdp2 = True
+    cfg.optimizer.use_distributed_optimizer = cfg.ddp.use_distributed_optimizer = False
+    other = copy.deepcopy(cfg)
+    plan, _ = auto_recipe(cfg, cluster="dgx_h100", overrides=["cluster.num_gpus=64"])
+    assert plan.layout.sharding is DataParallelSharding.TORCH_FSDP2
+    assert plan.layout.dims.pipeline_model_parallel_size == 1
+    assert (cfg.dist.use_torch_fsdp2, cfg.ddp.use_distributed_optimizer) == (True, False)
+    words = ["cluster.num_gpus=64", "parallel.zero_stage=1"]
+    plan, _ = auto_recipe(other, cluster="dgx_h100", overrides=words)
+    assert plan.layout.sharding is DataParallelSharding.DDP
+    assert (other.dist.use_torch_fsdp2, other.ddp.use_distributed_optimizer) == (False, True)
+
+
+def test_the_second_version_of_megatron_fsdp_is_not_planned() -> None:
+    cfg = llama()
+    cfg.dist.use_megatron_fsdp, cfg.ddp.megatron_fsdp_version = True, 2
+    with pytest.raises(UserInputError, match="is not planned"):
+        read_recipe(cfg, environment={})
+
+
+@pytest.mark.parametrize("optimizer", ["dist_muon", "muon", "soap", "lion"])
+def test_optimizers_of_whole_matrices_keep_gradients_whole(optimizer: str) -> None:
+    """Megatron-LM divides layers instead where the flag is set; ``ConfigContainer`` does not."""
+    cfg = llama()
+    cfg.optimizer.optimizer = optimizer
+    cfg.optimizer.use_distributed_optimizer = cfg.ddp.use_distributed_optimizer = False
+    auto_recipe(cfg, cluster="dgx_h100", overrides=["cluster.num_gpus=64"])
+    assert cfg.optimizer.use_distributed_optimizer is cfg.ddp.use_distributed_optimizer is False
+    assert not cfg.ddp.overlap_param_gather
+    with pytest.raises(UserInputError, match="gives it a part of each gradient"):
+        auto_recipe(
+            cfg,
+            cluster="dgx_h100",
+            overrides=["cluster.num_gpus=64", "parallel.zero_stage=1"],
+        )
 
 
 @pytest.mark.parametrize(
