@@ -81,6 +81,60 @@ def test_a_search_says_how_far_it_is_and_is_ended_by_what_that_raises() -> None:
         nest_megatron.plan_command(COMMAND, cluster="dgx_h100", num_gpus=16, on_progress=end)
 
 
+@pytest.mark.parametrize("sizes", ["8,16", 8, ["8"], [], b"8", [8.5]])
+def test_numbers_of_gpus_and_nodes_are_whole(sizes: Any) -> None:
+    with pytest.raises(UserInputError, match="it holds whole numbers of at least 1"):
+        nest_megatron.plan_for_gpus(**NAMES, gpus=sizes)
+    with pytest.raises(UserInputError, match="it holds whole numbers of at least 1"):
+        nest_megatron.plan_table(**NAMES, nodes=sizes)
+
+
+def test_what_was_assumed_is_told_of_an_estimate_and_kept_in_files(tmp_path: Path) -> None:
+    config = {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "mm_tokens_per_image": 256,
+        "vision_config": {},
+        "text_config": {
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 6,
+            "hidden_size": 512,
+            "intermediate_size": 1024,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+        },
+    }
+    sizes: dict[str, Any] = {"cluster": "dgx_h100", "num_gpus": 8, "num_alternatives": 0}
+    priced = nest_megatron.estimate(model=config, **sizes)
+    planned = nest_megatron.plan(model=config, target="nemo_2.7", **sizes)
+    for found in (priced, planned):
+        assert any("the text model alone is read" in note for note in found.notes)
+        assert any("mm_tokens_per_image; the model is planned without" in n for n in found.notes)
+    planned.save(tmp_path / "plan.yaml")
+    loaded = nest_megatron.load_plan(tmp_path / "plan.yaml")
+    assert loaded.notes == planned.notes
+    assert "the text model alone is read" in " ".join(str(loaded.explain()).split())
+
+
+def test_a_single_flag_may_be_freed_as_a_text() -> None:
+    sizes: dict[str, Any] = {"cluster": "dgx_h100", "num_gpus": 16, "num_alternatives": 0}
+    one = nest_megatron.plan_command(COMMAND, free="all", **sizes)
+    assert one.layout == nest_megatron.plan_command(COMMAND, free=["all"], **sizes).layout
+
+
+def test_a_page_and_a_picture_replace_no_file_of_the_users(
+    plan: nest_megatron.Plan, tmp_path: Path
+) -> None:
+    explained = plan.explain()
+    for write, name in ((explained.write_html, "p.html"), (explained.write_timeline, "p.json")):
+        (tmp_path / name).write_text("precious")
+        with pytest.raises(UserInputError, match="this file exists"):
+            write(tmp_path / name)
+        write(tmp_path / name, force=True)
+        assert (tmp_path / name).read_text() != "precious"
+
+
 def test_a_number_of_gpus_is_not_said_twice() -> None:
     said = r"cluster\.num_gpus = '8': another argument says 16"
     with pytest.raises(UserInputError, match=said):

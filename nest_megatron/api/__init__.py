@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -192,7 +193,7 @@ def planned_command(found: CommandPlan, composed: Settings) -> Plan:
     from nest_megatron.integrations.typed_command import before_and_after
 
     today = before_and_after(found, composed)
-    return Plan(record=replace(found.plan, today=today), notes=found.notes)
+    return Plan(record=replace(found.plan, today=today))
 
 
 def estimate(
@@ -258,7 +259,7 @@ def estimate_command(
     found = typed_command.estimate_command(
         command_words(command), composed, version=megatron_version, strict=strict
     )
-    return Plan(record=found.plan, notes=found.notes)
+    return Plan(record=found.plan)
 
 
 def plan_table(
@@ -289,11 +290,9 @@ def plan_table(
         settings_for_nodes,
     )
 
-    counts = tuple(nodes)
-    if not counts or min(counts) < 1:
-        raise UserInputError(
-            "nodes", counts, "it holds numbers of at least 1", "Give for example range(15, 17)."
-        )
+    counts = _whole_numbers("nodes", nodes, "range(15, 17)")
+    if min(counts) < 1:
+        raise _no_numbers("nodes", counts, "range(15, 17)")
     sizes = None, global_batch_size
     composed = compose_keywords(model, cluster, settings, config_dir, *sizes)
     job = table_job(settings_for_nodes(composed, counts))
@@ -323,17 +322,30 @@ def plan_for_gpus(
     {8: True}
     """
     results = []
-    for size in gpus:
+    for size in _whole_numbers("gpus", gpus, "range(64, 513, 64)"):
         sizes = size, global_batch_size
         composed = partial(compose_keywords, model, cluster, settings, config_dir, *sizes)
         size_of = Setting(key="cluster.num_gpus", value=str(size))
         results.append((size_of, outcome(partial(_planned, composed))))
     if all("error" in result for _, result in results):
-        limit, fix = "it holds numbers of at least 1", "Give for example range(64, 513, 64)."
-        first = {"what": "gpus", "value": [], "limit": limit, "fix": fix}
-        raise UserInputError(**(results[0][1]["error"] if results else first))
+        raise UserInputError(**results[0][1]["error"])
     rows = (sweep_row(at, [size], found) for at, (size, found) in enumerate(results))
     return Scaling(rows=tuple(rows))
+
+
+def _whole_numbers(what: str, given: object, example: str) -> tuple[int, ...]:
+    """Numbers that are given one by one; at least one."""
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise _no_numbers(what, given, example)
+    found = tuple(given)
+    if not found or not all(isinstance(each, Integral) for each in found):
+        raise _no_numbers(what, found, example)
+    return tuple(map(int, found))
+
+
+def _no_numbers(what: str, given: object, example: str) -> UserInputError:
+    limit = "it holds whole numbers of at least 1"
+    return UserInputError(what, given, limit, f"Give for example {example}.")
 
 
 def _planned(composed: Callable[[], Settings], begun_s: Seconds) -> Plan:
@@ -348,7 +360,7 @@ def table_job(composed: Settings) -> TableJob:
     return TableJob(
         request=request,
         version=request.space.version,
-        finished=lambda found: with_launch(found, notes=request.notes),
+        finished=with_launch,
     )
 
 

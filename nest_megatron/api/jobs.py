@@ -35,7 +35,7 @@ from nest_megatron.config.space import estimate_layout
 from nest_megatron.documents import read_json
 from nest_megatron.errors import BAD_INPUT, ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import expanded, write_text
-from nest_megatron.integrations.megatron_lm.attach import unstated_parts, with_launch
+from nest_megatron.integrations.megatron_lm.attach import with_launch
 from nest_megatron.integrations.plan_job import RecipeJob
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
@@ -74,19 +74,13 @@ def plan_job(
         request = source_job.request(settings)
         request = dataclasses.replace(request, begun_s=begun_s, shortlist=shortlist)
     found = require_plan(find_plan(request, on_progress), request.notes)
-    return _launchable(found, request.notes)
+    return Plan(record=with_launch(found))
 
 
 def estimate_job(settings: Settings) -> Plan:
     """Price a layout of settings: what ``estimate`` does, here and on the command line."""
-    return _launchable(*estimate_layout(settings, request_of(settings, SearchSpace())))
-
-
-def _launchable(found: ParallelPlan, notes: tuple[str, ...]) -> Plan:
-    """A plan with its launch command; a note says what of the model no command states."""
-    record = with_launch(found, notes=notes)
-    lacks = unstated_parts(record.model) if record.launch else ""
-    return Plan(record=record, notes=(*notes, *filter(None, [lacks])))
+    found = estimate_layout(settings, request_of(settings, SearchSpace()))
+    return Plan(record=with_launch(found))
 
 
 _JOBS, _LIST = ".jobs", "list.json"
@@ -136,7 +130,8 @@ class SweptCommand:
             begun_s=begun_s,
             on_progress=on_progress,
         )
-        return Plan(record=found.plan, notes=(*self.notes, *found.notes))
+        notes = (*self.notes, *found.plan.notes)
+        return Plan(record=dataclasses.replace(found.plan, notes=notes))
 
     def recorded(self, composed: Settings) -> SweptCommand:
         """What its script launches, where it is one, so that the script runs once."""

@@ -46,12 +46,10 @@ class Plan(Shown):
 
     Attributes:
         record: the whole plan, field by field as in its file.
-        notes: what was assumed, one sentence each.
         pin: who froze it, where it was read from a pinned file.
     """
 
     record: ParallelPlan
-    notes: tuple[str, ...] = ()
     pin: Pin | None = None
 
     @property
@@ -103,6 +101,14 @@ class Plan(Shown):
     def ended_early(self) -> bool:
         """Whether time ended the search: ``search.gap_percent`` is how far the best may be."""
         return self.search.ended_early
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was assumed, and variables that must not be set, one sentence each."""
+        launch = self.record.launch.get(LAUNCHER)
+        values = {} if launch is None else launch.environment
+        unset = (f"{name} must not be set." for name, value in values.items() if value is None)
+        return (*self.record.notes, *unset)
 
     @property
     def before(self) -> BeforeAfter | None:
@@ -248,7 +254,7 @@ class PlanTable(Shown):
     def plans(self) -> dict[int, Plan]:
         """The plans by number of nodes."""
         found = self.record.planned()
-        return {entry.num_nodes: Plan(record=each, notes=self.notes) for entry, each in found}
+        return {entry.num_nodes: Plan(record=each) for entry, each in found}
 
     def save(self, path: StrPath, *, force: bool = False) -> None:
         """Write the file that ``nest-megatron pin`` freezes; arguments as of ``Plan.save``."""
@@ -373,15 +379,21 @@ class Explanation(Shown):
         flags = () if plan.launch else parallel_argv(launch_request(plan))
         return html_report(plan, self.times, flags=flags)
 
-    def write_html(self, path: StrPath) -> None:
-        """Write the page of ``to_html``."""
+    def write_html(self, path: StrPath, *, force: bool = False) -> None:
+        """Write the page of ``to_html``; ``force`` as of ``Plan.save``."""
+        check_output("path", Path(path), force=force)
         write_text(Path(path), self.to_html())
 
-    def write_timeline(self, path: StrPath) -> None:
-        """Write the schedule: a ``.json`` trace for Perfetto, or a ``.png`` or ``.svg`` picture."""
+    def write_timeline(self, path: StrPath, *, force: bool = False) -> None:
+        """Write the schedule: a ``.json`` trace for Perfetto, or a ``.png`` or ``.svg`` picture.
+
+        Args:
+            force: as of ``Plan.save``.
+        """
         from nest_megatron.report.schedule_view import chrome_trace
         from nest_megatron.report.timeline import draw_timeline
 
+        check_output("path", Path(path), force=force)
         if Path(path).suffix == ".json":
             write_text(Path(path), chrome_trace(self.plan.record, self.times))
         else:

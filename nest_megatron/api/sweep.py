@@ -313,7 +313,12 @@ def whatif_command(
     texts = _texts({"cluster": typed_path(cluster), **settings, **changes})
     words = command_words(command)
     words = words if isinstance(words, str) else tuple(words)
-    read = SweptCommand(text=words, free=tuple(free), version=megatron_version, strict=strict)
+    read = SweptCommand(
+        text=words,
+        free=(free,) if isinstance(free, str) else tuple(free),
+        version=megatron_version,
+        strict=strict,
+    )
     return command_variants(read, parse_changes(texts), _quiet(out, on_job))
 
 

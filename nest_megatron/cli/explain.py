@@ -155,9 +155,9 @@ def explain(
         show_json(other.to_dict()) if as_json else show(*other.report())
         return
     if timeline is not None:
-        explained.write_timeline(timeline)
+        explained.write_timeline(timeline, force=True)  # checked before
     if html is not None:
-        explained.write_html(html)
+        explained.write_html(html, force=True)
     if as_json:
         show_json(explained.to_dict())
     else:

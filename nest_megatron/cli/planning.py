@@ -119,13 +119,8 @@ def placed(composed: Settings, path: Path) -> Placement:
 
 def with_notes(found: Plan, *notes: str) -> Plan:
     """A plan that says more of itself, in its file, too."""
-    record = found.record
-    launch = {
-        name: dataclasses.replace(each, notes=(*each.notes, *notes))
-        for name, each in record.launch.items()
-    }
-    record = dataclasses.replace(record, launch=launch)
-    return dataclasses.replace(found, record=record, notes=(*found.notes, *notes))
+    said = (*found.record.notes, *notes)
+    return dataclasses.replace(found, record=dataclasses.replace(found.record, notes=said))
 
 
 def _crossed(cluster: Cluster) -> list[tuple[str, int]]:
@@ -263,7 +258,7 @@ def run_plan(options: PlanOptions) -> int:
             found = with_notes(found, placement.note, compared)
         _tell(found, composed, options, parts)
         if options.html is not None:
-            found.explain().write_html(options.html)
+            found.explain().write_html(options.html, force=True)  # checked before
     except WITHOUT_PLAN as error:
         if options.as_json:
             show_json(error.document())
@@ -300,7 +295,7 @@ def run_estimate(options: EstimateOptions) -> int:
 
         version = options.megatron_version
         priced = estimate_command(text, composed, version=version, strict=options.strict)
-        found = Plan(record=priced.plan, notes=priced.notes)
+        found = Plan(record=priced.plan)
     _tell(found, composed, options)
     predicted = found.predicted
     may_fit = within_error(predicted.peak_memory_bytes, predicted.capacity_bytes)

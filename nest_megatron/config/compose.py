@@ -122,6 +122,9 @@ def _load(
     if "model" not in described and all(each.key != "model" for each in overrides):
         overrides = _with_model_as_flags(overrides)
     entries = dict(described)
+    if not _OF_HUGGING_FACE.isdisjoint(entries.get("model", ())):
+        name = str(entries["model"].get("model_type", "model"))
+        entries["model"] = _of_hugging_face(entries["model"], name, "the configuration", notes)
     named = [_named(each, folder, entries, notes) for each in overrides]
     words = [f"{group}={_OWN_ENTRY}" for group in described] + named
     for word in words:
@@ -261,6 +264,15 @@ def _existing_folder(named: Path) -> Path:
             "there is no such folder",
             "Name a folder with model/, cluster/ or accelerator/ inside.",
         )
+    for group in CATALOGUE_GROUPS:
+        for name in catalogue_names(group):
+            if (own := folder / group / f"{name}.yaml").is_file():
+                raise UserInputError(
+                    "--config-dir",
+                    str(own),
+                    f"the catalogue has the {group} {name}",
+                    "Give the file another name.",
+                )
     return folder.resolve()
 
 
@@ -405,14 +417,20 @@ def _model_file(path: Path, notes: list[str]) -> Fields:
         raise _bad_file("model", path, "it is not a JSON object")
     if _OF_HUGGING_FACE.isdisjoint(parsed):
         return read_mapping("model", path)  # JSON is YAML
+    generic = path.stem in ("config", "")
+    name = path.resolve().parent.name if generic else path.stem
+    return _of_hugging_face(parsed, name, str(path), notes)
+
+
+def _of_hugging_face(parsed: Fields, name: str, where: str, notes: list[str]) -> Fields:
+    """A model's description from the fields of a Hugging Face configuration."""
     from nest_megatron.model.hugging_face import read_hf_model
 
-    generic = path.stem in ("config", "")
-    read = read_hf_model(parsed, path.resolve().parent.name if generic else path.stem)
+    read = read_hf_model(parsed, name)
     notes += read.notes
     if read.unread:
         unread = ", ".join(read.unread)
-        notes.append(f"Not read of {path}: {unread}; the model is planned without.")
+        notes.append(f"Not read of {where}: {unread}; the model is planned without.")
     return record_fields(read.spec)
 
 

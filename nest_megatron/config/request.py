@@ -304,7 +304,6 @@ def request_for(
                 *image_notes(spec),
                 *profile_notes,
             ),
-            profile_notes=profile_notes,
             batch_schedule=schedule,
             sequence_lengths=lengths,
             policy=policy,

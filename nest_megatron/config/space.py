@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.overrides import Choice, choice
+from nest_megatron.config.policy import policy_notes
 from nest_megatron.config.schema import ParallelConfig
-from nest_megatron.config.train import REPLICA_DEGREES
+from nest_megatron.config.train import REPLICA_DEGREES, assumed_batch
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM, NEMO
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UnplannableModelError, UserInputError, require_at_least
@@ -270,26 +271,29 @@ LAYER_DEGREES = (
 )
 
 
-def estimate_layout(settings: Settings, request: Request) -> tuple[ParallelPlan, tuple[str, ...]]:
-    """Price the layout of a configuration, if Megatron launches it; with what was assumed.
+def estimate_layout(settings: Settings, request: Request) -> ParallelPlan:
+    """Price the layout of a configuration, if Megatron launches it.
 
     Args:
         request: of a space that the settings say nothing of.
     """
-    grid, notes = _grid(settings, request)
-    notes = (*notes, *request.profile_notes)
+    grid, batch_notes = _grid(settings, request)
+    searched = (*policy_notes(request.policy), assumed_batch(request.global_batch_size))
+    others = (note for note in request.notes if note not in searched)
+    request = replace(request, notes=(*batch_notes, *others))
     text = settings.parallel.pipeline_model_parallel_layout
     pp = grid.dims.pipeline_model_parallel_size
     if text is not None:
         partition = parse_layout(text, request.spec, pp)
-        return estimate_for(request, grid.with_stages(partition)), notes
+        return estimate_for(request, grid.with_stages(partition))
     try:
         virtual = grid.dims.virtual_pipeline_model_parallel_size
         partition = uniform_partition(request.spec, pp, virtual)
     except UserInputError as error:
         found, note = _uneven(request, grid)
-        return found, (*notes, f"{error.what} = {error.value} does not split evenly; {note}")
-    return estimate_for(request, grid.with_stages(partition)), notes
+        uneven = f"{error.what} = {error.value} does not split evenly; {note}"
+        return replace(found, notes=(*request.notes, uneven))
+    return estimate_for(request, grid.with_stages(partition))
 
 
 def _uneven(request: Request, grid: PartialLayout) -> tuple[ParallelPlan, str]:
@@ -323,7 +327,7 @@ def _grid(settings: Settings, request: Request) -> tuple[PartialLayout, tuple[st
     if settings.train.global_batch_size is None and request.batch_schedule is None:
         step = micro * dims.data_parallel_size
         batch = -(-batch // step) * step
-        notes.append(f"train.global_batch_size is not given; {batch} sequences are assumed.")
+        notes.append(assumed_batch(batch))
     sequence_parallel = settings.parallel.sequence_parallel
     if sequence_parallel is None:
         sequence_parallel = dims.tensor_model_parallel_size > 1

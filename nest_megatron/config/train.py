@@ -109,7 +109,7 @@ def batch_of(
             one_replica = math.prod(int(job.fixed.get(name) or 1) for name in REPLICA_DEGREES)
             batch = job.micro_batch_size * max(1, num_gpus // one_replica)
         name = "train.global_batch_size" if job.target is None else "--global-batch-size"
-        notes.append(f"{name} is not given; {batch} sequences are assumed.")
+        notes.append(assumed_batch(batch, name))
     target = read_target(settings, job.target)
     notes += newer_release_notes(settings.target or "")
     if job.target is None and settings.target is None:
@@ -119,6 +119,11 @@ def batch_of(
     if job.num_gpus not in (None, num_gpus):
         notes.append(f"The launcher starts {job.num_gpus} ranks, but the plan is for {num_gpus}.")
     return batch, notes
+
+
+def assumed_batch(batch: int, name: str = "train.global_batch_size") -> str:
+    """What a plan says where nobody gave the batch."""
+    return f"{name} is not given; {batch} sequences are assumed."
 
 
 _FILE, _MEAN, _STD = "sequence_lengths", "sequence_length_mean", "sequence_length_std"

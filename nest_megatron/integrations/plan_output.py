@@ -308,6 +308,7 @@ def explanation(
         yield command_lines(launch_words(plan, launch.script, launch.argv), variables)
         yield ""
         yield notes_report([*launch.notes, *(f"{each} must not be set." for each in unset)])
+    yield notes_report(plan.notes)
     yield from _advice(plan, times)
     if pin is not None:
         said = f" ({pin.note})" if pin.note else ""

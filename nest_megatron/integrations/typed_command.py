@@ -76,9 +76,10 @@ def read_request(
     """
     job, cluster = read_typed(text, composed, version=version, strict=strict)
     if (command := job.command) is None:
-        job = replace(job, free=free_parameters(tuple(free) or None, option="--free"))
+        job = replace(job, free=free_parameters(free or None, option="--free"))
     else:
-        job = replace(job, free=FreeParameters(names=tuple(free)))
+        names = (free,) if isinstance(free, str) else tuple(free)
+        job = replace(job, free=FreeParameters(names=names))
         if (restored := restored_by_command(command.values)) is not None:
             job = replace(
                 job,
@@ -313,14 +314,6 @@ class CommandPlan:
     plan: ParallelPlan
     changes: tuple[Change, ...]
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What was assumed, and variables that must not be set."""
-        launch = self.plan.launch.get(LAUNCHER)
-        values = {} if launch is None else launch.environment
-        unset = (f"{name} must not be set." for name, value in values.items() if value is None)
-        return (*self.request.notes, *unset)
-
 
 def plan_command(
     text: str | Sequence[str],
@@ -370,7 +363,6 @@ def command_of_plan(
             command,
             made_by="plan --from",
             kept=kept_flags(job, request, composed),
-            notes=request.notes,
         )
         changes = rewrite.changes
     return CommandPlan(job=job, request=request, plan=found, changes=changes)

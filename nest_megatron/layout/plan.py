@@ -192,6 +192,7 @@ class ParallelPlan:
         price: where the price or the power of a GPU, or the length of the run, is given.
         today: what the command that was planned ran when it was planned, beside the plan.
         present: the layout of the job when it was planned, where it could be kept.
+        notes: what was assumed of the job, one sentence each.
     """
 
     schema: int = SCHEMA
@@ -214,6 +215,7 @@ class ParallelPlan:
     price: Price | None = added(None)
     today: BeforeAfter | None = added(None)
     present: PresentLayout | None = added(None)
+    notes: tuple[str, ...] = added(())
 
     @property
     def arguments(self) -> dict[str, Any]:

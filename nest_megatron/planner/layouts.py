@@ -122,6 +122,7 @@ def assemble(
         goodput=kept,
         alternatives=alternatives,
         batches=predicted_batches(model, layout, request.batch_schedule),
+        notes=request.notes,
         **others,
     )
     return plan if rates is None else replace(plan, price=priced(plan, rates))

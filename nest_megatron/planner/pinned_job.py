@@ -10,8 +10,11 @@ from typing import Any
 from nest_megatron.cluster.discovery import LocalGpus, is_same_device
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.cost_model.execution_flags import execution_traits
-from nest_megatron.cost_model.memory import parameter_bytes, replicas
+from nest_megatron.cost_model.memory_flags import not_modelled
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.pipeline import chunks_of, rank_memory
 from nest_megatron.cost_model.settings import CostSettings, restored_settings
+from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.target_defaults import target_named
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.errors import UserInputError
@@ -20,6 +23,7 @@ from nest_megatron.layout.batch_schedule import BatchSchedule
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.model.spec import LATENT_SIZES, TransformerSpec
 from nest_megatron.planner.pins import Pin, PinnedPlan
+from nest_megatron.units import Bytes
 from nest_megatron.version import __version__
 
 #: Fields of a model that name it and change nothing.
@@ -165,37 +169,39 @@ def _software_rows(pin: Pin, job: ActualJob) -> Iterator[Row]:
     yield "nest-megatron version", pin.nest_megatron_version, __version__
 
 
-#: Traits that say how much memory a parameter takes; what a logit takes is compared by itself.
-_PER_PARAMETER = (
-    "params_bytes",
-    "gradient_bytes",
-    "optimizer_bytes",
-    "matrix_optimizer_bytes",
-    "optimizer_instances",
-    "layer_wise_optimizer",
-    "fp8_weights",
-    "fp8_gather",
-    "fp8_weight_copies",
-    "fp8_transpose_cache",
-    "keep_fp8_transpose_cache",
-)
-#: Traits that keep an activation narrower than it is without them.
-_NARROWER = ("fused_activation", "fp8_activation_input", "fp8_inputs")
-
-
 def _memory_rows(plan: ParallelPlan, job: ActualJob) -> Iterator[Row]:
-    """What makes the job need more memory than the plan was made for."""
+    """What makes the job need more memory than the plan was made for, or may."""
     if job.memory_flags is None or job.precision is not plan.train.precision:
         return
+    unknown = not_modelled(job.memory_flags)
+    if more := [flag for flag in unknown if flag not in plan.search.not_modelled]:
+        yield "memory not modelled", ", ".join(plan.search.not_modelled), ", ".join(more)
     settings = restored_settings(plan.provenance.settings)
     planned, has = settings.traits, _traits_of(plan, settings.target, job.memory_flags)
-    names = ["loss_bytes"] if has.loss_bytes > planned.loss_bytes else []
-    names += [each for each in _NARROWER if getattr(planned, each) and not getattr(has, each)]
-    before = _totals(plan, settings)
-    now = _totals(plan, dataclasses.replace(settings, traits=has))
-    if any(more > less for more, less in zip(now, before, strict=True)):
-        names += _PER_PARAMETER
-    yield from ((name, getattr(planned, name), getattr(has, name)) for name in names)
+    before = _stage_bytes(plan, settings)
+
+    def needs_more(traits: ExecutionTraits) -> bool:
+        now = _stage_bytes(plan, dataclasses.replace(settings, traits=traits))
+        return any(bytes_now > planned for bytes_now, planned in zip(now, before, strict=True))
+
+    if not needs_more(has):
+        return
+    names = [each.name for each in dataclasses.fields(ExecutionTraits)]
+    values = {
+        name: getattr(has, name) for name in names if getattr(has, name) != getattr(planned, name)
+    }
+    alone = [
+        n for n, value in values.items() if needs_more(dataclasses.replace(planned, **{n: value}))
+    ]
+    yield from ((name, getattr(planned, name), values[name]) for name in alone or values)
+
+
+def _stage_bytes(plan: ParallelPlan, settings: CostSettings) -> list[Bytes]:
+    """The highest peak of each pipeline rank, as the plan lays the job out."""
+    layout, p = plan.layout, plan.layout.dims.pipeline_model_parallel_size
+    problem = stage_problem(CostModel(plan.model, plan.cluster, settings), layout)
+    chunks = chunks_of(problem, layout.partition.boundaries)
+    return [rank_memory(problem, rank, chunks[rank::p]).total for rank in range(p)]
 
 
 def _traits_of(plan: ParallelPlan, target: str | None, flags: Mapping[str, Any]) -> ExecutionTraits:
@@ -205,13 +211,6 @@ def _traits_of(plan: ParallelPlan, target: str | None, flags: Mapping[str, Any])
         return execution_traits(flags, precision)
     made_for = target_named(target)
     return made_for.settings(device, precision, flags, plan.model).traits
-
-
-def _totals(plan: ParallelPlan, settings: CostSettings) -> tuple[float, ...]:
-    """Bytes of a parameter of each kind, as the plan lays it out."""
-    grid = plan.layout
-    kinds = parameter_bytes(grid.zero, replicas(grid.dims), settings)
-    return tuple(kind.total for kind in kinds)
 
 
 def _cluster_rows(pinned: PinnedPlan, job: ActualJob) -> Iterator[Row]:

@@ -134,7 +134,6 @@ class Request:
         own: the user's own parallel settings, by Megatron's names.
         shortlist: whether to say which of the plans could be the fastest.
         notes: what was assumed of the job, one sentence each.
-        profile_notes: those of them that say which profiles were used and which were not.
         batch_schedule: how the batch grows, for the time at each size; ``global_batch_size`` is the
             one that is searched for, ``space.batch_unit`` holds the others.
         sequence_lengths: of the data, which the traits of ``settings`` price.
@@ -170,7 +169,6 @@ class Request:
     own: Mapping[str, object] = field(default_factory=dict)
     shortlist: bool = False
     notes: tuple[str, ...] = ()
-    profile_notes: tuple[str, ...] = ()
     batch_schedule: BatchSchedule | None = None
     sequence_lengths: SequenceLengths | None = None
     policy: Policy = ()

@@ -254,9 +254,10 @@ def _flags_words(plan: ParallelPlan) -> str:
 
 
 def _launches(plan: ParallelPlan, flags: Iterable[str]) -> Sequence[Mapping[str, Any]]:
-    found = [(name, _command(plan, each), each.notes) for name, each in plan.launch.items()]
+    launches, notes = plan.launch.items(), plan.notes
+    found = [(name, _command(plan, each), (*notes, *each.notes)) for name, each in launches]
     if not found:
-        found = [("", command_lines([*flags], indent=""), ())]
+        found = [("", command_lines([*flags], indent=""), notes)]
     return [
         {
             "name": name,

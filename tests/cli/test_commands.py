@@ -240,7 +240,7 @@ def test_the_terms_add_up_in_json() -> None:
     plan = run("plan", *SMALL, "--json").json()
     predicted = plan["predicted"]
     assert sum(predicted["terms"].values()) == pytest.approx(predicted["iteration_time_s"])
-    assert plan["launch"]["megatron_lm"]["notes"][0].startswith("train.global_batch_size")
+    assert plan["notes"][0].startswith("train.global_batch_size")
 
 
 def test_json_everywhere(small_plan: Path) -> None:

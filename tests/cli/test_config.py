@@ -48,7 +48,7 @@ def test_nothing_said_is_the_planners_own_default() -> None:
     composed = compose(parse(SMALL))
     inputs, space = request_of(composed), read_space(composed)
     offers = {"numeric_offers": (), "memory_offers": ()}
-    request = dataclasses.replace(inputs, **offers, notes=(), profile_notes=())
+    request = dataclasses.replace(inputs, **offers, notes=())
     plain = Request(
         space=SearchSpace(),
         spec=inputs.spec,

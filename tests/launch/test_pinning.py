@@ -243,6 +243,20 @@ def test_an_activation_that_is_not_fused_needs_more_than_was_planned(pinned: Pin
         require_same_job(pinned, job_of(pinned, memory_flags={"bias_swiglu_fusion": False}))
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"attention_backend": "unfused"}, "flash_attention is False, pinned True"),
+        ({"fp32_residual_connection": True}, "memory not modelled is --fp32-residual-connection"),
+    ],
+)
+def test_a_job_that_keeps_more_than_was_planned_is_refused(
+    pinned: PinnedPlan, flags: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserInputError, match=said):
+        require_same_job(pinned, job_of(pinned, memory_flags=flags))
+
+
 def test_more_copies_of_the_optimizer_states_are_refused_where_replicas_divide_them(
     pinned: PinnedPlan,
 ) -> None:

@@ -148,11 +148,10 @@ def layout_request(
     )
 
 
-def with_launch(plan: ParallelPlan, *, notes: tuple[str, ...] = ()) -> ParallelPlan:
+def with_launch(plan: ParallelPlan) -> ParallelPlan:
     """The plan with flags of its model and layout; a plan for another framework has none.
 
-    Args:
-        notes: what was assumed, stored beside the command.
+    A note says what of the model no command states.
 
     Raises:
         UserInputError: if Megatron would refuse the command, or another framework's megatron-core
@@ -169,9 +168,12 @@ def with_launch(plan: ParallelPlan, *, notes: tuple[str, ...] = ()) -> ParallelP
     argv, lacks = tuple(parallel_argv(request)), unstated_parts(plan.model)
     if not lacks:
         argv = (*model_argv(plan.model, version=request.version), *argv)
-    notes = (*notes, lacks or _COMPLETE_IT, *filter(None, [newest_flags(argv)]))
+    notes = (*([] if lacks else [_COMPLETE_IT]), *filter(None, [newest_flags(argv)]))
+    launch = _launch_command(plan, request, "", argv, notes)
     return replace(
-        plan, launch={**plan.launch, LAUNCHER: _launch_command(plan, request, "", argv, notes)}
+        plan,
+        launch={**plan.launch, LAUNCHER: launch},
+        notes=(*plan.notes, *filter(None, [lacks])),
     )
 
 
@@ -181,14 +183,12 @@ def with_command(
     *,
     made_by: str | None = None,
     kept: Collection[str] = (),
-    notes: tuple[str, ...] = (),
 ) -> tuple[ParallelPlan, Rewrite]:
     """The plan with the user's own command, rewritten, and what of it changed.
 
     Args:
         made_by: the words that asked for the plan; ``None`` for one that was made before.
         kept: destinations that the user set and did not free.
-        notes: what was assumed, stored beside the command.
 
     Raises:
         UserInputError: if Megatron would refuse the command.
@@ -201,7 +201,7 @@ def with_command(
         overlap_grad_reduce=request.overlap_grad_reduce,
         overlap_param_gather=request.overlap_param_gather,
     )
-    launch = _launch_command(plan, request, command.script, found.argv, notes)
+    launch = _launch_command(plan, request, command.script, found.argv)
     origin, launches = plan.provenance, {**plan.launch, LAUNCHER: launch}
     if made_by is not None:
         origin = origin.made_for(MEGATRON_LM, command.version, made_by)
@@ -213,7 +213,7 @@ def _launch_command(
     request: LaunchRequest,
     script: str,
     argv: tuple[str, ...],
-    notes: tuple[str, ...],
+    notes: tuple[str, ...] = (),
 ) -> LaunchCommand:
     return LaunchCommand(
         script=script or script_name(plan.model, request.version),

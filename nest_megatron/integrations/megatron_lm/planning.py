@@ -228,7 +228,7 @@ def launch_plan(
     kept: Collection[str] = (),
 ) -> LaunchPlan:
     """A plan as what every rank sets in Megatron's arguments, which Megatron must not refuse."""
-    plan, rewrite = with_command(plan, command, made_by=made_by, kept=kept, notes=notes)
+    plan, rewrite = with_command(plan, command, made_by=made_by, kept=kept)
     decision = Decision(plan=plan, values=rewrite.values, ranks=plan.placement.rank_permutation)
     return LaunchPlan(decision=decision, changes=rewrite.changes, notes=notes)
 

@@ -84,7 +84,7 @@ _TOGETHER = (RECOMPUTE, VIRTUAL_STAGES, *EXECUTION_ARGUMENTS.values())
 
 
 def free_parameters(
-    free: Sequence[str] | str | None = None, keep: Sequence[str] | str = (), option: str = "free"
+    free: Collection[str] | str | None = None, keep: Sequence[str] | str = (), option: str = "free"
 ) -> FreeParameters:
     """What of a recipe's own layout the search may change.
 
@@ -110,7 +110,7 @@ def free_parameters(
     return FreeParameters(names=tuple(name for name in freed if name not in fixed), option=option)
 
 
-def _choices(what: str, given: Sequence[str] | str) -> tuple[str, ...]:
+def _choices(what: str, given: Collection[str] | str) -> tuple[str, ...]:
     names = (given,) if isinstance(given, str) else tuple(given)
     for name in names:
         require_known(what, name, (*CHOICES, "all"), "it is no choice that a plan makes")
