@@ -117,6 +117,26 @@ def test_what_was_assumed_is_told_of_an_estimate_and_kept_in_files(tmp_path: Pat
     assert "the text model alone is read" in " ".join(str(loaded.explain()).split())
 
 
+def test_attention_in_chunks_is_nemos_alone() -> None:
+    model = {"model_type": "llama4_text", "attention_chunk_size": 8192, "num_hidden_layers": 4}
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_local_experts": 4}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
+    job: dict[str, Any] = {
+        **{"model": {**model, **sizes, **heads}, "cluster": "dgx_h100", "num_gpus": 8},
+        **{"global_batch_size": 8, "seq_length": 65536, "num_alternatives": 0},
+    }
+    own = nest_megatron.plan(target="nemo_2.7", **job)
+    assert own.layout.dims.context_parallel_size == 1
+    assert own.model.attention_chunk_size == 8192
+    with pytest.raises(UserInputError, match="cuts chunks from the part of a sequence"):
+        nest_megatron.plan(target="nemo_2.7", cp=2, **job)
+    whole = nest_megatron.plan(**job)
+    assert whole.model.attention_chunk_size is None
+    assert any("has no attention in chunks" in note for note in whole.notes)
+    short = nest_megatron.plan(**{**job, "seq_length": 8192})
+    assert not any("chunks" in note for note in short.notes)
+
+
 def test_a_single_flag_may_be_freed_as_a_text() -> None:
     sizes: dict[str, Any] = {"cluster": "dgx_h100", "num_gpus": 16, "num_alternatives": 0}
     one = nest_megatron.plan_command(COMMAND, free="all", **sizes)

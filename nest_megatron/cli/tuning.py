@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shlex
 import time
@@ -29,10 +30,10 @@ from nest_megatron.tuning.report import (
     tuned_document,
     tuned_report,
 )
-from nest_megatron.tuning.selection import Known, chosen, expected_runs
+from nest_megatron.tuning.selection import Known, NextRun, chosen, expected_runs
 from nest_megatron.tuning.session import Session, TuneRequest, new_session, resumed_session
 from nest_megatron.tuning.tuner import Tuned, Tuner, trials_of
-from nest_megatron.units import Seconds
+from nest_megatron.units import Seconds, format_duration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +121,7 @@ def _tuned(session: Session | TuneRequest, options: TuneOptions) -> int:
     known = tuner.known()
     left = request.budget - sum(trial.counts for trial in session.trials)
     runs, _ = expected_runs(known, left)
+    _require_time(runs, request)
     say_all(plan_words(known, runs, left, request.run_timeout_s))
     say_all(f"Runs are kept in {session.folder}; --resume {session.folder} goes on after a stop.")
     return _print_end(tuner.run(), session, job, as_json=options.as_json)
@@ -135,8 +137,23 @@ def _read(request: TuneRequest, begun_s: Seconds | None, trials: Collection[str]
         return read_tuned(request, composed, begun_s, report, trials)
 
 
+def _require_time(runs: Sequence[NextRun], request: TuneRequest) -> None:
+    """Refuse runs that are expected to be ended before they have measured anything."""
+    longest = max((run.seconds for run in runs), default=0.0)
+    if longest > request.run_timeout_s:
+        minutes = math.ceil(1.5 * longest / 60)
+        raise UserInputError(
+            "--run-timeout",
+            f"{request.run_timeout_s / 60:g}min",
+            f"a run is expected to take {format_duration(longest)}",
+            f"Give --run-timeout {minutes}min, or fewer steps than --iterations "
+            f"{request.iterations}.",
+        )
+
+
 def _dry_run(known: Known, request: TuneRequest, *, as_json: bool) -> int:
     runs, stop = expected_runs(known, request.budget)
+    _require_time(runs, request)
     said = plan_words(known, runs, request.budget, request.run_timeout_s)
     if as_json:
         show_json(dry_run_document(known, runs, stop))

@@ -38,6 +38,7 @@ from nest_megatron.config.policy import (
     space_within,
 )
 from nest_megatron.config.space import (
+    attention_of,
     buildable_degrees,
     check_quotients,
     read_backend,
@@ -188,10 +189,12 @@ def request_for(
             )
         if job.target is not None:
             _require_own_words(settings, job, prefix)
+        policy, target = read_policy(), read_target(settings, job.target)
         spec = with_images(with_seq_length(job.spec, train.seq_length), train)
+        spec, attention_notes = attention_of(spec, target)
         schedule = batch_schedule_of(settings, job, spec.seq_length)
         batch, notes = batch_of(settings, job, cluster.num_gpus, schedule)
-        policy, target = read_policy(), read_target(settings, job.target)
+        notes += attention_notes
         within = space_within(space, policy, cluster)
         granularity = settings.parallel.recompute_granularity
         if not granularity and space.recompute is not None:

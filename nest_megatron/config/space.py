@@ -176,28 +176,50 @@ def require_experts(spec: TransformerSpec, parallel: ParallelConfig) -> None:
         )
 
 
+def attention_of(spec: TransformerSpec, target: Target) -> tuple[TransformerSpec, list[str]]:
+    """A model with the attention that its framework has: only NeMo's cuts sequences into chunks.
+
+    Returns:
+        The model, and a note where that is other work than the model's own.
+    """
+    size = spec.attention_chunk_size
+    if size is None or target.fitted == "nemo":
+        return spec, []
+    note = (
+        f"{target.framework} has no attention in chunks: layers of {spec.name} that attend within "
+        f"{size} tokens attend to whole sequences, and are priced so."
+    )
+    whole = replace(spec, attention_chunk_size=None)
+    return whole, [note] if size < spec.seq_length else []
+
+
 def buildable_degrees(
     spec: TransformerSpec, target: Target, fixed: Mapping[str, int]
 ) -> Mapping[str, int]:
-    """Fixed degrees with those that the model's class has: NeMo's Gemma 3 no virtual stages.
+    """Fixed degrees with those that the model's class has in NeMo.
 
     Raises:
-        UserInputError: if they are asked for.
+        UserInputError: if others are asked for.
 
-    Source: ``nemo.collections.llm.gpt.model.gemma3.Gemma3Config.configure_model``.
+    Source: ``gemma3.Gemma3Config.configure_model``, ``llama4_utils.Llama4SelfAttention`` of
+    ``nemo.collections.llm.gpt.model``.
     """
     around = spec.variant.norm_placement is NormPlacement.SANDWICH
-    if not (target.fitted == "nemo" and around and spec.qk_layernorm):
-        return fixed
-    name = "virtual_pipeline_model_parallel_size"
-    if (value := fixed.get(name, 1)) != 1:
-        raise UserInputError(
-            f"parallel.{name}",
-            value,
-            f"the class of {spec.name} in {target.framework} refuses virtual stages",
-            fix="Use 1.",
-        )
-    return {**fixed, name: 1}
+    refused = {}
+    if around and spec.qk_layernorm:
+        refused["virtual_pipeline_model_parallel_size"] = "refuses virtual stages"
+    if spec.attention_chunk_size is not None:
+        refused["context_parallel_size"] = "cuts chunks from the part of a sequence on one rank"
+    for name, why in refused.items() if target.fitted == "nemo" else ():
+        if (value := fixed.get(name, 1)) != 1:
+            raise UserInputError(
+                f"parallel.{name}",
+                value,
+                f"the class of {spec.name} in {target.framework} {why}",
+                fix="Use 1.",
+            )
+        fixed = {**fixed, name: 1}
+    return fixed
 
 
 def space_of_frozen_weights(

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.config.job import Job
+from nest_megatron.config.job import Job, Requirement
 from nest_megatron.cost_model.execution_flags import time_notes
 from nest_megatron.cost_model.memory_flags import READ, memory_flags
 from nest_megatron.cost_model.target_defaults import newer_release_notes
@@ -87,6 +87,13 @@ _NOT_FIXED = (
     "overlap_grad_reduce",
     "overlap_param_gather",
     "global_batch_size",
+)
+_ORDER = "use_tp_pp_dp_mapping"
+_ONE_ORDER = Requirement(
+    value=False,
+    reason="it makes no groups in the other order",
+    fix="leave dist.use_decentralized_pg out",
+    who="dist.use_decentralized_pg",
 )
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 #: What else the configuration of a model names as Megatron's arguments do.
@@ -271,6 +278,7 @@ class Recipe(Configuration, ABC):
             required={
                 **({} if restored is None else restored.required(self.target.megatron_core)),
                 **data_requirements(self, micro),
+                **({_ORDER: _ONE_ORDER} if self._has_one_order else {}),
                 **family.requirements(class_names(config)[0], spec),
             },
             restored=restored,
@@ -328,7 +336,17 @@ class Recipe(Configuration, ABC):
         found = {item: self.find(path) for item, path in self.items.items()}
         stated = {item: value for item, value in found.items() if value is not ABSENT}
         layout = "pipeline_model_parallel_layout"
+        if self._has_one_order and _ORDER in stated:
+            stated[_ORDER] = False
         return {**stated, layout: layout_text(stated.get(layout))}
+
+    @property
+    def _has_one_order(self) -> bool:
+        """Whether process groups are made by ``HyperCommGrid``, in the order tp-cp-dp-pp alone.
+
+        Source: ``_create_pg_collection`` of Megatron-Bridge's ``initialize.py``.
+        """
+        return self.find("dist.use_decentralized_pg") is True
 
     def arguments(self) -> dict[str, Any]:
         """The same by the names of Megatron-LM's arguments; a layout says the virtual stages."""

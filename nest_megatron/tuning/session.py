@@ -35,7 +35,7 @@ from nest_megatron.history.store import read
 from nest_megatron.names import Name
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.profile.clock import OUT_OF_MEMORY
-from nest_megatron.units import Bytes, Seconds
+from nest_megatron.units import Bytes, Seconds, format_duration
 from nest_megatron.version import __version__
 
 
@@ -142,7 +142,7 @@ def judged(trial: Trial, record: RunRecord | None, ended: Ended, output: Path) -
     if record is not None and record.outcome is Outcome.OUT_OF_MEMORY:
         failure, reason = Failure.OUT_OF_MEMORY, record.error
     elif ended.code is None:
-        failure, reason = Failure.TIMEOUT, f"it was ended after {ended.seconds / 60:.0f} minutes"
+        failure, reason = Failure.TIMEOUT, f"it was ended after {format_duration(ended.seconds)}"
     elif ended.code == 0:
         failure, reason = Failure.OTHER, _SILENT
     else:

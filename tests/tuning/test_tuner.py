@@ -31,7 +31,9 @@ from nest_megatron.tuning.session import (
     resumed_session,
 )
 from nest_megatron.tuning.tuner import Tuned, trials_of
+from tests.cli.runs import run
 from tests.history.runs import run_record
+from tests.integrations.test_sharding import job as command
 from tests.tuning.stand_in import ASKED, START_S, Answered, job, tuner
 
 
@@ -53,6 +55,15 @@ def off_by(**errors: float) -> Answered:
 def tuned(folder: Path, launcher: Answered, **asked: object) -> Tuned:
     with new_session(folder, ASKED) as session:
         return tuner(session, launcher, **asked).run()
+
+
+def test_runs_that_would_be_ended_before_their_end_are_not_begun() -> None:
+    typed = command("--use-distributed-optimizer")
+    words = ("cluster=dgx_h100", "cluster.num_gpus=16", "--dry-run", "--run-timeout", "1min")
+    done = run("tune", "--from", typed, *words)
+    assert (done.code, "a run is expected to take" in done.err) == (2, True)
+    minutes = done.err.partition("Give --run-timeout ")[2].partition("min")[0]
+    assert run("tune", "--from", typed, *words[:-1], f"{minutes}min").code == 0
 
 
 def test_the_first_run_is_of_the_plan_without_runs(tmp_path: Path) -> None:

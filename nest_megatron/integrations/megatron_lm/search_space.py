@@ -227,7 +227,13 @@ def with_required(
         if partition not in (None, saved):
             raise _not_loadable(_LAYOUT, "as given", layout)
         partition = saved
-    return replace(space, fixed=fixed, zero_stages=zeros, partition=partition)
+    orders = space.rank_orders
+    if (mapping := required.get(_ORDER)) is not None:
+        order = RankOrder.TP_CP_EP_PP_DP if mapping.value else RankOrder.TP_CP_EP_DP_PP
+        if order not in orders:
+            raise _not_loadable(_ORDER, not mapping.value, mapping)
+        orders = (order,)
+    return replace(space, fixed=fixed, zero_stages=zeros, partition=partition, rank_orders=orders)
 
 
 def _not_loadable(name: str, value: object, need: Requirement) -> UserInputError:

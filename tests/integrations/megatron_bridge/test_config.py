@@ -26,6 +26,7 @@ from nest_megatron.integrations.megatron_bridge import (
     to_yaml,
 )
 from nest_megatron.layout import plan_file
+from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import Execution
 from tests import catalogue
@@ -154,6 +155,21 @@ def test_torch_fsdp2_is_planned_as_it_is_or_left() -> None:
     plan, _ = auto_recipe(other, cluster="dgx_h100", overrides=words)
     assert plan.layout.sharding is DataParallelSharding.DDP
     assert (other.dist.use_torch_fsdp2, other.ddp.use_distributed_optimizer) == (False, True)
+
+
+def test_process_groups_without_megatrons_state_have_one_order() -> None:
+    cfg = llama()
+    cfg.dist.use_decentralized_pg = cfg.dist.use_tp_pp_dp_mapping = True
+    assert not read_recipe(cfg, environment={}).stated["use_tp_pp_dp_mapping"]
+    words = ["cluster.num_gpus=64", "parallel.pipeline_model_parallel_size=4"]
+    other = copy.deepcopy(cfg)
+    plan, _ = auto_recipe(cfg, cluster="dgx_h100", overrides=words)
+    assert plan.layout.dims.rank_order is RankOrder.TP_CP_EP_DP_PP
+    assert cfg.dist.use_tp_pp_dp_mapping is False
+    with pytest.raises(UserInputError, match="makes no groups in the other order"):
+        auto_recipe(
+            other, cluster="dgx_h100", overrides=[*words, "parallel.rank_order=tp-cp-ep-pp-dp"]
+        )
 
 
 def test_the_second_version_of_megatron_fsdp_is_not_planned() -> None:
