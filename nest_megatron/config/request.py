@@ -79,7 +79,7 @@ from nest_megatron.layout.policy import Policy, PolicyError
 from nest_megatron.layout.rulebook.devices import device_notes, require_recipe
 from nest_megatron.layout.rulebook.facts import is_within
 from nest_megatron.model.encoder import PeftScheme
-from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.model.spec import OF_HUGGING_FACE, TransformerSpec
 from nest_megatron.planner import Request
 from nest_megatron.planner.request import Offer
 from nest_megatron.profile.choose import TimedJob, choose_times
@@ -194,7 +194,7 @@ def request_for(
         spec, attention_notes = attention_of(spec, target)
         schedule = batch_schedule_of(settings, job, spec.seq_length)
         batch, notes = batch_of(settings, job, cluster.num_gpus, schedule)
-        notes += attention_notes
+        notes += [*attention_notes, *_length_notes(spec, train.seq_length)]
         within = space_within(space, policy, cluster)
         granularity = settings.parallel.recompute_granularity
         if not granularity and space.recompute is not None:
@@ -384,6 +384,16 @@ def recorded_settings(settings: Settings) -> tuple[str, ...]:
     values = {key: value_text(attrgetter(key)(settings)) for key in _RECORDED}
     usual = recorded_defaults()
     return tuple(f"{key}={value}" for key, value in values.items() if value != usual[key])
+
+
+def _length_notes(spec: TransformerSpec, given: int | None) -> Iterator[str]:
+    """What a configuration without a length of its own is taken at; the catalogue's have one."""
+    longest = spec.max_position_embeddings or spec.seq_length
+    if given is None and spec.source.startswith(OF_HUGGING_FACE) and longest > spec.seq_length:
+        yield (
+            f"train.seq_length is not given; {spec.seq_length} of the model's {longest} tokens are "
+            "assumed."
+        )
 
 
 def _model_notes(spec: TransformerSpec) -> Iterator[str]:

@@ -15,7 +15,7 @@ from nest_megatron.config.overrides import Choice, choice
 from nest_megatron.config.policy import policy_notes
 from nest_megatron.config.schema import ParallelConfig
 from nest_megatron.config.train import REPLICA_DEGREES, assumed_batch
-from nest_megatron.cost_model.target_defaults import MEGATRON_LM, NEMO
+from nest_megatron.cost_model.target_defaults import MEGATRON_LM, NEMO, newest_stable
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UnplannableModelError, UserInputError, require_at_least
 from nest_megatron.layout.dims import ParallelDims, RankOrder
@@ -148,19 +148,26 @@ def require_buildable(spec: TransformerSpec, target: Target) -> None:
     Raises:
         UnplannableModelError: naming the first part of the model that the framework does not build.
     """
+    for name, value in _unbuilt(spec, target).items():
+        newest = map(newest_stable, ("nemo", "megatron_bridge", "megatron_lm"))
+        others = [each.name for each in newest if not _unbuilt(spec, each)]
+        raise UnplannableModelError(
+            f"model {spec.name}: {name}",
+            value,
+            f"{target.framework} cannot build such a model",
+            f"Choose target={' or target='.join(others)}." if others else "No framework can.",
+        )
+
+
+def _unbuilt(spec: TransformerSpec, target: Target) -> dict[str, object]:
+    """Parts of a model that a framework does not build."""
     differences = spec.variant.differences().items()
     parts = {f"variant.{name}": value for name, value in differences if name not in target.builds}
     if spec.position_embedding_type == "alibi":
         parts["position_embedding_type"] = "alibi"
     if spec.vision is not None and not spec.has_split_encoder and "vision" not in target.builds:
         parts["vision"] = f"of {spec.vision.num_layers} layers"
-    for name, value in parts.items():
-        raise UnplannableModelError(
-            f"model {spec.name}: {name}",
-            value,
-            f"{target.framework} cannot build such a model",
-            f"Choose another target=: nest-megatron models {spec.name} lists those that can.",
-        )
+    return parts
 
 
 def require_experts(spec: TransformerSpec, parallel: ParallelConfig) -> None:

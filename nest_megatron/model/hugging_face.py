@@ -23,7 +23,7 @@ from nest_megatron.model.hugging_face_fields import (
     weightless_keys,
 )
 from nest_megatron.model.parameters import model_parameters
-from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.model.spec import OF_HUGGING_FACE, TransformerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +239,7 @@ def read_hf_model(mapping: Config, name: str, *, seq_length: int | None = None) 
     shape = {"name": name, **_READERS[model_type](fields)}
     longest = shape.pop("longest", None) or shape["max_position_embeddings"]
     shape["seq_length"] = seq_length or min(longest, DEFAULT_SEQ_LENGTH)
-    shape["source"] = f"Hugging Face config.json, model_type {model_type}"
+    shape["source"] = f"{OF_HUGGING_FACE}, model_type {model_type}"
     unread = (*fields.unread(), *(key for key in outer if not is_harmless(key)))
     unused = {*fields.unused(), *filter(is_harmless, outer)}
     if (encoder := _encoder(mapping, name)) is not None:

@@ -22,6 +22,8 @@ from nest_megatron.model.variant import ModelVariant
 from nest_megatron.names import Name
 from nest_megatron.plain import added
 
+#: How the source of a model begins that a Hugging Face configuration describes.
+OF_HUGGING_FACE = "Hugging Face config.json"
 #: Of multi-latent attention, of Mamba layers, and of gated delta nets.
 LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 MAMBA_SIZES = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")

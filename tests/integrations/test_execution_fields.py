@@ -366,6 +366,8 @@ def test_what_a_user_of_bridge_typed_is_kept() -> None:
     stated = ["comm_overlap.tp_comm_overlap", "model.moe_enable_deepep", "model.seq_length"]
     assert choices_of_fields(stated, []) == ("tp_comm_overlap", "token_dispatcher")
     assert choices_of_fields(stated, ["tp_comm_overlap"]) == ("token_dispatcher",)
+    copies = ["ddp.use_distributed_optimizer", "dist.use_megatron_fsdp", "dataset.micro_batch_size"]
+    assert choices_of_fields(copies, []) == ("zero_stage", "use_megatron_fsdp", "micro_batch_size")
 
 
 def test_one_connection_does_not_undo_the_overlap() -> None:

@@ -66,6 +66,14 @@ from nest_megatron.report.console import show
 _NOT_HERE = ("on_mismatch", "ranks", "stop_before_training")
 #: Items that a plan derives from other choices, so that nothing is there to be kept.
 _DERIVED = ("sequence_parallel", "overlap_grad_reduce", "overlap_param_gather", "global_batch_size")
+#: Fields that say what an item says, too.
+_COPIES = {
+    "ddp.use_distributed_optimizer": "use_distributed_optimizer",
+    "dist.use_megatron_fsdp": "use_megatron_fsdp",
+    "ddp.use_megatron_fsdp": "use_megatron_fsdp",
+    "dist.use_torch_fsdp2": "use_torch_fsdp2",
+    "dataset.micro_batch_size": "micro_batch_size",
+}
 _PATIENCE_S = 600.0
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -231,6 +239,7 @@ def choices_of_fields(stated: Iterable[str], free: Sequence[str]) -> tuple[str, 
         for item, path in BridgeConfig.items.items()
         if item not in _DERIVED
     }
+    arguments |= _COPIES
     for name in EXECUTION_FIELDS:
         arguments |= {f"model.{name}": name, f"comm_overlap.{name}": name}
     choices = {name: choice for choice, names in CHOICES.items() for name in names}
