@@ -210,7 +210,23 @@ def spec_from_mapping(mapping: Mapping[str, object]) -> TransformerSpec:
     spec = from_plain(TransformerSpec, fields, model, _SOURCE)
     for field in dataclasses.fields(spec):
         _check_value(f"{model} {field.name}", field.name, getattr(spec, field.name))
+        if field.name in mapping and getattr(spec, field.name) != field.default:
+            _check_needed(model, field.name, spec)
     return spec
+
+
+def _check_needed(model: str, name: str, spec: TransformerSpec) -> None:
+    """Refuse a field that says nothing, as another one is not there that it belongs to."""
+    needed = {
+        "num_experts": name.startswith("moe_"),
+        "multi_latent_attention": name in LATENT_SIZES,
+        "window_size": name == "window_attn_skip_freq",
+    }
+    for field, belongs in needed.items():
+        if belongs and not getattr(spec, field):
+            limit = f"it says nothing without {field}"
+            fix = f"Set {field}, or drop {name}."
+            raise UserInputError(f"{model} {name}", getattr(spec, name), limit, fix)
 
 
 def _check_value(what: str, name: str, value: object) -> None:

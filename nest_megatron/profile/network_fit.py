@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from nest_megatron.cluster.communication import DEFAULT_EFFICIENCY, collective_time, num_hops
@@ -105,7 +106,34 @@ def fit_levels(samples: Sequence[CollectiveSample], levels: Sequence[NetworkLeve
             fits += [] if fit is None else [fit]
     if not fits:
         raise _too_few(levels[0].name if len(notes) == 1 else "any level", notes[0])
+    measured = {fit.name for fit in fits}
+    for inner, outer in pairwise(range(len(known))):
+        if measured.intersection(level.name for level in levels[: inner + 1]) and (
+            known[outer].name not in measured
+        ):
+            slower = _no_faster(known[outer], known[inner])
+            if slower != known[outer]:
+                known[outer] = slower
+                notes.append(
+                    f"{slower.name} was not measured: it is taken to be no faster than "
+                    f"{known[inner].name}, through whose adapters its traffic goes."
+                )
     return Fitted(levels=tuple(known), fits=tuple(fits), notes=tuple(notes))
+
+
+def _no_faster(outer: NetworkLevel, inner: NetworkLevel) -> NetworkLevel:
+    """A level whose rates are no higher than those of the level inside it."""
+    scale = inner.bandwidth_bytes_per_s / outer.bandwidth_bytes_per_s
+    shares = {
+        kind: min(share, scale * inner.efficiency.get(kind, DEFAULT_EFFICIENCY))
+        for kind, share in outer.efficiency.items()
+    }
+    changed: dict[str, Any] = {"efficiency": shares}
+    for name in ("reduction_efficiency", "tree_efficiency"):
+        own, most = getattr(outer, name), getattr(inner, name)
+        if own is not None and most is not None:
+            changed[name] = min(own, scale * most)
+    return dataclasses.replace(outer, **changed)
 
 
 def fit_hosts(samples: Sequence[CollectiveSample]) -> Fitted:
@@ -156,6 +184,9 @@ def _fit_level(
     index: int, own: Sequence[CollectiveSample], levels: Sequence[NetworkLevel]
 ) -> tuple[NetworkLevel, LevelFit | None, list[str]]:
     level = levels[index]
+    sends = {each.shape[index] > 2 for each in own if each.kind is CollectiveKind.SEND_RECV}
+    if sends == {True}:  # what a chain loses beside a single send cannot be told
+        level = dataclasses.replace(level, chain_share=1.0)
     figures = tuple(_figures(level, index, own))
 
     def logs(numbers: Sequence[float]) -> list[float]:

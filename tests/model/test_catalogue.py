@@ -136,6 +136,22 @@ def test_unknown_key_names_the_nearest() -> None:
         spec_from_mapping({**TINY, "hiden_size": 64})
 
 
+@pytest.mark.parametrize(
+    ("fields", "lacking"),
+    [
+        ({"moe_router_topk": 4}, "num_experts"),
+        ({"moe_ffn_hidden_size": 99}, "num_experts"),
+        ({"q_lora_rank": 100}, "multi_latent_attention"),
+        ({"window_attn_skip_freq": 4}, "window_size"),
+    ],
+)
+def test_a_field_that_says_nothing_without_another_is_refused(
+    fields: dict[str, object], lacking: str
+) -> None:
+    with pytest.raises(UserInputError, match=f"it says nothing without {lacking}"):
+        spec_from_mapping({**TINY, **fields})
+
+
 def test_the_expanded_pattern_is_not_a_key() -> None:
     assert "moe_layer_freq" in known_keys()
     with pytest.raises(UserInputError, match="moe_layer_freq"):

@@ -126,6 +126,32 @@ def test_levels_and_kinds_without_samples_stay_as_they_are() -> None:
     assert kept == NODE.efficiency[CollectiveKind.ALL_TO_ALL]
 
 
+def test_a_level_that_was_not_measured_is_no_faster_than_the_one_inside_it() -> None:
+    leaf = dataclasses.replace(NETWORK, name="leaf", num_devices=32)
+    spine = dataclasses.replace(NETWORK, name="spine")
+    slow = dataclasses.replace(leaf, bandwidth_bytes_per_s=1e10)
+    found = samples((NODE, slow, spine), [(1, 4, 1), (8, 4, 1)])
+    fitted = fit_levels(found, (NODE, leaf, spine))
+    inner, outer = (rates(level) for level in fitted.levels[1:])
+    assert all(outer[kind] <= inner[kind] for kind in KINDS)
+    assert outer[CollectiveKind.ALL_GATHER] == pytest.approx(
+        rates(slow)[CollectiveKind.ALL_GATHER], rel=0.02
+    )
+    assert fitted.notes[-1].startswith("spine was not measured: it is taken to be no faster")
+
+
+def test_sends_in_a_chain_alone_are_no_faster_than_they_were_measured() -> None:
+    """What a chain loses beside a single send cannot be told from them."""
+    described = dataclasses.replace(NETWORK, chain_share=0.5)
+    kinds = [CollectiveKind.SEND_RECV]
+    found = samples((NODE, NETWORK), [(1, 4), (8, 4)], kinds)
+    level = fit_levels(found, (NODE, described)).levels[1]
+    assert level.chain_share == 1.0
+    rate = level.bandwidth_bytes_per_s * level.efficiency[CollectiveKind.SEND_RECV]
+    true = NETWORK.bandwidth_bytes_per_s * NETWORK.efficiency[CollectiveKind.SEND_RECV]
+    assert rate == pytest.approx(true, rel=0.05)
+
+
 def test_what_hosts_spend_inside_is_said_to_count_as_the_networks() -> None:
     fitted = fit_hosts(samples(shapes=[(8, 4)]))
     assert [fit.name for fit in fitted.fits] == ["network"]
