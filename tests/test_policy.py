@@ -402,6 +402,26 @@ def test_releases_and_freed_flags(tmp_path: Path) -> None:
         require_launch(Mode.AUTO, ["all"])
 
 
+def test_a_plan_is_asked_what_if_although_a_policy_came_or_went(tmp_path: Path) -> None:
+    before, under = tmp_path / "before.yaml", tmp_path / "under.yaml"
+    assert run("plan", *SMALL, f"out={before}").code == 0
+    policy = of_operators(tmp_path, plan={"ranges": {"tensor_model_parallel_size": [1, 2]}})
+    assert run("plan", *SMALL, f"out={under}").code == 0
+    found = run("whatif", str(before), "memory=141GiB", "--json")
+    assert found.code == 0, found.err
+    policy.unlink()
+    found = run("whatif", str(under), "memory=141GiB", "--json")
+    assert found.code == 0, found.err
+
+
+def test_rules_that_leave_nothing_say_so(tmp_path: Path) -> None:
+    ranges = {"tensor_model_parallel_size": [16, 32]}
+    of_operators(tmp_path, plan={"ranges": ranges, "tensor_parallel_inside_node": True})
+    refused = run("plan", *SMALL)
+    assert refused.code == 16
+    assert "with other limits it is at least 16" in " ".join(refused.err.split())
+
+
 def test_the_largest_number_of_replicas_is_kept() -> None:
     found = run("plan", *SMALL, "search.max_data_parallel_size=2", "--json").json()
     assert found["layout"]["dims"]["data_parallel_size"] <= 2

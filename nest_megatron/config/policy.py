@@ -157,6 +157,7 @@ def space_within(space: SearchSpace, policy: Policy, cluster: Cluster) -> dict[s
                 least[name] = max(low, least.get(name, 1))
                 limits[name] = min(high, limits.get(name, high))
                 if least[name] > limits[name]:
+                    words = f"no size is left: with other limits it is at least {least[name]}"
                     raise file.broken(rule, f"search.max_{name}", limits[name], words)
             elif not low <= fixed <= high:
                 raise file.broken(rule, name, fixed, words)

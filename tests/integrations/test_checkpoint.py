@@ -226,7 +226,9 @@ def test_a_damaged_file_leaves_the_optimizer_unknown(tmp_path: Path) -> None:
     (base / "iter_0000007" / "common.pt").write_bytes(b"PK\x03\x04 no archive")
     found = read(base)
     assert (found.tensor_model_parallel_size, found.arguments) == (1, {})  # as Megatron takes it
-    assert refusal(found, {}).startswith("use_distributed_optimizer = True: ")
+    said = refusal(found, {})
+    assert said.startswith("use_distributed_optimizer = True: ")
+    assert "cannot be read: its files are damaged. Load another iteration" in said
     assert refusal(found, {"tp": 8}, no_load_optim=True) == "loads"
 
 
@@ -368,7 +370,7 @@ def test_folder_names_stand_in_for_a_damaged_file(tmp_path: Path, case: tuple[An
     found = read(legacy(tmp_path / "a", names), num_experts=experts)
     sizes = (found.tensor_model_parallel_size, found.pipeline_model_parallel_size)
     assert (*sizes, found.expert_model_parallel_size) == expected
-    assert "unreadable value" in refusal(found, {"tp": sizes[0]})
+    assert "its files are damaged" in refusal(found, {"tp": sizes[0]})
 
 
 def test_what_the_search_is_told(tmp_path: Path) -> None:
