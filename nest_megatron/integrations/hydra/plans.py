@@ -173,8 +173,8 @@ def _compare_ranks(
         DifferentRankError: on a rank that differs, with both values of each name.
     """
     context = RankContext(
-        rank=int(environment.get("RANK", "0")),
-        world_size=int(environment.get("WORLD_SIZE", "1")),
+        rank=number_said(environment, "RANK") or 0,
+        world_size=number_said(environment, "WORLD_SIZE") or 1,
         environment=environment,
         rendezvous_timeout_s=_TIMEOUT_S,
     )
@@ -287,7 +287,10 @@ def plan_job(config: Any, task: Any = None) -> None:
 
 
 def _plan_first(config: Any, view: AppView, environment: Environment) -> None:
-    path = plan_output(view.settings.out, [view.settings.plan])
+    out, number = view.settings.out, OmegaConf.select(config, "hydra.job.num", default=None)
+    if out is not None and out != "-" and number is not None:  # each job of a sweep has its own
+        out = str(Path(out).with_stem(f"{Path(out).stem}_{number}"))
+    path = plan_output(out, [view.settings.plan])
     path = path or Path(config.hydra.runtime.output_dir, "nest_plan.yaml")
     found = PLANS.of(config)
     reasons = {item: reason(found.plan, item) for item in plan_values(found.plan)}

@@ -81,6 +81,14 @@ def read_app(view: AppView, composed: Settings) -> Job:
     """
     _require_known_fields(view)
     _refuse_unplannable(view)
+    if growth := view.value("rampup_batch_size"):
+        raise UserInputError(
+            view.own_path("rampup_batch_size"),
+            growth,
+            "a batch that an application lets grow is not planned: every size of it has to be a "
+            "multiple of what the replicas take at once",
+            "Leave it out, or launch without nest.",
+        )
     values = _values(view)
     if composed.train.global_batch_size is None:
         _require(values, "global_batch_size", view)
@@ -307,9 +315,19 @@ def space_of(own: SearchSpace, view: AppView, job: Job) -> SearchSpace:
             said["recompute_num_layers"] = int(said["recompute_num_layers"] or 1)
         recompute = read_recompute(said) or NO_RECOMPUTE
     with_modules = view.is_planned("recompute_modules")
+    degrees = {**_degrees(own, view, job.spec), **own.fixed}
+    if view.value("megatron_amp_O2") is False:  # ``MegatronGPTModel.__init__`` of NeMo 1
+        for name in ("virtual_pipeline_model_parallel_size", "expert_model_parallel_size"):
+            if degrees.setdefault(name, 1) != 1:
+                raise UserInputError(
+                    name,
+                    degrees[name],
+                    f"NeMo refuses it with {view.own_path('megatron_amp_O2')}=false",
+                    f"Set {view.own_path('megatron_amp_O2')}=true.",
+                )
     return replace(
         own,
-        fixed={**_degrees(own, view, job.spec), **own.fixed},
+        fixed=degrees,
         limits=own.limits if divides_sequences else {"tensor_model_parallel_size": 1, **own.limits},
         rank_orders=_common("rank_order", own.rank_orders, orders),
         zero_stages=_common("zero_stage", own.zero_stages, zero_stages(view, job)),

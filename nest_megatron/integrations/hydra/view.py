@@ -7,14 +7,16 @@ plan writes it; where it holds anything else, somebody gave it, and it is kept.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.launch import Mode
-from nest_megatron.config.overrides import Setting, first_line, leaves, parse, value_text
+from nest_megatron.config.overrides import Setting, first_line, is_path, leaves, parse, value_text
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.integrations.fields import ABSENT
 
@@ -157,7 +159,12 @@ def node_at(raw: Any, path: str) -> Node:
 
 
 #: Sections of a planning job that ``nest.num_gpus`` or the application itself decides.
-_DECIDED = {"cluster.num_gpus": "nest.num_gpus", "model": "nest.model", "cluster": "nest.cluster"}
+_DECIDED = {
+    "cluster.num_gpus": "nest.num_gpus",
+    "model": "nest.model",
+    "cluster": "nest.cluster",
+    "out": "nest.out",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,7 +423,8 @@ def view_of(root: Any) -> AppView:
                 first_line(error),
                 "Correct it; docs/hydra_apps.md shows each setting.",
             ) from error
-    settings = read_settings(node)
+    begun_in = OmegaConf.select(root, "hydra.runtime.cwd")
+    settings = _at_home(read_settings(node), None if begun_in is None else Path(begun_in))
     moved = moved_fields(own, settings.root, settings.fields)
     task = OmegaConf.select(root, "hydra.overrides.task") if moved else ()  # it may ask for a plan
     if task is None and HydraConfig.initialized():
@@ -424,6 +432,24 @@ def view_of(root: Any) -> AppView:
     typed = [str(each).lstrip("+~").partition("=")[0] for each in task or ()]
     own = with_moved_fields(own, moved, typed)
     return AppView(root=root, raw=own, settings=settings, moved=moved)
+
+
+def _at_home(settings: AppSettings, begun_in: Path | None) -> AppSettings:
+    """Settings whose paths are as they were typed: Hydra may start a job in a folder of its own."""
+    if begun_in is None or begun_in == Path.cwd():
+        return settings
+    files = {"plan": settings.plan, "out": settings.out}
+    files |= {
+        name: value
+        for name, value in (("cluster", settings.cluster), ("model", settings.model))
+        if value is not None and is_path(value)
+    }
+    there: dict[str, Any] = {
+        name: str(begun_in / Path(value).expanduser())
+        for name, value in files.items()
+        if value not in (None, "-")
+    }
+    return dataclasses.replace(settings, **there)
 
 
 def require_own_fields(view: AppView, own: Node) -> None:

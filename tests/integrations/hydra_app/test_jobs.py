@@ -264,6 +264,49 @@ def test_a_reviewed_plan_is_launched(tmp_path: Path) -> None:
     assert "num_layers is 20, pinned 40" in other.err
 
 
+def test_paths_are_those_that_were_typed(tmp_path: Path) -> None:
+    """Hydra may start a job in its output folder."""
+    script, chdir = make_app(tmp_path), "hydra.job.chdir=true"
+    assert run_app(script, *AUTO, "nest.out=plan.yaml", chdir).code == 0
+    assert main(["pin", str(tmp_path / "plan.yaml")]) == 0
+    done = run_app(script, "+nest=pinned", "nest.plan=plan.yaml", chdir)
+    assert (done.code, len(trained(done))) == (0, 1), done.err
+    swept = run_app(
+        script, "-m", *AUTO, "nest.out=swept.yaml", "model.global_batch_size=256,512", chdir
+    )
+    assert swept.code == 0, swept.err
+    batches = [
+        plan_file.read(tmp_path / f"swept_{number}.yaml").layout.global_batch_size
+        for number in (0, 1)
+    ]
+    assert batches == [256, 512]
+    done = run_app(script, *AUTO, "+nest.overrides.out=x.yaml")
+    assert (done.code, "Use nest.out" in done.err) == (2, True)
+
+
+def test_what_nemo_1_does_otherwise_than_megatron_lm(tmp_path: Path) -> None:
+    script = make_app(tmp_path)
+    done = run_app(script, *AUTO, "model.rampup_batch_size=[32,32,100000]")
+    assert (done.code, "lets grow is not planned" in done.err) == (2, True)
+    words = (
+        "+model.megatron_amp_O2=false",
+        "model.tensor_model_parallel_size=2",
+        "nest.out=plan.yaml",
+    )
+    assert run_app(script, *AUTO, *words).code == 0
+    dims = plan_file.read(tmp_path / "plan.yaml").layout.dims
+    assert dims.virtual_pipeline_model_parallel_size == 1
+    virtual = "model.virtual_pipeline_model_parallel_size=2"
+    done = run_app(script, *AUTO, words[0], "model.pipeline_model_parallel_size=4", virtual)
+    assert (done.code, "Set model.megatron_amp_O2=true" in done.err) == (2, True)
+
+
+def test_a_variable_that_holds_no_number_is_none(tmp_path: Path) -> None:
+    done = run_app(make_app(tmp_path), *AUTO, WORLD_SIZE="x")
+    assert "Traceback" not in done.err
+    assert "a bug of nest-megatron" not in done.err
+
+
 def test_a_plan_takes_no_script_s_place(tmp_path: Path) -> None:
     app = make_app(tmp_path)
     mine = tmp_path / "mine.py"
