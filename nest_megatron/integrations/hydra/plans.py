@@ -287,8 +287,8 @@ def plan_job(config: Any, task: Any = None) -> None:
 
 
 def _plan_first(config: Any, view: AppView, environment: Environment) -> None:
-    out, number = view.settings.out, OmegaConf.select(config, "hydra.job.num", default=None)
-    if out is not None and out != "-" and number is not None:  # each job of a sweep has its own
+    out, number = view.settings.out, OmegaConf.select(config, "hydra.job.num", default=0)
+    if out is not None and out != "-" and number:  # each further job of a sweep has its own
         out = str(Path(out).with_stem(f"{Path(out).stem}_{number}"))
     path = plan_output(out, [view.settings.plan])
     path = path or Path(config.hydra.runtime.output_dir, "nest_plan.yaml")

@@ -276,8 +276,8 @@ def test_paths_are_those_that_were_typed(tmp_path: Path) -> None:
     )
     assert swept.code == 0, swept.err
     batches = [
-        plan_file.read(tmp_path / f"swept_{number}.yaml").layout.global_batch_size
-        for number in (0, 1)
+        plan_file.read(tmp_path / name).layout.global_batch_size
+        for name in ("swept.yaml", "swept_1.yaml")
     ]
     assert batches == [256, 512]
     done = run_app(script, *AUTO, "+nest.overrides.out=x.yaml")
