@@ -143,7 +143,7 @@ def job_text(name: str) -> tuple[str, str]:
     for framework, launch in plan.launch.items():
         said.append((framework, launch.script, *launch.argv))
         said.append((framework, *sorted(launch.environment.items())))
-        said += [(framework, note) for note in launch.notes]
+        said += [(framework, note) for note in (*plan.notes, *launch.notes)]
     text = "\n".join(f"{key}: {' '.join(map(str, values))}" for key, *values in said)
     return text, f"{predicted.iteration_time_s} s {degrees(plan)} {search.certificate}"
 

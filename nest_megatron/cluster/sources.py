@@ -194,7 +194,8 @@ def reports(text: str) -> Sources:
 
 def _slurm_nodes(text: str) -> Sources:
     found = parse_slurm_nodes(text)
-    return Sources(slurm=found, divided=found.divided)
+    unseen = (f"scontrol show node: {n} is left out: {w}" for n, w in found.left_out.items())
+    return Sources(slurm=found, divided=found.divided, unseen=tuple(unseen))
 
 
 def _nodes(text: str) -> Sources:

@@ -181,11 +181,13 @@ class SlurmNodes:
         gpu_counts: whole GPUs of each node.
         gpu_types: what Slurm calls them, where it names them.
         divided: slices of nodes whose GPUs MIG divides.
+        left_out: nodes that no job can have, and why.
     """
 
     gpu_counts: Mapping[str, int]
     gpu_types: Mapping[str, str]
     divided: Mapping[str, str]
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def joined(self, later: SlurmNodes) -> SlurmNodes:
         """Both, where the later one wins."""
@@ -193,12 +195,14 @@ class SlurmNodes:
             gpu_counts={**self.gpu_counts, **later.gpu_counts},
             gpu_types={**self.gpu_types, **later.gpu_types},
             divided={**self.divided, **later.divided},
+            left_out={**self.left_out, **later.left_out},
         )
 
 
 def parse_slurm_nodes(text: str) -> SlurmNodes:
     """``scontrol show node``: what GPUs each node has."""
-    counts, types, divided = dict[str, int](), dict[str, str](), dict[str, str]()
+    counts, types = dict[str, int](), dict[str, str]()
+    divided, left_out = dict[str, str](), dict[str, str]()
     for node in re.split(r"(?=\bNodeName=)", text):
         name = re.match(r"NodeName=(\S+)", node)
         gres = re.search(r"\bGres=(\S+)", node)
@@ -209,10 +213,15 @@ def parse_slurm_nodes(text: str) -> SlurmNodes:
         if slices:
             divided[name[1]] = ", ".join(slices)
             continue
+        state = re.search(r"\bState=(\S*(?:DOWN|DRAIN|FAIL)\S*)", node)
+        if state or len({kind for kind, _ in found}) > 1:
+            unlike = " and ".join(f"{count} x {kind or 'GPU'}" for kind, count in found)
+            left_out[name[1]] = state[1] if state else f"unlike GPUs, {unlike}"
+            continue
         counts[name[1]] = sum(int(count) for _, count in found)
         if named := [kind for kind, _ in found if kind]:
             types[name[1]] = ", ".join(named)
-    return SlurmNodes(gpu_counts=counts, gpu_types=types, divided=divided)
+    return SlurmNodes(gpu_counts=counts, gpu_types=types, divided=divided, left_out=left_out)
 
 
 def parse_ibnetdiscover(text: str) -> Topology:
@@ -389,7 +398,8 @@ def parse_host_file(text: str) -> Topology:
         UserInputError: for a host twice, lines of unlike length, or a file without a host.
     """
     lines = [line.partition("#")[0].split() for line in text.splitlines()]
-    rows = list(filter(None, lines))
+    rows: list[Sequence[str]] = list(filter(None, lines))
+    rows = [(host, *names) for some, *names in rows for host in hosts_of(some)]
     groups = {host: tuple(names) for host, *names in rows}
     limit = None
     if not rows:

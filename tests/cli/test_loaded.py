@@ -38,7 +38,7 @@ def test_a_plan_can_load_what_the_command_loads(tmp_path: Path, flags: str, is_h
     (launch,) = document["launch"].values()
     assert "fsdp_dtensor" not in launch["argv"]
     told = "as was found there" if is_here else "there is no such folder on this host"
-    assert [note for note in launch["notes"] if "torch_dist" in note and told in note]
+    assert [note for note in document["notes"] if "torch_dist" in note and told in note]
 
 
 def test_a_folder_without_a_checkpoint_fixes_nothing(tmp_path: Path) -> None:

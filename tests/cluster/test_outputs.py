@@ -164,6 +164,17 @@ def test_gpus_that_slurm_knows_of() -> None:
     assert not found.divided
 
 
+def test_nodes_that_no_job_can_have_are_left_out() -> None:
+    text = (
+        "NodeName=n1 Gres=gpu:h100:8\n   State=IDLE ThreadsPerCore=1\n"
+        "NodeName=n2 Gres=gpu:h100:8\n   State=DOWN*+DRAIN\n"
+        "NodeName=n3 Gres=gpu:h100:4,gpu:a100:4\n   State=MIXED\n"
+    )
+    found = topology.parse_slurm_nodes(text)
+    assert found.gpu_counts == {"n1": 8}
+    assert found.left_out == {"n2": "DOWN*+DRAIN", "n3": "unlike GPUs, 4 x h100 and 4 x a100"}
+
+
 def test_slices_of_slurm_are_no_gpus() -> None:
     text = "NodeName=n1 Gres=gpu:a100_1g.5gb:7,gpu:a100_3g.20gb:2(S:0)\nNodeName=n2 Gres=gpu:8\n"
     found = topology.parse_slurm_nodes(text)
@@ -197,6 +208,7 @@ def test_nodes_without_labels_are_said() -> None:
 
 
 def test_a_file_of_hosts() -> None:
+    assert [*parse_host_file("n[1-2] rackA\nn3 rackB").groups] == ["n1", "n2", "n3"]
     found = parse_host_file("# host rack row\nn1 r1 a\nn2 r2 a   # new\n\nn3 r1 a\n")
     assert found.groups == {"n1": ("r1", "a"), "n2": ("r2", "a"), "n3": ("r1", "a")}
     assert parse_host_file(host_file(found, ["n3", "n1"])).groups == {
