@@ -7,7 +7,7 @@ results and errors are those of the command line; ``docs/api.md`` is made of the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
@@ -290,7 +290,7 @@ def plan_table(
         settings_for_nodes,
     )
 
-    counts = _whole_numbers("nodes", nodes, "range(15, 17)")
+    counts = tuple(_whole_numbers("nodes", nodes, "range(15, 17)"))
     if min(counts) < 1:
         raise _no_numbers("nodes", counts, "range(15, 17)")
     sizes = None, global_batch_size
@@ -333,14 +333,17 @@ def plan_for_gpus(
     return Scaling(rows=tuple(rows))
 
 
-def _whole_numbers(what: str, given: object, example: str) -> tuple[int, ...]:
+def _whole_numbers(what: str, given: object, example: str) -> Iterator[int]:
     """Numbers that are given one by one; at least one."""
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
         raise _no_numbers(what, given, example)
-    found = tuple(given)
-    if not found or not all(isinstance(each, Integral) for each in found):
-        raise _no_numbers(what, found, example)
-    return tuple(map(int, found))
+    number = None
+    for number in given if isinstance(given, Iterator) else tuple(given):
+        if not isinstance(number, Integral):
+            raise _no_numbers(what, number, example)
+        yield int(number)
+    if number is None:
+        raise _no_numbers(what, [], example)
 
 
 def _no_numbers(what: str, given: object, example: str) -> UserInputError:

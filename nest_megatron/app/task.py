@@ -188,11 +188,11 @@ class Task:
 
     def _model(self, folder: Path) -> str | Path | None:
         """The model, as the API takes it; ``None`` where the form has none."""
-        return _source(self.model, folder / "pasted.json") if self.model else None
+        return _source(self.model.strip(), folder / "pasted.json") if self.model else None
 
     def _cluster(self, folder: Path) -> str | Path:
         """The cluster, as the API takes it."""
-        return _source(self.cluster, folder / "cluster.yaml")
+        return _source(self.cluster.strip(), folder / "cluster.yaml")
 
     def _sources(self, folder: Path) -> tuple[str | Path, str | Path]:
         """Both, where the form has a model."""
@@ -204,7 +204,12 @@ class Task:
         def on_job(text: str) -> None:
             on_part(f"planning {text}")
 
-        changes = dict(change.partition("=")[::2] for change in self.changes.split())
+        changes: dict[str, str] = {}
+        for change in self.changes.split():
+            key, _, value = change.partition("=")
+            if key in changes:
+                raise UserInputError(CHANGES, change, "it is given twice", "Write gpus=16,32.")
+            changes[key] = value
         if not self.command:
             return nest_megatron.whatif(self._written(folder), changes, on_job=on_job)
         return nest_megatron.whatif_command(
@@ -327,18 +332,23 @@ def _mistakes(form: Task, model: str | Path | None, cluster: str | Path) -> Iter
         if composed.model is not None and not form.command:
             read_spec(composed)
 
-    if ".." in form.num_gpus:
+    if has_several := ".." in form.num_gpus:
         yield from _wrong(GPUS, lambda: list(read_counts(form.num_gpus, GPUS, doubling=True)))
     sizes = {"cluster.num_gpus": (GPUS, form.num_gpus.strip())}
     sizes["train.global_batch_size"] = (BATCH, form.global_batch_size.strip())
     seen = {key for key, (_, text) in sizes.items() if text}
     for key, (label, text) in sizes.items():
-        if text and ".." not in text:
+        if label == GPUS and has_several:
+            continue
+        if "," in text:
+            fix = "For example 64; 8..64 is several."
+            yield label, UserInputError(label, text, "it is one number", fix)
+        elif text:
             yield from _wrong(label, partial(read, f"{key}={text}"))
     lines = []
     for line in filter(None, map(str.strip, form.settings.splitlines())):
         key, _, value = (part.strip() for part in line.partition("="))
-        if not value or "." not in key:
+        if not value or key in (MODEL.lower(), CLUSTER.lower(), "out"):
             limit = "a setting is written section.key=value"
             fix = "For example parallel.tensor_model_parallel_size=8."
             yield SETTINGS, UserInputError(SETTINGS, line, limit, fix)

@@ -143,10 +143,21 @@ def test_settings_are_those_of_the_command_line() -> None:
     }
 
 
+def test_settings_without_a_section_are_taken_and_changes_are_given_once() -> None:
+    found = answer(model="llama3_8b", settings="target=nemo_2.7", work=Work.ESTIMATE)
+    assert "The plan is for NeMo" in found.text
+    planned = answer(model="llama3_8b").plan_file
+    task = Task(work=Work.WHATIF, plan_file=planned, changes="gpus=16 gpus=32")
+    with pytest.raises(UserInputError, match="it is given twice"):
+        task.answer()
+
+
 @pytest.mark.parametrize(
     ("fields", "label", "said"),
     [
         ({"settings": "tensor 8"}, SETTINGS, "section.key=value"),
+        ({"settings": "targett=nemo_2.7"}, SETTINGS, "Did you mean target"),
+        ({"num_gpus": "8,16"}, GPUS, "it is one number"),
         ({"settings": "model=llama3_70b"}, SETTINGS, "section.key=value"),
         ({"settings": "cluster.num_gpus=16"}, SETTINGS, "given twice"),
         ({"settings": "parallel.tensor=8"}, SETTINGS, "no such setting"),
