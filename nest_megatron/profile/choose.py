@@ -23,7 +23,7 @@ from nest_megatron.profile.records import (
     layer_shape,
     shape_digest,
 )
-from nest_megatron.profile.store import LAYERS, Entry, all_entries, find_entry
+from nest_megatron.profile.store import LAYERS, all_entries, find_entry
 from nest_megatron.units import format_gib
 
 MEASURE_COMMAND = "torchrun -m nest_megatron.profile"
@@ -168,8 +168,11 @@ def _matching(job: TimedJob) -> _Choice:
     foreign: list[LayerProfile] = []
     shipped: list[LayerProfile] = []
     broken, unused = [], []
-    for entry in _of_same_layers(job):
+    layers = shape_digest(job.spec, job.precision)
+    for entry in all_entries():
         try:
+            if entry.line(LAYERS) not in (None, layers):
+                continue  # of other layers, as it says itself: it need not be read whole
             profile = entry.read()
         except ProfileError as error:
             broken.append(f"A profile cannot be used: {error}")
@@ -187,17 +190,6 @@ def _matching(job: TimedJob) -> _Choice:
     if not chosen:
         return None, (*broken, *unused)
     return LayerTimes(spec=job.spec, profiles=chosen), tuple(broken)
-
-
-def _of_same_layers(job: TimedJob) -> Iterator[Entry]:
-    """Files that say they are of these layers; most others need not be read whole."""
-    layers = shape_digest(job.spec, job.precision)
-    for entry in all_entries():
-        try:
-            if entry.line(LAYERS) == layers:
-                yield entry
-        except ProfileError:
-            continue  # unreadable, so nothing is known of its layers; `profiles verify` names it
 
 
 def _newest(profiles: Iterable[LayerProfile]) -> tuple[LayerProfile, ...]:

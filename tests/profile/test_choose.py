@@ -50,6 +50,15 @@ def test_the_matching_profile_is_found_for_any_depth() -> None:
     assert notes == ()
 
 
+@pytest.mark.parametrize("content", [b"schema: 1\n", b"\xff\xfe", b""])
+def test_a_file_that_is_no_profile_is_told(content: bytes) -> None:
+    store.profiles_folder().mkdir(parents=True, exist_ok=True)
+    (store.profiles_folder() / "cut.yaml").write_bytes(content)
+    times, notes = choose_times(wanted(), AUTO)
+    assert times is None
+    assert any("cut.yaml" in note for note in notes)
+
+
 def test_analytic_asks_no_profile() -> None:
     store.record(whole_profile("mine"))
     assert choose_times(wanted(), ProfileMode.ANALYTIC) == (None, ())
