@@ -51,6 +51,10 @@ transformers is installed).
   `estimate` take them; `plan` refuses them by name for a framework that does not build them. NeMo
   and Megatron-Bridge build those of Gemma, Megatron-Bridge those of OLMoE.
 * A layer of Bamba and of Granite 4 is two of Megatron's `hybrid_layer_pattern`.
+* Of the longest sequence (`max_position_embeddings`) at most 8,192 tokens are planned, with a note,
+  unless `train.seq_length` says more.
+* Llama 4 attends in chunks in NeMo alone, without context parallelism; elsewhere its layers attend
+  to whole sequences, and are priced so, with a note.
 * The bias that balances experts of `ernie4_5_moe` is a parameter there and a buffer in Megatron.
   transformers 5 drops the bias of its output layer with `use_bias`, which no published model has;
   the count is that of 4.57.
