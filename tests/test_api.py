@@ -130,6 +130,8 @@ def test_attention_in_chunks_is_nemos_alone() -> None:
     assert own.model.attention_chunk_size == 8192
     with pytest.raises(UserInputError, match="cuts chunks from the part of a sequence"):
         nest_megatron.plan(target="nemo_2.7", cp=2, **job)
+    with pytest.raises(UserInputError, match="cuts chunks from the part of a sequence"):
+        nest_megatron.estimate(target="nemo_2.7", cp=2, **job)
     whole = nest_megatron.plan(**job)
     assert whole.model.attention_chunk_size is None
     assert any("has no attention in chunks" in note for note in whole.notes)

@@ -15,7 +15,7 @@ from nest_megatron.config.overrides import Choice, choice
 from nest_megatron.config.policy import policy_notes
 from nest_megatron.config.schema import ParallelConfig
 from nest_megatron.config.train import REPLICA_DEGREES, assumed_batch
-from nest_megatron.cost_model.target_defaults import MEGATRON_LM, NEMO, newest_stable
+from nest_megatron.cost_model.target_defaults import MEGATRON_LM, NEMO, newest_stable, target_named
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UnplannableModelError, UserInputError, require_at_least
 from nest_megatron.layout.dims import ParallelDims, RankOrder
@@ -352,6 +352,10 @@ def _grid(settings: Settings, request: Request) -> tuple[PartialLayout, tuple[st
     given = fixed_degrees(settings)
     micro = given.pop("micro_batch_size", 1)
     dims, notes = _dims(settings, request, given), list[str]()
+    if (target := request.settings.target) is not None:
+        degrees = ("context_parallel_size", "virtual_pipeline_model_parallel_size")
+        stated = {name: getattr(dims, name) for name in degrees}
+        buildable_degrees(request.spec, target_named(target), stated)
     batch = request.global_batch_size
     if settings.train.global_batch_size is None and request.batch_schedule is None:
         step = micro * dims.data_parallel_size
