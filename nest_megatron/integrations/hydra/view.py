@@ -18,6 +18,7 @@ from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.launch import Mode
 from nest_megatron.config.overrides import Setting, first_line, is_path, leaves, parse, value_text
 from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.files import expanded
 from nest_megatron.integrations.fields import ABSENT
 
 #: A value of the plan; the group ``auto`` writes each under a name of this node.
@@ -445,7 +446,7 @@ def _at_home(settings: AppSettings, begun_in: Path | None) -> AppSettings:
         if value is not None and is_path(value)
     }
     there: dict[str, Any] = {
-        name: str(begun_in / Path(value).expanduser())
+        name: str(begun_in / expanded(Path(value), f"nest.{name}"))
         for name, value in files.items()
         if value not in (None, "-")
     }
