@@ -106,9 +106,7 @@ class Plan(Shown):
     def notes(self) -> tuple[str, ...]:
         """What was assumed, and variables that must not be set, one sentence each."""
         launch = self.record.launch.get(LAUNCHER)
-        values = {} if launch is None else launch.environment
-        unset = (f"{name} must not be set." for name, value in values.items() if value is None)
-        return (*self.record.notes, *unset)
+        return self.record.notes + (() if launch is None else launch.unset_notes())
 
     @property
     def before(self) -> BeforeAfter | None:

@@ -303,11 +303,10 @@ def explanation(
     yield explain_report(plan, differences)
     for name, launch in plan.launch.items():
         variables = [(k, v) for k, v in launch.environment.items() if v is not None]
-        unset = [k for k, v in launch.environment.items() if v is None]
         yield f"\nLaunch with {name}\n"
         yield command_lines(launch_words(plan, launch.script, launch.argv), variables)
         yield ""
-        yield notes_report([*launch.notes, *(f"{each} must not be set." for each in unset)])
+        yield notes_report([*launch.notes, *launch.unset_notes()])
     yield notes_report(plan.notes)
     yield from _advice(plan, times)
     if pin is not None:

@@ -178,6 +178,11 @@ class LaunchCommand:
     environment: Mapping[str, str | None]
     notes: tuple[str, ...] = ()
 
+    def unset_notes(self) -> tuple[str, ...]:
+        """A sentence for each variable that must be unset."""
+        unset = (name for name, value in self.environment.items() if value is None)
+        return tuple(f"{name} must not be set." for name in unset)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelPlan:

@@ -182,7 +182,7 @@ def _memory_rows(plan: ParallelPlan, job: ActualJob) -> Iterator[Row]:
 
     def needs_more(traits: ExecutionTraits) -> bool:
         now = _stage_bytes(plan, dataclasses.replace(settings, traits=traits))
-        return any(bytes_now > planned for bytes_now, planned in zip(now, before, strict=True))
+        return any(peak > peak_before for peak, peak_before in zip(now, before, strict=True))
 
     if not needs_more(has):
         return

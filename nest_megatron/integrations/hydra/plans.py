@@ -280,14 +280,14 @@ def plan_job(config: Any, task: Any = None) -> None:
     own = comparable_fields(view.raw, "", (*view.settings.may_differ, "nest.out"))
     _compare_ranks(environment, f"configuration of job {number}", {**versions(), **own})
     if is_first(environment):
-        _plan_first(config, view, environment)
+        _plan_first(config, view, environment, number)
     found = PLANS.of(config)
     for each in (config,) if task is None else (config, task):
         PLANS.write(each, found)
 
 
-def _plan_first(config: Any, view: AppView, environment: Environment) -> None:
-    out, number = view.settings.out, OmegaConf.select(config, "hydra.job.num", default=0)
+def _plan_first(config: Any, view: AppView, environment: Environment, number: int) -> None:
+    out = view.settings.out
     if out is not None and out != "-" and number:  # each further job of a sweep has its own
         out = str(Path(out).with_stem(f"{Path(out).stem}_{number}"))
     path = plan_output(out, [view.settings.plan])

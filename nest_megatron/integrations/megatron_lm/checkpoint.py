@@ -179,13 +179,15 @@ def check_loadable(saved: SavedCheckpoint, arguments: Values, values: Values, ve
         same = (planned or (1 if name == _VPP else False)) == value
         if name == _LAYOUT and planned and value and not saved_pattern(saved.arguments):
             same = expand_layout(planned) == expand_layout(str(value))
-        if not same and value is None:
+        if same:
+            continue
+        if value is None:
             said = f"what {saved.directory} was saved with cannot be read: its files are damaged"
             fix = f"load another iteration with --ckpt-step, or, if they are whole, {need.fix}"
-            _refuse(name, planned, said, fix)
-        if not same:
+        else:
             said = f"{saved.directory} needs {value}: {need.reason}"
-            _refuse(name, planned, said, f"keep it, or {need.fix}")
+            fix = f"keep it, or {need.fix}"
+        _refuse(name, planned, said, fix)
     _check_rng(saved, arguments, values, release)
     if loads_optimizer(saved, values) and saved.format == "torch_dist":
         _check_opt(saved, arguments, values, release)
