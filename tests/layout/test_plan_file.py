@@ -11,7 +11,7 @@ import yaml
 
 from nest_megatron.errors import PlanFileError, UserInputError
 from nest_megatron.layout import plan_file
-from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.plan import LaunchCommand, ParallelPlan
 from nest_megatron.planner import Request, plan
 from tests import catalogue
 
@@ -135,3 +135,9 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 def test_a_file_of_something_else_is_no_plan_file(text: str) -> None:
     with pytest.raises(PlanFileError, match=r"plan = 'x.yaml': it is no plan file"):
         plan_file.load(text, "x.yaml")
+
+
+def test_only_variables_that_must_be_unset_have_a_note() -> None:
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": None, "OMP_NUM_THREADS": "1"}
+    command = LaunchCommand(script="train.py", argv=(), environment=environment)
+    assert command.unset_notes() == ("CUDA_DEVICE_MAX_CONNECTIONS must not be set.",)
