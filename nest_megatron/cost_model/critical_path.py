@@ -28,9 +28,11 @@ has_kernel = functools.partial(
 class CriticalPath:
     """What lies on the critical path of a schedule: passes and transfers of each chunk.
 
-    Of transfers of a chunk's results those count that their receiver waited for.
+    Of transfers of a chunk's results those count that their receiver waited for. ``ends`` is when
+    the last pass of each pipeline rank ends, on the path or not.
     """
 
+    ends: tuple[Ticks, ...]
     first_rank: int
     last_rank: int
     forward: tuple[int, ...]
@@ -55,17 +57,9 @@ class CriticalPath:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleSummary:
-    """When the last pass of each pipeline rank ends, in ticks, and what the schedule waits for."""
-
-    ends: tuple[Ticks, ...]
-    path: CriticalPath
-
-
 #: ``summarize`` or ``summarize_reference``.
 Summarize = Callable[
-    [int, int, int, Sequence[ChunkTimes], Sequence[Ticks], Sequence[Ticks]], ScheduleSummary
+    [int, int, int, Sequence[ChunkTimes], Sequence[Ticks], Sequence[Ticks]], CriticalPath
 ]
 
 
@@ -76,7 +70,7 @@ def summarize(
     chunks: Sequence[ChunkTimes],
     releases: Sequence[Ticks],
     reductions: Sequence[Ticks],
-) -> ScheduleSummary:
+) -> CriticalPath:
     """When a schedule ends and its critical path, compiled where that is built and fits int64.
 
     Args:
@@ -95,7 +89,7 @@ def summarize(
     ends, first, last, counts = _schedule.run(
         p, v, m, array("q", columns), array("q", releases), array("q", reductions)
     )
-    return ScheduleSummary(ends=ends, path=_path(first, last, counts))
+    return _path(ends, first, last, counts)
 
 
 def summarize_reference(
@@ -105,7 +99,7 @@ def summarize_reference(
     chunks: Sequence[ChunkTimes],
     releases: Sequence[Ticks],
     reductions: Sequence[Ticks],
-) -> ScheduleSummary:
+) -> CriticalPath:
     """``summarize`` in plain Python: runs every pass, and walks the path pass by pass."""
     ends, waited = [0] * p, [bytearray() for _ in range(p)]
     for done in run(p, v, m, chunks, releases):
@@ -126,14 +120,15 @@ def summarize_reference(
             rank, place = source.chunk % p, place_of(p, v, m, source)
         else:
             place -= 1
-    return ScheduleSummary(ends=tuple(ends), path=_path(rank, last, counts))
+    return _path(tuple(ends), rank, last, counts)
 
 
-def _path(first: int, last: int, counts: Sequence[int]) -> CriticalPath:
+def _path(ends: tuple[Ticks, ...], first: int, last: int, counts: Sequence[int]) -> CriticalPath:
     """A path from its counts [4, p * v], in the order of the fields."""
     num_chunks = len(counts) // 4
     rows = [tuple(counts[k : k + num_chunks]) for k in range(0, len(counts), num_chunks)]
     return CriticalPath(
+        ends=ends,
         first_rank=first,
         last_rank=last,
         forward=rows[0],

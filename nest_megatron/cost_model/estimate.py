@@ -176,7 +176,7 @@ def _waits(evaluation: Evaluation, rank: int) -> dict[str, Ticks]:
     waited = evaluation.finish - own
     gathered = max(0, min(gathers[path.first_rank], evaluation.first_start(rank)) - gathers[rank])
     reduced = min(
-        reductions[path.last_rank], evaluation.finish - evaluation.ends[rank] - reductions[rank]
+        reductions[path.last_rank], evaluation.finish - path.ends[rank] - reductions[rank]
     )
     sent = min(path.sent(evaluation.chunks), waited - gathered - reduced)
     return {

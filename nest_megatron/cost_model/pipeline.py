@@ -101,13 +101,12 @@ class RankMemory(NamedTuple):
 class Evaluation:
     """What a partition costs; tuples hold a value for each chunk or rank, times are ticks.
 
-    ``ends`` and ``busy`` are those of each rank's passes; ``finish`` is when the last rank is
-    through, its reduction included.
+    ``busy`` is that of each rank's passes; ``finish`` is when the last rank is through, its
+    reduction included.
     """
 
     iteration: Ticks
     chunks: tuple[ChunkTimes, ...]
-    ends: tuple[Ticks, ...]
     busy: tuple[Ticks, ...]
     finish: Ticks
     path: CriticalPath
@@ -123,7 +122,7 @@ class Evaluation:
 
         Of several the one that the critical path lies on longest, then the first.
         """
-        p = len(self.ends)
+        p = len(self.busy)
         return max(
             range(p),
             key=lambda rank: (
@@ -197,16 +196,15 @@ def evaluate(
     gathers = tuple(_larger(r, "gather_unhidden", "gather_hideable") for r in ranks)
     reductions = tuple(_larger(r, "reduce_unhidden", "reduce_hideable") for r in ranks)
     optimizers = tuple(sum(c.optimizer for c in r) for r in ranks)
-    found = run(p, v, m, times, gathers, reductions)
-    finish = max(end + reduction for end, reduction in zip(found.ends, reductions, strict=True))
+    path = run(p, v, m, times, gathers, reductions)
+    finish = max(end + reduction for end, reduction in zip(path.ends, reductions, strict=True))
     memory = [rank_memory(problem, rank, held) for rank, held in enumerate(ranks)]
     return Evaluation(
         iteration=problem.constant + finish + max(optimizers),
         chunks=times,
-        ends=found.ends,
         busy=tuple(m * sum(c.forward + c.backward for c in times[r::p]) for r in range(p)),
         finish=finish,
-        path=found.path,
+        path=path,
         gathers=gathers,
         reductions=reductions,
         optimizers=optimizers,

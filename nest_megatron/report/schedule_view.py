@@ -160,13 +160,15 @@ def _spans(
     problem: PipelineProblem, evaluation: Evaluation, rank: int, passes: Sequence[TimedOp]
 ) -> tuple[Span, ...]:
     """Gather, passes, reduction, optimizer and the rest of one rank, as far as they take time."""
-    ends = [end + tail for end, tail in zip(evaluation.ends, evaluation.reductions, strict=True)]
+    ends = [
+        end + tail for end, tail in zip(evaluation.path.ends, evaluation.reductions, strict=True)
+    ]
     step = max(ends)  # every rank waits for the last one's gradients (norm, overflow check)
     after = step + max(evaluation.optimizers)
     spans = [
         (SpanKind.PARAMETER_GATHER, 0, evaluation.gathers[rank], ()),
         *(_pass(timed, problem.num_stages) for timed in passes),
-        (SpanKind.GRADIENT_REDUCTION, evaluation.ends[rank], ends[rank], ()),
+        (SpanKind.GRADIENT_REDUCTION, evaluation.path.ends[rank], ends[rank], ()),
         (SpanKind.OPTIMIZER, step, step + evaluation.optimizers[rank], ()),
         (SpanKind.OTHER, after, after + problem.constant, ()),
     ]

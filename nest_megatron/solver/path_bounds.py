@@ -59,7 +59,7 @@ def critical_path(
     ranks = timeline(problem, evaluation)
     passes = {timed.op: timed for rank in ranks for timed in rank}
     previous = {later.op: earlier.op for rank in ranks for earlier, later in pairwise(rank)}
-    ends = list(map(sum, zip(evaluation.ends, evaluation.reductions, strict=True)))
+    ends = list(map(sum, zip(evaluation.path.ends, evaluation.reductions, strict=True)))
     last = rank = ends.index(max(ends))
     forward, backward = [0] * p, [0] * p
     op: Op | None = Op(False, last, m - 1)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nest_megatron.cost_model import critical_path
-from nest_megatron.cost_model.critical_path import ScheduleSummary, summarize, summarize_reference
+from nest_megatron.cost_model.critical_path import CriticalPath, summarize, summarize_reference
 from nest_megatron.cost_model.schedule import ChunkTimes, Op, simulate, source_of
 
 #: Pipeline ranks, chunks on each, micro batches.
@@ -54,12 +54,11 @@ def job(
 
 
 def length(
-    found: ScheduleSummary,
+    path: CriticalPath,
     chunks: Sequence[ChunkTimes],
     gathers: Sequence[int],
     reductions: Sequence[int],
 ) -> int:
-    path = found.path
     passes = sum(path.on_rank(chunks, rank, len(gathers)) for rank in range(len(gathers)))
     return gathers[path.first_rank] + passes + path.sent(chunks) + reductions[path.last_rank]
 
@@ -96,7 +95,7 @@ def test_plain_path_is_a_chain_of_the_timeline(shape: Shape, transfer: float, se
     start = {timed.op: timed.start for passes in timeline for timed in passes}
     end = {timed.op: timed.end for passes in timeline for timed in passes}
     before = {b.op: a.op for passes in timeline for a, b in pairwise(passes)}
-    op: Op | None = timeline[found.path.last_rank][-1].op
+    op: Op | None = timeline[found.last_rank][-1].op
     seen = [0] * (2 * len(chunks))
     first = -1
     while op is not None:
@@ -104,15 +103,15 @@ def test_plain_path_is_a_chain_of_the_timeline(shape: Shape, transfer: float, se
         first, free = op.chunk % shape[0], before.get(op)
         free_at = end[free] if free else gathers[first]
         op = free if start[op] == free_at else source_of(op, len(chunks))
-    assert tuple(seen) == found.path.forward + found.path.backward
-    assert first == found.path.first_rank
+    assert tuple(seen) == found.forward + found.backward
+    assert first == found.first_rank
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 7), (4, 1), (4, 4), (4, 32)])
 def test_equal_chunks_stay_on_the_last_rank(p: int, m: int) -> None:
     """Filled by one forward pass of each rank before it, drained by one backward pass of each."""
     chunks = [ChunkTimes(forward=10, backward=20)] * p
-    path = summarize(p, 1, m, chunks, [0] * p, [0] * p).path
+    path = summarize(p, 1, m, chunks, [0] * p, [0] * p)
     assert [path.on_rank(chunks, rank, p) for rank in range(p)] == [30] * (p - 1) + [30 * m]
 
 
