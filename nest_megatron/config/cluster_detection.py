@@ -102,6 +102,20 @@ def find_cluster(
     return JobCluster(cluster=cluster, settings=composed, notes=tuple(notes))
 
 
+def node_notes(cluster: Cluster, num_ranks: int | None, num_nodes: int | None) -> tuple[str, ...]:
+    """A note where a job's nodes are not those of its cluster; ``None`` for what is not known."""
+    node = cluster.host_size
+    if not num_ranks or not num_nodes or node is None:
+        return ()
+    each = num_ranks // num_nodes
+    if each == node or (each < node and num_nodes == 1):
+        return ()
+    return (
+        f"The job has {each} ranks on each of {num_nodes} nodes; those of {cluster.name} have "
+        f"{node} GPUs, and the plan takes whole nodes.",
+    )
+
+
 def _compared(cluster: Cluster, hosts: Sequence[Host], mixed: MixedGpus) -> list[str]:
     """Refuse a named cluster of other GPUs than the hosts'; a note where they are not known."""
     try:

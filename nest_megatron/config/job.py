@@ -228,6 +228,11 @@ class Job:
         return self.stated if self.command is None else self.command.values
 
     @property
+    def num_nodes(self) -> int | None:
+        """Hosts that its ranks are on, where it says so."""
+        return self.num_gpus and self.gpus_per_node and self.num_gpus // self.gpus_per_node
+
+    @property
     def not_modelled(self) -> tuple[str, ...]:
         """Flags whose effect on memory is not known here: Megatron's, and those that it lacks."""
         own = (word.partition("=")[0] for word in self.passthrough if word.startswith("--"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType, MappingProxyType
 from typing import Any
 
@@ -407,7 +407,13 @@ FAMILIES: dict[str | None, Family] = {
         fields=_heterogeneous,
         ones={"virtual_pipeline_model_parallel_size": "its layers are built for one stage a rank"},
     ),
-    "Gemma2Config": _GEMMA2,
+    "Gemma2Config": replace(
+        _GEMMA2,
+        ones={
+            **_GEMMA2.ones,
+            "virtual_pipeline_model_parallel_size": "its configure_model takes no virtual stage",
+        },
+    ),
     "Gemma2ModelProvider": _GEMMA2,
     "Gemma3Config": Family(
         fields=_gemma3,

@@ -106,13 +106,25 @@ class NemoRecipe(Recipe, framework="nemo"):
                 path = f"trainer.callbacks[{index}]"
                 given = f"{path}.user_comm_overlap_cfg"
                 overlap.append(path if self.find(given) is ABSENT else given)
-        lacks = "only MegatronCommOverlapCallback makes the user buffers, and there is none"
+        lacks, option = NEMO_LACKS, "tp_comm_overlap"
+        if not overlap:
+            why = "only MegatronCommOverlapCallback makes the user buffers, and there is none"
+            lacks = {**lacks, option: why}
+        length = self.find(self.seq_length)
+        learned = self.find(f"{self.model}.position_embedding_type") == "learned_absolute"
+        if learned and self._model_length(length) != length:
+            why = "its buffers are as long as model.config.seq_length, which has learned positions"
+            lacks = {**lacks, option: why}
         return ExecutionPlaces(
             recipe=self,
             overlap=tuple(overlap),
-            lacks=NEMO_LACKS if overlap else {**NEMO_LACKS, "tp_comm_overlap": lacks},
+            lacks=lacks,
             forced=_DEEPEP if any(map(turns_on_deepep, self.callbacks)) else {},
         )
+
+    def _model_length(self, length: int) -> int:
+        """The sequence that the model's configuration states, by default that of the data."""
+        return int(value_or(self.root.model.config, "seq_length", length))
 
     @property
     def uses_fsdp(self) -> bool:
@@ -211,9 +223,11 @@ class NemoRecipe(Recipe, framework="nemo"):
         length, why = plan.train.seq_length, "the sequences that were planned for"
         if packed_sequence_size(self.root.data) is None:  # else the length is that of a pack
             yield self.seq_length, length, why
-        cp = plan.layout.dims.context_parallel_size
-        if cp > 1 and value_or(self.root.model.config, "seq_length", length) % (2 * cp):
-            yield "model.config.seq_length", length, why
+        cp, own = plan.layout.dims.context_parallel_size, self._model_length(length)
+        if (cp > 1 and own % (2 * cp)) or (
+            own != length and plan.layout.execution.tp_comm_overlap  # user buffers are as long
+        ):
+            yield f"{self.model}.seq_length", length, why
         fsdp, why = plan.layout.uses_megatron_fsdp, reason(plan, "use_megatron_fsdp")
         inside = f"{self.ddp}."
         layout = layout_fields(self, plan)

@@ -22,6 +22,7 @@ from nest_megatron.config.cluster_detection import (
     find_cluster,
     like_gpus,
     names_cluster,
+    node_notes,
 )
 from nest_megatron.config.compose import compose
 from nest_megatron.config.defaults import with_defaults
@@ -122,7 +123,8 @@ def other_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
     yield from _contradicted(recipe, plan, {**options, **recipe.incompatible})
     planned, overlaps = plan_values(plan), recipe.places.overlap
     sizes = ("tensor_model_parallel_size", "context_parallel_size", "micro_batch_size")
-    same_shapes = recipe.find(recipe.seq_length) == plan.train.seq_length and all(
+    lengths = {recipe.find(path) for path in (recipe.seq_length, f"{recipe.model}.seq_length")}
+    same_shapes = lengths <= {plan.train.seq_length, ABSENT} and all(
         recipe.find(recipe.items[name]) == planned[name] for name in sizes
     )
     virtual = plan.layout.dims.virtual_pipeline_model_parallel_size > 1
@@ -444,7 +446,8 @@ def plan_recipe(
             hosts=hosts,
             mixed=mixed,
         )
-    job = replace(job, notes=(*job.notes, *place.notes))
+    nodes = () if hosts else node_notes(place.cluster, job.num_gpus, job.num_nodes)
+    job = replace(job, notes=(*job.notes, *place.notes, *nodes))
     request = job_request(job, place.cluster, place.settings)
     found = plan_to_launch(request, place.settings, choose)
     if job.restored is not None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.catalogue import read_cluster, read_spec
+from nest_megatron.config.cluster_detection import node_notes
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import FreeParameters, Job, LaunchedRanks, megatron_version
 from nest_megatron.config.request import request_for
@@ -126,13 +127,8 @@ def read_typed(
         )
         job = replace(job, num_gpus=cluster.num_gpus)
     cluster = read_cluster(composed, job.num_gpus)
-    if ranks.num_ranks and ranks.num_nodes and (node := cluster.host_size) is not None:
-        each = ranks.num_ranks // ranks.num_nodes
-        if each > node or (each < node and ranks.num_nodes > 1):
-            assumed.append(
-                f"The launcher starts {each} ranks on each of {ranks.num_nodes} nodes; those of "
-                f"{cluster.name} have {node} GPUs, and the plan takes whole nodes."
-            )
+    size = (ranks.num_ranks, ranks.num_nodes) if job.command else (job.num_gpus, job.num_nodes)
+    assumed += node_notes(cluster, *size)
     return replace(job, notes=tuple(assumed)), cluster
 
 

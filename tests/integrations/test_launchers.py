@@ -177,7 +177,7 @@ def test_nodes_that_are_not_the_clusters_are_told() -> None:
     job, cluster = read_typed(f"{launch} {JOB}", composed(words), version="0.16")
     assert cluster.num_gpus == 16
     assert job.notes[-1] == (
-        "The launcher starts 4 ranks on each of 4 nodes; those of dgx_h100 have 8 GPUs, and the "
+        "The job has 4 ranks on each of 4 nodes; those of dgx_h100 have 8 GPUs, and the "
         "plan takes whole nodes."
     )
     for launch in ("deepspeed --num_gpus 4", "torchrun --nnodes 2 --nproc-per-node 8"):

@@ -32,7 +32,7 @@ RECIPES = (
 PARAMETERS_ONLY = ("gpt_oss_20b", "gpt_oss_120b", "llama4_e16", "llama4_e128")
 #: Families whose layers NeMo builds by code of its own, and what a plan of them must be.
 FAMILIES: dict[str, dict[str, int | None]] = {
-    "gemma2_2b": {"context_parallel_size": 1},
+    "gemma2_2b": {"context_parallel_size": 1, "virtual_pipeline_model_parallel_size": None},
     "gemma3_1b": {"context_parallel_size": 1, "virtual_pipeline_model_parallel_size": None},
     "llama4_e16": {},
     "mamba2_hybrid_8b": {"virtual_pipeline_model_parallel_size": None},

@@ -171,11 +171,12 @@ def plan_recipe(
         )
     harmless = fields_assumed_harmless(parse(_names(options.overrides)))
     job = read_recipe(recipe, vocab_size=options.vocab_size, assume_harmless=harmless)
-    if size is not None and job.num_gpus not in (None, size[0] * size[1]):
+    own = (job.num_nodes, job.gpus_per_node)
+    if size is not None and size != own:
         nodes, per_node = size
         raise _plugin_error(
-            "trainer.num_nodes * trainer.devices",
-            job.num_gpus,
+            "trainer.num_nodes, trainer.devices",
+            "{} x {}".format(*own),
             f"the executor starts {nodes} x {per_node} processes",
             f"Give the recipe num_nodes={nodes} and {per_node} devices, or change the executor.",
         )

@@ -292,3 +292,31 @@ def test_a_release_without_language_models_is_explained() -> None:
     with pytest.raises(UserInputError, match="no collection of language models"):
         require_language_models("3.0.0")
     require_language_models("2.7.3")
+
+
+def test_user_buffers_get_the_length_of_the_data() -> None:
+    recipe = llama(num_nodes=2)
+    recipe.trainer.strategy.tensor_model_parallel_size = 2
+    recipe.trainer.callbacks.append(MegatronCommOverlapCallback(tp_comm_overlap=True))
+    recipe.model.config.seq_length = 4096
+    plan, _ = auto_recipe(recipe, cluster="dgx_h100", keep=["tensor_model_parallel_size"])
+    assert plan.layout.execution.tp_comm_overlap
+    assert recipe.model.config.seq_length == plan.train.seq_length == 8192
+
+    learned = llama(num_nodes=2)  # whose table would grow
+    learned.trainer.strategy.tensor_model_parallel_size = 2
+    learned.trainer.callbacks.append(MegatronCommOverlapCallback(tp_comm_overlap=True))
+    learned.model.config.position_embedding_type = "learned_absolute"
+    learned.model.config.seq_length = 16384
+    plan, _ = auto_recipe(learned, cluster="dgx_h100", keep=["tensor_model_parallel_size"])
+    assert not plan.layout.execution.tp_comm_overlap
+    assert learned.model.config.seq_length == 16384
+
+
+def test_nodes_that_are_not_the_clusters_are_told() -> None:
+    recipe = llama(num_nodes=4)
+    recipe.trainer.devices = 4
+    plan, _ = auto_recipe(recipe, cluster="dgx_h100")
+    assert "The job has 4 ranks on each of 4 nodes; those of dgx_h100 have 8 GPUs" in "".join(
+        plan.notes
+    )
