@@ -41,6 +41,7 @@ from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters, kept_flags
 from nest_megatron.integrations.plan_job import with_origin
 from nest_megatron.integrations.restore import restored_by_command
+from nest_megatron.integrations.vocabulary import is_assumed
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.estimate import BeforeAfter, Changes, LayoutChange
 from nest_megatron.layout.knobs import KNOBS
@@ -211,9 +212,10 @@ def _read(composed: Settings, text: str | Sequence[str], version: str | None) ->
             error.what, error.value, error.limit, " ".join((error.fix, *launch.notes))
         ) from error
     assert job.command is not None
-    return replace(
-        job, spec=job.spec.with_padded_vocab(job.command.values["tensor_model_parallel_size"])
-    )
+    values = job.command.values
+    if is_assumed(values, job.spec.family, job.version):  # Megatron pads what there is
+        return job
+    return replace(job, spec=job.spec.with_padded_vocab(values["tensor_model_parallel_size"]))
 
 
 def _release_of_tree(text: str | Sequence[str], folder: str) -> tuple[str | None, tuple[str, ...]]:

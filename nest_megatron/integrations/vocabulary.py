@@ -143,8 +143,7 @@ def vocab_size_of(values: Values, family: ModelFamily, version: str, notes: list
     """
     if values.get("padded_vocab_size"):
         return int(values["padded_vocab_size"])
-    given = values.get("vocab_size")
-    tokenizer = values.get("tokenizer_type") or _DEFAULT_TOKENIZERS[family]
+    given, tokenizer = values.get("vocab_size"), _tokenizer(values, family)
     if given is not None and tokenizer in _NULL_TOKENIZERS:  # an end of documents beside it
         return int(given) + (release_number(version) < (0, 18) or tokenizer != "NullTokenizer")
     if (counted := vocabulary_rows(values, tokenizer, version)) is not None:
@@ -167,6 +166,21 @@ def vocab_size_of(values: Values, family: ModelFamily, version: str, notes: list
         "Add --vocab-size with the tokenizer's number of tokens (--set --vocab-size=N beside "
         "--from), or name its files here.",
     )
+
+
+def is_assumed(values: Values, family: ModelFamily, version: str) -> bool:
+    """Whether nothing here says the rows, and those of a published vocabulary stand for them."""
+    stated = values.get("padded_vocab_size") or values.get("vocab_size")
+    tokenizer = _tokenizer(values, family)
+    return (
+        not stated
+        and tokenizer in _TOKENIZER_ROWS
+        and vocabulary_rows(values, tokenizer, version) is None
+    )
+
+
+def _tokenizer(values: Values, family: ModelFamily) -> str:
+    return str(values.get("tokenizer_type") or _DEFAULT_TOKENIZERS[family])
 
 
 def vocabulary_rows(values: Values, tokenizer: str, version: str) -> tuple[int, str] | None:

@@ -311,11 +311,11 @@ def _bad(text: str, limit: str, fix: str = f"Write for example {_EXAMPLE}.") -> 
 def uneven_flags(spec: TransformerSpec, pp: int) -> str:
     """Which flags state stages of layers that the pipeline ranks do not divide, as advice.
 
-    A layout is none for the hybrid models of 0.16.1; 0.20 writes it into their pattern.
+    Hybrid models have no layout; since 0.17 their pattern takes it.
     """
     layout = f"a layout ({_LAYOUT_FLAG}, parallel.{_LAYOUT})"
     if spec.hybrid_layer_pattern:
-        layout = "| in --hybrid-layer-pattern (Megatron-LM 0.20)"
+        layout = "| in --hybrid-layer-pattern (since Megatron-LM 0.17)"
     middle = max(1, round(spec.num_layers / pp))
     while middle > 1 and spec.num_layers - middle * (pp - 2) < 2:
         middle -= 1

@@ -145,3 +145,14 @@ def test_every_context_rank_encodes_all_images() -> None:
     assert graphs[0] == graphs[1]
     layers = 577 * 2 * 12 * 1024 * 1024 * 12 + 12 * 4 * 577 * 577 * 1024
     assert graphs[0].flops() == layers + 2 * 576 * 588 * 1024
+
+
+def test_flags_of_the_script_are_known_and_checked() -> None:
+    job = read_job(read_command(COMMAND + "--freeze-ViT --disable-vision-class-token"))
+    assert not job.passthrough
+    assert not job.notes
+    assert job.spec.vision is not None
+    assert job.spec.vision.frozen
+    for extra in ("--dataloader-seq-length x", "--dataloader-seq-length", "--patch-dim 0"):
+        with pytest.raises(UserInputError):
+            llava(extra)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nest_megatron.api import plan_command
 from nest_megatron.config.compose import compose
 from nest_megatron.config.job import ReadCommand
 from nest_megatron.config.overrides import parse
@@ -149,3 +150,19 @@ def test_a_program_in_a_tree_of_megatron_has_the_release_of_the_tree(
     assert any(str(tmp_path) in note for note in (found.command and found.command.notes) or ())
     named = compose(parse(["cluster=dgx_h100", "target=megatron_lm_0.18"]))
     assert read_request(command, named, free=(), version=None)[0].version == "0.18"
+
+
+def test_rows_that_are_only_assumed_are_not_written() -> None:
+    """Rows beyond them would be zero in silence, and Megatron pads what the files hold."""
+    text = job("--tensor-model-parallel-size 8 --tokenizer-type Llama2Tokenizer ")
+    text = text.replace("--vocab-size 128256 ", "")
+    for command, is_written in ((text, False), (f"{text} --vocab-size 64000", True)):
+        found = plan_command(
+            f"{command} --tokenizer-model /absent",
+            cluster="dgx_h100",
+            free="all",
+            search={"num_alternatives": 0},
+        )
+        argv = found.record.launch["megatron_lm"].argv
+        assert found.record.layout.dims.tensor_model_parallel_size != 8
+        assert ("--padded-vocab-size" in argv) == is_written, command

@@ -208,7 +208,7 @@ def partition_of_values(spec: TransformerSpec, values: Values, pp: int) -> Stage
                 name,
                 values[name],
                 "it does not cut the stages of a hybrid model",
-                "Leave it out; Megatron-LM 0.20 takes | in --hybrid-layer-pattern.",
+                "Leave it out; since Megatron-LM 0.17 | stands in --hybrid-layer-pattern.",
             )
     layout = values.get(_PATTERN if states_stages(values, _PATTERN) else _LAYOUT)
     partition = _split(spec, values, pp) if layout is None else parse_layout(str(layout), spec, pp)

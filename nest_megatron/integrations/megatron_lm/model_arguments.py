@@ -14,11 +14,9 @@ pipeline rank; all patches become tokens of the language model (``model_provider
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path, PurePath
-from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.documents import parse_json
@@ -246,23 +244,7 @@ def _differing(values: Values, file: Values) -> Iterator[tuple[str, object, obje
     return ((n, values.get(n), wanted) for n, wanted in expected.items() if values.get(n) != wanted)
 
 
-_SWITCHES = ("freeze_LM", "freeze_ViT", "disable_vision_class_token")
-_LENGTH = "dataloader_seq_length"
 _COLOURS = 3
-
-
-def script_arguments(unknown: Iterable[str]) -> dict[str, Any]:
-    """The script's own arguments by destination, from words that Megatron's parser left over."""
-    words = [*unknown, ""]
-    found: dict[str, Any] = {}
-    for word, following in pairwise(words):
-        flag, _, value = word.partition("=")
-        dest = flag.removeprefix("--").replace("-", "_")
-        if dest in _SWITCHES:
-            found[dest] = True
-        elif dest == _LENGTH:
-            found[dest] = int(value or following)
-    return found
 
 
 def with_images(spec: TransformerSpec, values: Values, precision: Precision) -> TransformerSpec:
@@ -288,13 +270,16 @@ def with_images(spec: TransformerSpec, values: Values, precision: Precision) -> 
         )
     height, width, patch = (values[name] for name in ("img_h", "img_w", "patch_dim"))
     for name, size in (("img_h", height), ("img_w", width)):
-        if size % patch:
+        if patch < 1 or size < 1 or size % patch:
             raise flag_error(
-                name, size, f"it must be a multiple of --patch-dim ({patch})", "Use whole patches."
+                name,
+                size,
+                f"it must be at least one --patch-dim ({patch}), and a multiple of it",
+                "Use whole patches.",
             )
     patches = height // patch * (width // patch)
     tokens = patches + (not values.get("disable_vision_class_token"))
-    text = values.get(_LENGTH) or spec.seq_length
+    text = values.get("dataloader_seq_length") or spec.seq_length
     shared = {each.name for each in dataclasses.fields(EncoderSpec)} - {"num_layers"}
     shared &= {each.name for each in dataclasses.fields(spec)}
     stated = values.get("encoder_num_layers") or values.get("num_layers")

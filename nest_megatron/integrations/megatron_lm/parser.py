@@ -16,6 +16,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import PurePath
 from typing import Any, NoReturn
 
 from nest_megatron.config.job import LaunchedRanks, Option, ReadCommand
@@ -84,6 +85,9 @@ def _read(split: SplitCommand, version: str) -> ReadCommand:
             "Paste the expanded command (bash -x prints it).",
         )
     values = {argument.dest: argument.default for argument in load_arguments(version)}
+    if sees_images(split.script):
+        own, rest = _vlm_parser().parse_known_args(unknown)
+        values, unknown = {**values, **vars(own)}, tuple(rest)
     return ReadCommand(
         version=version,
         environment=dict(split.environment),
@@ -96,6 +100,27 @@ def _read(split: SplitCommand, version: str) -> ReadCommand:
         notes=(*split.ranks.notes, *_notes(unknown, version)),
         ranks=split.ranks,
     )
+
+
+def script_words(script: str) -> list[str]:
+    """What a script's name says; that of ``examples/mimo/train.py`` is its folder's."""
+    path = PurePath(script)
+    return (path.parent.name if path.stem == "train" else path.stem).split("_")
+
+
+def sees_images(script: str) -> bool:
+    """Whether it is ``pretrain_vlm.py``."""
+    return "vlm" in script_words(script)
+
+
+@cache
+def _vlm_parser() -> argparse.ArgumentParser:
+    """Options that ``pretrain_vlm.py`` adds and a plan reads (``add_vlm_extra_args``)."""
+    parser = _Parser(prog="pretrain_vlm.py", allow_abbrev=False, add_help=False)
+    for flag in ("--freeze-LM", "--freeze-ViT", "--disable-vision-class-token"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--dataloader-seq-length", type=int)
+    return parser
 
 
 def parse_words(words: Sequence[str], version: str) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -38,9 +38,9 @@ from nest_megatron.integrations.megatron_lm.model_arguments import (
     heterogeneous_kinds,
     hybrid_pattern,
     own_layers,
-    script_arguments,
     with_images,
 )
+from nest_megatron.integrations.megatron_lm.parser import script_words, sees_images
 from nest_megatron.integrations.vocabulary import vocab_size_of
 from nest_megatron.layout.batch_schedule import RAMPUP, STEPS, BatchSchedule, read_schedule
 from nest_megatron.layout.cuda_graphs import cuda_graphs
@@ -114,7 +114,7 @@ def job_of(command: ReadCommand, values: Values) -> Job:
     given = {flag: value or "given" for flag, _, value in words}
     refused = {d: given[flag_of(d)] for d in _REFUSED_ARGUMENTS if flag_of(d) in given}
     job = job_from_values(
-        {**refused, **script_arguments(command.unknown), **values},
+        {**refused, **values},
         explicit=command.explicit,
         script=command.script,
         version=command.version,
@@ -146,7 +146,7 @@ def job_from_values(
     values = {**values, "hybrid_layer_pattern": hybrid_pattern(values, script, version)}
     spec = _spec(values, script, version, assumed)
     precision = _precision(values)
-    if _sees_images(script):
+    if sees_images(script):
         spec = with_images(spec, values, precision)
     params = next((name for name in ("bf16", "fp16") if values.get(name)), "fp32")
     stated, dispatcher = {**values, "params_dtype": params}, "moe_token_dispatcher_type"
@@ -203,11 +203,11 @@ _COUNTED_ON_HOST = (
 def refuse_unplannable(values: Values, script: str) -> None:
     """Raise for models that this planner does not support, naming the flag."""
     fix = "Launch this job without nest."
-    of_stacks = _family(script) is ModelFamily.T5 or _sees_images(script)
+    of_stacks = _family(script) is ModelFamily.T5 or sees_images(script)
     for name, reason in _REFUSED_ARGUMENTS.items():
         if values.get(name) and not (of_stacks and name in _OF_STACKS):
             raise UnplannableModelError(flag_of(name), values[name], reason, fix)
-    words = _script_words(script)
+    words = script_words(script)
     layer_spec = own_layers(values)
     found = next((w for w in _REFUSED_SCRIPTS if w in words or f"{w}." in layer_spec), None)
     if found:
@@ -215,16 +215,6 @@ def refuse_unplannable(values: Values, script: str) -> None:
         raise UnplannableModelError(
             "training script", script if found in words else layer_spec, limit, fix
         )
-
-
-def _script_words(script: str) -> list[str]:
-    """What a script's name says; that of ``examples/mimo/train.py`` is its folder's."""
-    path = PurePath(script)
-    return (path.parent.name if path.stem == "train" else path.stem).split("_")
-
-
-def _sees_images(script: str) -> bool:
-    return "vlm" in _script_words(script)
 
 
 def _spec(
@@ -264,7 +254,7 @@ def _spec(
 
 
 def _family(script: str) -> ModelFamily:
-    return next((_FAMILIES[w] for w in _script_words(script) if w in _FAMILIES), ModelFamily.GPT)
+    return next((_FAMILIES[w] for w in script_words(script) if w in _FAMILIES), ModelFamily.GPT)
 
 
 #: Arguments that a script for two stacks alone reads.
