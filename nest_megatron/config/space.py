@@ -203,21 +203,27 @@ def attention_of(spec: TransformerSpec, target: Target) -> tuple[TransformerSpec
 def buildable_degrees(
     spec: TransformerSpec, target: Target, fixed: Mapping[str, int]
 ) -> Mapping[str, int]:
-    """Fixed degrees with those that the model's class has in NeMo.
+    """Fixed degrees with those that the model's class has in its framework alone.
 
     Raises:
         UserInputError: if others are asked for.
 
-    Source: ``gemma3.Gemma3Config.configure_model``, ``llama4_utils.Llama4SelfAttention`` of
-    ``nemo.collections.llm.gpt.model``.
+    Source: ``gemma2.Gemma2Model``, ``gemma3.Gemma3Config.configure_model``,
+    ``llama4_utils.Llama4SelfAttention`` of ``nemo.collections.llm.gpt.model``; Megatron-Bridge's
+    ``Gemma2DotProductAttention`` and ``OLMoESelfAttention``.
     """
-    around = spec.variant.norm_placement is NormPlacement.SANDWICH
+    virtual, context = "virtual_pipeline_model_parallel_size", "context_parallel_size"
     refused = {}
-    if around and spec.qk_layernorm:
-        refused["virtual_pipeline_model_parallel_size"] = "refuses virtual stages"
-    if spec.attention_chunk_size is not None:
-        refused["context_parallel_size"] = "cuts chunks from the part of a sequence on one rank"
-    for name, why in refused.items() if target.fitted == "nemo" else ():
+    if target.fitted == "nemo":
+        if spec.variant.norm_placement is NormPlacement.SANDWICH:
+            refused = {virtual: "takes no virtual stages", context: "splits no sequence"}
+        if spec.attention_chunk_size is not None:
+            refused[context] = "cuts chunks from the part of a sequence on one rank"
+    elif spec.variant.qk_norm_full_width:
+        refused["tensor_model_parallel_size"] = "norms all heads of queries and keys on every rank"
+    if spec.variant.attn_logit_softcapping is not None:
+        refused[context] = "keeps all scores and splits no sequence"
+    for name, why in refused.items():
         if (value := fixed.get(name, 1)) != 1:
             raise UserInputError(
                 f"parallel.{name}",
@@ -353,9 +359,7 @@ def _grid(settings: Settings, request: Request) -> tuple[PartialLayout, tuple[st
     micro = given.pop("micro_batch_size", 1)
     dims, notes = _dims(settings, request, given), list[str]()
     if (target := request.settings.target) is not None:
-        degrees = ("context_parallel_size", "virtual_pipeline_model_parallel_size")
-        stated = {name: getattr(dims, name) for name in degrees}
-        buildable_degrees(request.spec, target_named(target), stated)
+        buildable_degrees(request.spec, target_named(target), dims.degrees)
     batch = request.global_batch_size
     if settings.train.global_batch_size is None and request.batch_schedule is None:
         step = micro * dims.data_parallel_size

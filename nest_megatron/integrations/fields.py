@@ -109,14 +109,19 @@ def attribute(holder: Any, name: str) -> Any:
     """An attribute, or ``ABSENT``.
 
     Fiddle gives a parameter's default where nothing is set, but refuses to call a dataclass
-    field's default factory; it is called here.
+    field's default factory; it is called here, and there is none where it needs what is not
+    installed (NeMo's stack of Mamba layers).
     """
     try:
         return getattr(holder, name)
     except AttributeError:
         return ABSENT
     except ValueError:
-        return getattr(holder.__fn_or_cls__, "__dataclass_fields__", {})[name].default_factory()
+        field = getattr(holder.__fn_or_cls__, "__dataclass_fields__", {})[name]
+        try:
+            return field.default_factory()
+        except (ImportError, NameError):
+            return ABSENT
 
 
 def value_or(holder: Any, name: str, default: Any = None) -> Any:

@@ -277,9 +277,7 @@ class Recipe(Configuration, ABC):
             fixed={**fixed, **execution},
             required={
                 **({} if restored is None else restored.required(self.target.megatron_core)),
-                **data_requirements(self, micro),
-                **({_ORDER: _ONE_ORDER} if self._has_one_order else {}),
-                **family.requirements(class_names(config)[0], spec),
+                **self.requirements(spec),
             },
             restored=restored,
             stated={
@@ -313,6 +311,15 @@ class Recipe(Configuration, ABC):
                 *time_notes(flags),
             ),
         )
+
+    def requirements(self, spec: TransformerSpec) -> dict[str, Requirement]:
+        """What its data and its classes fix of a layout."""
+        config, micro = self.find(self.model), self.whole(self.items["micro_batch_size"])
+        return {
+            **data_requirements(self, micro),
+            **({_ORDER: _ONE_ORDER} if self._has_one_order else {}),
+            **family_of(config).requirements(class_names(config)[0], spec),
+        }
 
     def batch_schedule(self, seq_length: int) -> BatchSchedule | None:
         """How the batch grows; megatron-core 0.20 takes no notice of a ramp.

@@ -257,6 +257,15 @@ def plan_changes(
         )
     spec, _ = recipe.spec(found.model.vocab_size)
     require_plannable(found, recipe.target.megatron_core, spec)
+    values = {**planned_items(found), **found.layout.sizes}
+    for name, need in recipe.requirements(spec).items():
+        if values[name] != need.value:
+            raise UserInputError(
+                recipe.items[name],
+                values[name],
+                f"{need.who} needs {need.value}: {need.reason}",
+                f"Plan this job, or {need.fix}.",
+            )
     job = {
         "global_batch_size": recipe.find(recipe.items["global_batch_size"]),
         "seq_length": spec.seq_length,

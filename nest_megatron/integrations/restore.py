@@ -10,6 +10,7 @@ host's disks is looked at; of what is not, the format that the job states is bel
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from nest_megatron.integrations.fields import (
 from nest_megatron.integrations.megatron_lm import checkpoint
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, read_checkpoint
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.rulebook.facts import token_multiple
 from nest_megatron.model.encoder import EXPERTS, Adapters, PeftScheme
 from nest_megatron.model.spec import TransformerSpec
 
@@ -112,9 +114,12 @@ def _need(value: int, reason: str, fix: str) -> Requirement:
 
 
 def finetuning_fields(recipe: Configuration, plan: ParallelPlan) -> Iterator[FieldValue]:
-    """What context parallelism needs where a rank may hold masked tokens alone."""
+    """What context parallelism needs where a rank may hold masked tokens alone, and paddings."""
     cp = plan.layout.dims.context_parallel_size
-    if cp == 1 or not is_finetuning(recipe.find(recipe.data)):
+    if not is_finetuning(recipe.find(recipe.data)):
+        return
+    yield from _padding(recipe, plan)
+    if cp == 1:
         return
     why = "with context parallelism a rank may hold masked tokens alone, so the loss is per token"
     yield f"{recipe.model}.calculate_per_token_loss", True, why
@@ -127,6 +132,35 @@ def finetuning_fields(recipe: Configuration, plan: ParallelPlan) -> Iterator[Fie
         if stated is not ABSENT and (stated or 1) % (2 * cp):
             why = f"{cp} context-parallel ranks hold two parts of every sequence of a pack"
             yield path, 2 * cp, why
+
+
+#: To a multiple of which ``GPTSFTDataset`` of both frameworks pads the longest of a micro batch.
+_PADDED_TO = 16
+
+
+def _padding(recipe: Configuration, plan: ParallelPlan) -> Iterator[FieldValue]:
+    """Sequences padded so that ranks divide them, where they are shorter than the longest.
+
+    Each rank has two parts of a sequence under context parallelism, and equal parts under sequence
+    parallelism, of as many tokens as the number format needs.
+    """
+    data, name = recipe.find(recipe.data), "pad_seq_length_to_mult"
+    options = find(data, "dataset_kwargs")
+    if options is ABSENT or packed_sequence_size(data) is not None:
+        return
+    options, layout = dict(options or {}), plan.layout
+    if options.get("pad_to_max_length") or value_or(data, "pad_to_max_length", False):
+        return
+    dims = layout.dims
+    cp, tp = dims.context_parallel_size, dims.tensor_model_parallel_size
+    gathering = tp if layout.sequence_parallel else 1
+    recipe_name = str(plan.provenance.settings.get("traits.fp8_recipe", "delayed"))
+    tokens = token_multiple(plan.train.precision, recipe_name, gathering)
+    needed = math.lcm(2 * cp if cp > 1 else 1, cp * gathering * tokens)
+    stated = options.get(name, _PADDED_TO)
+    if stated % needed:
+        why = f"ranks divide a sequence into parts of whole tokens: a multiple of {needed}"
+        yield f"{recipe.data}.dataset_kwargs", {**options, name: math.lcm(stated, needed)}, why
 
 
 _SCHEMES = {

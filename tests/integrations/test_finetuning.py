@@ -40,6 +40,7 @@ class FinetuningDatasetConfig:
     packed_sequence_specs: Any = None
     pack_sequences_in_batch: bool = False
     packing_buffer_size: int | None = None
+    dataset_kwargs: dict[str, Any] | None = None
 
 
 @dataclass
@@ -124,6 +125,27 @@ def test_context_parallel_finetuning_takes_the_loss_per_token() -> None:
     assert cfg.model.calculate_per_token_loss
     assert cfg.ddp.average_in_collective is False
     assert cfg.dataset.packed_sequence_specs.pad_seq_to_mult == 8
+
+
+def test_short_sequences_are_padded_to_what_ranks_divide() -> None:
+    fixed = ["parallel.tensor_model_parallel_size=4", "parallel.context_parallel_size=8"]
+    cfg = _bridge(seq_length=4096, dataset_kwargs={"add_bos": True})
+    _planned(cfg, overrides=fixed)
+    assert cfg.dataset.dataset_kwargs == {"add_bos": True, "pad_seq_length_to_mult": 32}
+    for padded in ({"pad_to_max_length": True}, {"pad_seq_length_to_mult": 64}):
+        cfg = _bridge(seq_length=4096, dataset_kwargs=padded)
+        _planned(cfg, overrides=fixed)
+        assert cfg.dataset.dataset_kwargs == padded
+    packed = _bridge(packed_sequence_specs=PaddedSequenceSpecs(4096))
+    _planned(packed, overrides=fixed)
+    assert packed.dataset.dataset_kwargs is None
+
+
+def test_a_plan_of_another_micro_batch_is_not_written_beside_packs() -> None:
+    plan = _planned(_bridge(seq_length=1024))
+    packed = _bridge(packed_sequence_specs=PaddedSequenceSpecs(1024))
+    with pytest.raises(UserInputError, match="the data needs 1: a micro batch is one pack"):
+        megatron_bridge.apply_plan(packed, plan)
 
 
 def test_without_the_field_there_is_no_context_parallelism() -> None:
