@@ -46,6 +46,7 @@ from nest_megatron.config.space import (
     require_buildable,
     require_experts,
     space_of_frozen_weights,
+    takes_mtp_of_stage,
 )
 from nest_megatron.config.train import (
     batch_of,
@@ -243,6 +244,7 @@ def request_for(
             "executions": executions,
             "version": target.megatron_core,
             "transformer_impl": job.transformer_impl,
+            "mtp_beside_layer": takes_mtp_of_stage(spec, target),
             "cuda_graphs": None if "cuda_graph_impl" in executions else job.graphs,
         }
         if choose_execution and job.target is None:

@@ -235,6 +235,11 @@ def buildable_degrees(
     return fixed
 
 
+def takes_mtp_of_stage(spec: TransformerSpec, target: Target) -> bool:
+    """Whether its framework builds MTP layers of the layers of their stage: NeMo with experts."""
+    return target.fitted == "nemo" and spec.is_moe and spec.num_mtp_layers > 0
+
+
 def space_of_frozen_weights(
     spec: TransformerSpec,
     target: Target,

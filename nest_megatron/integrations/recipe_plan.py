@@ -29,6 +29,7 @@ from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.job import Job
 from nest_megatron.config.launch import MixedGpus
 from nest_megatron.config.overrides import Setting, parse
+from nest_megatron.config.space import takes_mtp_of_stage
 from nest_megatron.config.train import LENGTH_SETTINGS
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.fields import ABSENT, FIELDS, FieldValue, changes, set_fields
@@ -52,6 +53,7 @@ from nest_megatron.layout.rulebook.options import contradicted
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner.pinned_job import ActualJob, require_same_job, resolved
 from nest_megatron.planner.pins import PinnedPlan
+from nest_megatron.solver.one_partition import check_partition
 
 #: What replicas exchange beside the passes.
 OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
@@ -266,6 +268,9 @@ def plan_changes(
                 f"{need.who} needs {need.value}: {need.reason}",
                 f"Plan this job, or {need.fix}.",
             )
+    check_partition(
+        spec, found.layout.partition, mtp_beside_layer=takes_mtp_of_stage(spec, recipe.target)
+    )
     job = {
         "global_batch_size": recipe.find(recipe.items["global_batch_size"]),
         "seq_length": spec.seq_length,

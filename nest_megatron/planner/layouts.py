@@ -50,6 +50,7 @@ from nest_megatron.planner.choice import Candidate
 from nest_megatron.planner.request import Request
 from nest_megatron.profile.records import ANALYTIC_NAME, Source
 from nest_megatron.solver.backend import choose
+from nest_megatron.solver.one_partition import check_partition
 from nest_megatron.solver.outcome import NO_THRESHOLD
 from nest_megatron.solver.ranking import SearchResult, SolvedLayout
 from nest_megatron.solver.space import DEFAULT_LIMITS, SearchSpace
@@ -376,6 +377,8 @@ def estimate_for(
             fix="Lower a degree or raise cluster.num_gpus.",
         )
     model, schedule = request.cost_model(settings), request.batch_schedule
+    if request.space.mtp_beside_layer:
+        check_partition(request.spec, layout.partition, mtp_beside_layer=True)
     check_launchable(
         *(request.spec, model.settings, layout, schedule), version=request.space.version
     )

@@ -319,7 +319,7 @@ class GridSpace(Caching):
         """Layers of the largest chunk of the partition given, or of ``chunks`` balanced ones."""
         if self.space.partition is not None:
             return max(decoder_layers(self.model.spec, self.space.partition))
-        if not allows_blocks(self.model.spec):
+        if not allows_blocks(self.model.spec) or self.space.mtp_beside_layer:
             return 0
         return -(-self.model.spec.num_layers // chunks)
 

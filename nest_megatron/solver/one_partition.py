@@ -12,8 +12,8 @@ import dataclasses
 
 from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, chunks_of
 from nest_megatron.errors import UserInputError
-from nest_megatron.layout.rulebook.schedule import misplaced_mtp_chunk
-from nest_megatron.layout.stage_layout import StagePartition, uniform_partition
+from nest_megatron.layout.rulebook.schedule import is_mtp_bare, misplaced_mtp_chunk
+from nest_megatron.layout.stage_layout import StagePartition, layout_string, uniform_partition
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolution, StageSolver, Status
 from nest_megatron.units import Ticks
@@ -22,12 +22,17 @@ from nest_megatron.units import Ticks
 _MOST_KINDS = 256
 
 
-def check_partition(spec: TransformerSpec, partition: StagePartition) -> None:
+def check_partition(
+    spec: TransformerSpec, partition: StagePartition, *, mtp_beside_layer: bool = False
+) -> None:
     """Refuse a partition that is not one of this model.
 
+    Args:
+        mtp_beside_layer: as of ``SearchSpace``.
+
     Raises:
-        UserInputError: if it cuts another number of units, or puts MTP layers where Megatron does
-            not build them.
+        UserInputError: if it cuts another number of units, or puts MTP layers where Megatron, or
+            the job's framework, does not build them.
     """
     units = spec.num_units
     if partition.boundaries[-1] != units:
@@ -44,6 +49,13 @@ def check_partition(spec: TransformerSpec, partition: StagePartition) -> None:
             f"MTP layers in virtual stage {chunk // pp} of pipeline rank {chunk % pp}",
             limit="Megatron keeps them in the last virtual stage of a rank other than the first",
             fix="Move them to the last stage.",
+        )
+    if mtp_beside_layer and is_mtp_bare(spec, partition):
+        raise UserInputError(
+            "pipeline_model_parallel_layout",
+            layout_string(spec, partition),
+            limit="the framework builds MTP layers of one beside them, and there is none",
+            fix="Move the last layer beside them.",
         )
 
 
@@ -72,33 +84,44 @@ def solver_of_even_stages(solve: StageSolver, spec: TransformerSpec) -> StageSol
     return solve_even
 
 
-def as_built(solve: StageSolver, spec: TransformerSpec) -> StageSolver:
-    """A stage solver to which MTP layers and head are one unit, if the model is built that way.
+def as_built(
+    solve: StageSolver, spec: TransformerSpec, *, mtp_beside_layer: bool = False
+) -> StageSolver:
+    """A stage solver that keeps MTP layers with their neighbour, where the model is built so.
 
-    Source: 0.20 ``HybridModel``; the layouts of other models may part them.
+    Those of a hybrid model are built with the head (0.20 ``HybridModel``), NeMo's beside the last
+    layer; the layouts of other models may part them.
+
+    Args:
+        mtp_beside_layer: as of ``SearchSpace``.
     """
-    if not (spec.hybrid_layer_pattern and spec.num_mtp_layers):
+    hybrid = bool(spec.hybrid_layer_pattern)
+    if not spec.num_mtp_layers or not (hybrid or mtp_beside_layer):
         return solve
 
     def solve_whole(problem: PipelineProblem, threshold: Ticks, node_limit: int) -> StageSolution:
         units = problem.num_units
-        if units != problem.num_layers + 3:  # no MTP, or joined already
+        if units != problem.num_layers + 3 or problem.num_chunks == 1:  # no MTP, or joined already
             return solve(problem, threshold, node_limit)
         if units - 1 < problem.num_chunks:
             return StageSolution(Status.INFEASIBLE, NO_THRESHOLD)
-        found = solve(_with_last_two_joined(problem), threshold, node_limit)
-        boundaries = (*found.boundaries[:-1], units) if found.boundaries else ()
-        return found._replace(boundaries=boundaries)
+        first = units - (2 if hybrid else 3)
+        found = solve(_with_two_joined(problem, first), threshold, node_limit)
+        return found._replace(boundaries=tuple(b + (b > first) for b in found.boundaries))
 
     return solve_whole
 
 
-def _with_last_two_joined(problem: PipelineProblem) -> PipelineProblem:
-    units = problem.num_units
-    last = chunk_cost(problem, units - 2, units)
-    costs = (*problem.costs, last)
-    kinds = bytes((*problem.unit_kinds[:-2], len(costs) - 1))
-    return dataclasses.replace(problem, unit_kinds=kinds, costs=costs)
+def _with_two_joined(problem: PipelineProblem, first: int) -> PipelineProblem:
+    """Units ``first`` and ``first + 1`` as one, whose layer no block of recomputation covers."""
+    pair = chunk_cost(dataclasses.replace(problem, block_num_layers=0), first, first + 2)
+    kinds, costs = problem.unit_kinds, problem.costs
+    return dataclasses.replace(
+        problem,
+        unit_kinds=bytes((*kinds[:first], len(costs), *kinds[first + 2 :])),
+        costs=(*costs, pair),
+        num_layers=problem.num_layers - (first == problem.num_layers),
+    )
 
 
 def joined(problem: PipelineProblem, boundaries: tuple[int, ...]) -> PipelineProblem:

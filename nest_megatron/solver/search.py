@@ -101,7 +101,9 @@ class Search(Caching):
 
     def __post_init__(self, limit: PeakLimit | None, slowest: Ticks, like: Search | None) -> None:
         space = self.space
-        self.solve_stages = as_built(self.solve_stages, self.model.spec)
+        self.solve_stages = as_built(
+            self.solve_stages, self.model.spec, mtp_beside_layer=space.mtp_beside_layer
+        )
         self.solve_any_stages = self.solve_stages
         if like is None:
             self.grids = GridSpace(self.model, self.global_batch_size, space)
@@ -117,7 +119,9 @@ class Search(Caching):
         self.most_bytes = max(map(self.peaks.at_most, space.zero_stages), default=0)
         self.only_one = space.partition is not None or space.even_stages
         if space.partition is not None:
-            check_partition(self.model.spec, space.partition)
+            check_partition(
+                self.model.spec, space.partition, mtp_beside_layer=space.mtp_beside_layer
+            )
             self.solve_stages = solver_of_partition(self.solve_stages, space.partition)
         elif space.even_stages:
             self.solve_stages = solver_of_even_stages(self.solve_stages, self.model.spec)

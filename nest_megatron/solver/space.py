@@ -67,6 +67,8 @@ class SearchSpace:
         sequence_parallel: it is on wherever tensor parallelism is; otherwise nowhere.
         even_stages: only cuts that Megatron makes by itself, as many layers in each virtual stage;
             for frameworks that can state no layout.
+        mtp_beside_layer: MTP layers lie in a virtual stage that holds the last layer, and no block
+            of layers is recomputed, for a framework that builds them of that stage's layers.
         use_all_gpus: every GPU works; otherwise whole nodes may stay idle.
         present: degrees of what the job runs today outside the limits; they are tried, too.
         present_recompute: its recomputation, where it is none of those that are tried.
@@ -94,6 +96,7 @@ class SearchSpace:
     partition: StagePartition | None = None
     sequence_parallel: bool = True
     even_stages: bool = False
+    mtp_beside_layer: bool = False
     use_all_gpus: bool = True
     present: Mapping[str, int] = field(default_factory=dict)
     present_recompute: Recompute | None = None

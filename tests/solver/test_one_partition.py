@@ -20,7 +20,12 @@ from nest_megatron.layout.recompute import (
     RecomputeMethod,
     RecomputeModule,
 )
-from nest_megatron.layout.rulebook.schedule import decoder_layers, mtp_chunk, mtp_chunk_fits
+from nest_megatron.layout.rulebook.schedule import (
+    decoder_layers,
+    is_mtp_bare,
+    mtp_chunk,
+    mtp_chunk_fits,
+)
 from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner.layouts import describe_space
@@ -28,7 +33,7 @@ from nest_megatron.solver import backend
 from nest_megatron.solver.backend import Backend
 from nest_megatron.solver.chunk_space import partitions
 from nest_megatron.solver.memory_shortage import least_memory
-from nest_megatron.solver.one_partition import joined, solver_of_partition
+from nest_megatron.solver.one_partition import as_built, joined, solver_of_partition
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD, Status
 from nest_megatron.solver.ranking import SolvedLayout, layout_of, preference
 from nest_megatron.solver.search import Search
@@ -336,3 +341,28 @@ def test_partitions_that_are_none_of_the_model_are_refused() -> None:
         search(dense_spec(), cluster, 8, SearchSpace(partition=cut(2, 0, 4, 9)))
     with pytest.raises(UserInputError, match="MTP layers in virtual stage 0 of pipeline rank 0"):
         search(dense_spec(mtp=1), cluster, 8, SearchSpace(partition=cut(2, 0, 8, 9)))
+
+
+def test_mtp_layers_that_are_built_of_a_layer_lie_beside_the_last() -> None:
+    found = 0
+    for seed in range(300):
+        problem = dataclasses.replace(random_problem(seed), block_num_layers=0)
+        layers = problem.num_layers
+        if problem.num_units != layers + 3 or layers < 2:
+            continue
+        spec, chunks = dense_spec(layers, mtp=1), problem.num_chunks
+        solve = as_built(KERNEL, spec, mtp_beside_layer=True)
+        kept = solve(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT)
+        if kept.boundaries:
+            where = StagePartition(
+                boundaries=kept.boundaries, pipeline_model_parallel_size=problem.num_stages
+            )
+            assert not is_mtp_bare(spec, where), seed
+            assert evaluate(problem, kept.boundaries).iteration == kept.iteration, seed
+        if problem.num_virtual > 1:  # the declared families are others
+            continue
+        whole = [each for each in partitions(problem) if chunks == 1 or layers + 1 not in each]
+        times = [known for each in whole if (known := evaluate(problem, each)).fits]
+        assert kept.iteration == min((t.iteration for t in times), default=NO_THRESHOLD), seed
+        found += bool(times)
+    assert found > 10

@@ -255,6 +255,16 @@ def misplaced_mtp_chunk(spec: TransformerSpec, partition: StagePartition) -> int
     return None if fits else chunk
 
 
+def is_mtp_bare(spec: TransformerSpec, partition: StagePartition) -> bool:
+    """Whether the virtual stage of the MTP layers holds no other layer.
+
+    NeMo 2.7.3 takes theirs from the last of its layers with experts, and then finds none
+    (``mtp_block_spec`` of ``nemo.collections.llm.gpt.model.base``).
+    """
+    chunk = mtp_chunk(spec, partition)
+    return chunk is not None and decoder_layers(spec, partition)[chunk] == 0
+
+
 def _grouped_layers(
     spec: TransformerSpec, recompute: Recompute, partition: StagePartition | None
 ) -> list[int]:
