@@ -266,4 +266,7 @@ def pin(
     )
     if signature is not None:
         say(f"Signed: {signature}. `nest-megatron verify {target} --key PUBLIC.KEY` says by whom.")
-    say(f"Launch that job with +nest=pinned nest.plan={target}; any other is refused.")
+    how = f"+nest=pinned nest.plan={target}"
+    if str(plan.provenance.settings.get("target")).startswith("nemo"):
+        how = f"run.plugins=nest run.plugins.mode=pinned run.plugins.plan={target}"
+    say(f"Launch that job with {how}; any other is refused.")

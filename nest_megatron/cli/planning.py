@@ -32,7 +32,7 @@ from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import check_output, is_standard_output, write_text
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.layout import plan_file
-from nest_megatron.layout.plan import ParallelPlan, script_words
+from nest_megatron.layout.plan import ParallelPlan, launch_size, script_words
 from nest_megatron.plain import to_plain
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import command_lines, progress, say, show, show_json
@@ -335,7 +335,7 @@ def _plan_command(
 
 
 def _command_parts(found: CommandPlan, *, with_reasons: bool) -> list[RenderableType]:
-    from nest_megatron.integrations.launchers import with_variables
+    from nest_megatron.integrations.launchers import with_num_nodes, with_variables
     from nest_megatron.integrations.plan_output import change_rows
 
     command, changes = found.job.command, change_rows(found.changes)
@@ -347,8 +347,12 @@ def _command_parts(found: CommandPlan, *, with_reasons: bool) -> list[Renderable
     launch = found.plan.launch[LAUNCHER]
     changed = ["Changes to your command\n", changes_table(changes, found.plan.model)]
     given = {**command.environment, **launch.environment}
+    num_nodes, per_node = launch_size(found.plan)
+    ranks, launched = command.ranks, command.launcher
+    if ranks.num_nodes and ranks.num_ranks == per_node * ranks.num_nodes:
+        launched = tuple(with_num_nodes(launched, num_nodes))
     launcher, before = with_variables(
-        command.launcher, {name: value for name, value in given.items() if value is not None}
+        launched, {name: value for name, value in given.items() if value is not None}
     )
     words = [*launcher, *script_words(command.script), *launch.argv]
     return [

@@ -116,8 +116,6 @@ def batch_of(
         notes.append(f"{target.framework} is assumed (target={target.name}).")
     elif job.target is None and target not in MEGATRON_LM:
         notes.append(f"The plan is for {target.framework}; docs/nemo.md says how recipes take it.")
-    if job.num_gpus not in (None, num_gpus):
-        notes.append(f"The launcher starts {job.num_gpus} ranks, but the plan is for {num_gpus}.")
     return batch, notes
 
 

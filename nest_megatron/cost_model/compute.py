@@ -66,6 +66,8 @@ def operator_times(
         cast = number_format.cast_bytes(layouts) / bandwidth
         forward += accelerator.kernel_floor_s + cast * operator.input_elements
         backward += accelerator.kernel_floor_s + cast * operator.output_elements
+    if operator.is_forward_only:
+        backward = 0.0
     return settings.compute_slowdown * forward, settings.compute_slowdown * backward
 
 

@@ -125,7 +125,8 @@ def unit_times(
     waits = [0.0, 0.0]
     if times.source is Source.ANALYTIC:
         host = _host_time(times.graph, accelerator, settings, execution)
-        waits = [max(0.0, host - sum(whole)), max(0.0, 2 * host - sum(backward))]
+        passes = 0 if all(op.is_forward_only for op in times.graph.operators) else 2
+        waits = [max(0.0, host - sum(whole)), max(0.0, passes * host - sum(backward))]
         whole[_COMPUTE] += waits[0]
         backward[_COMPUTE] += waits[1]
     return UnitTimes(

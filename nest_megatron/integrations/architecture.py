@@ -415,6 +415,9 @@ FAMILIES: dict[str | None, Family] = {
         },
     ),
     "Gemma2ModelProvider": _GEMMA2,
+    "BertConfig": Family(
+        ones={"virtual_pipeline_model_parallel_size": "its configure_model takes even stages alone"}
+    ),
     "Gemma3Config": Family(
         fields=_gemma3,
         ones={

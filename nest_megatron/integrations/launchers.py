@@ -177,6 +177,21 @@ def with_variables(
     return [*words[: started[-1]], "env", *pairs, *words[started[-1] :]], {}
 
 
+def with_num_nodes(words: Sequence[str], num_nodes: int) -> list[str]:
+    """A ``torchrun`` of another number of nodes; other launchers take it from elsewhere too.
+
+    >>> with_num_nodes(["torchrun", "--nnodes=4", "--nproc-per-node", "8"], 2)
+    ['torchrun', '--nnodes=2', '--nproc-per-node', '8']
+    """
+    found = [*words]
+    for at, word in enumerate(words if words and Path(words[0]).name == "torchrun" else ()):
+        if word == "--nnodes":
+            found[at + 1] = str(num_nodes)
+        elif word.startswith("--nnodes="):
+            found[at] = f"--nnodes={num_nodes}"
+    return found
+
+
 def launched_ranks(words: Sequence[str], place: LaunchPlace = NOWHERE) -> LaunchedRanks:
     """How many ranks a launch has.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -45,7 +46,7 @@ from nest_megatron.integrations.recipe_plan import (
     plan_into,
     planned_items,
 )
-from nest_megatron.integrations.restore import packed_sequence_size, restored_by_nemo
+from nest_megatron.integrations.restore import Restored, packed_sequence_size, restored_by_nemo
 from nest_megatron.integrations.vocabulary import (
     hub_name,
     is_cached,
@@ -68,6 +69,8 @@ _MOCK_ROWS = {
     "BERTMockDataModule": 30_522,
     "T5MockDataModule": 28_996,
 }
+#: Gives experts a capacity, in fields of the model's names.
+_DROPS_TOKENS = "MegatronTokenDropCallback"
 #: What ``DeepEPCallback`` sets, on Ampere and Hopper; its backend stays the model's.
 _DEEPEP = {
     "moe_token_dispatcher_type": "flex",
@@ -82,7 +85,6 @@ class NemoRecipe(Recipe, framework="nemo"):
     ``model.config`` before the model is built.
     """
 
-    restored_by = staticmethod(restored_by_nemo)
     states_size = True
 
     def __init__(self, root: Any, assume_harmless: Collection[str] = ()) -> None:
@@ -134,6 +136,8 @@ class NemoRecipe(Recipe, framework="nemo"):
     def size(self) -> tuple[int, int]:
         """GPUs of the job and of each node, which a recipe may leave to the launch: an error."""
         devices = value_or(self.root.trainer, "devices", "auto")
+        if isinstance(devices, str) and re.fullmatch(r"\d+|\d+(,\d*)+", devices):  # as Lightning
+            devices = list(filter(None, devices.split(","))) if "," in devices else int(devices)
         per_node = len(devices) if isinstance(devices, list | tuple) else devices
         if isinstance(per_node, int) and per_node > 0:
             return per_node * value_or(self.root.trainer, "num_nodes", 1), per_node
@@ -143,6 +147,12 @@ class NemoRecipe(Recipe, framework="nemo"):
             "a plan needs the number of GPUs in a node",
             "Set it, for example to 8.",
         )
+
+    def restored_by(self, root: Any) -> Restored | None:
+        """What ``resume`` restores, of which an optimizer's state keeps the recipe's layout."""
+        names = ("num_layers", "mtp_num_layers")
+        layers = {name: value_or(root.model.config, name) for name in names}
+        return restored_by_nemo(root, {**self.arguments(), **layers})
 
     def require_plannable(self) -> tuple[str, ...]:
         """Refuse another strategy, too."""
@@ -160,8 +170,9 @@ class NemoRecipe(Recipe, framework="nemo"):
     def memory(self) -> Mapping[str, Any]:
         """Settings of callbacks win over those of the plugin, and these over the others."""
         paths = (self.model, "optim.config", self.ddp, _STRATEGY)
+        drops = (each for each in self.callbacks if _DROPS_TOKENS in class_names(each))
         return memory_fields(
-            *map(self.find, self.places.overlap), self._plugin, *map(self.find, paths)
+            *map(self.find, self.places.overlap), *drops, self._plugin, *map(self.find, paths)
         )
 
     @property
@@ -373,7 +384,7 @@ def _base_note(name: str, rows: int) -> str:
 
 
 def _vocabulary_error(value: str, limit: str) -> UserInputError:
-    fix = "Give vocab_size=, or set model.config.vocab_size."
+    fix = "Give vocab_size=, set model.config.vocab_size if there is one, or data.tokenizer."
     return UserInputError("recipe.data.tokenizer", value, limit, fix)
 
 

@@ -44,6 +44,7 @@ from nest_megatron.integrations.restore import (
     Restored,
     data_requirements,
     is_finetuning,
+    loss_notes,
     packed_sequence_size,
     packs_sequences,
     with_adapters,
@@ -270,6 +271,7 @@ class Recipe(Configuration, ABC):
         return Job(
             spec=spec,
             target=self.target,
+            version=self.target.megatron_core,
             global_batch_size=self.whole(self.items["global_batch_size"]),
             batch_schedule=self.batch_schedule(spec.seq_length),
             micro_batch_size=micro,
@@ -308,6 +310,7 @@ class Recipe(Configuration, ABC):
                 *newer_release_notes(self.installed_name),
                 *notes_on_unknown_fields({path: self.find(path) for path in self.training_parts}),
                 *(() if restored is None else (restored.note(),)),
+                *loss_notes(self, micro),
                 *time_notes(flags),
             ),
         )

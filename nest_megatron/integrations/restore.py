@@ -33,6 +33,7 @@ from nest_megatron.integrations.fields import (
 )
 from nest_megatron.integrations.megatron_lm import checkpoint
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, read_checkpoint
+from nest_megatron.integrations.megatron_lm.layout_arguments import Values
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.facts import token_multiple
 from nest_megatron.model.encoder import EXPERTS, Adapters, PeftScheme
@@ -107,6 +108,21 @@ def data_requirements(recipe: Configuration, micro_batch_size: int) -> dict[str,
         why = "fine-tuning with context parallelism needs calculate_per_token_loss"
         needs["context_parallel_size"] = _need(1, why, "upgrade the framework")
     return needs
+
+
+def loss_notes(recipe: Configuration, micro_batch_size: int) -> tuple[str, ...]:
+    """What another micro batch changes where the loss is taken over some tokens of a sequence.
+
+    Source: ``forward_step_calc_loss`` of megatron-core, which averages within each micro batch.
+    """
+    data, fixed = recipe.find(recipe.data), data_requirements(recipe, micro_batch_size)
+    by_token = recipe.find(f"{recipe.model}.calculate_per_token_loss") is True
+    if not is_finetuning(data) or by_token or "micro_batch_size" in fixed:
+        return ()
+    return (
+        "The loss is averaged over the answers' tokens of each micro batch, so that another micro "
+        "batch weighs samples otherwise: keep micro_batch_size, or set calculate_per_token_loss.",
+    )
 
 
 def _need(value: int, reason: str, fix: str) -> Requirement:
@@ -259,6 +275,7 @@ class Restored:
         values: what the job says of loading, by Megatron's destinations.
         is_seen: it lies on this host; otherwise only its format is known, as it is stated.
         format_source: where its format comes from if it was not seen, for the note.
+        afresh: how the job starts its optimizer anew, where that is no flag.
     """
 
     source: str
@@ -266,11 +283,15 @@ class Restored:
     values: Mapping[str, Any]
     is_seen: bool = False
     format_source: str = ""
+    afresh: str = ""
 
     def required(self, version: str) -> Mapping[str, Requirement]:
         """What a plan must keep, by the names of ``layout_arguments``."""
         needs = checkpoint.requirements(self.saved, self.values, version)
-        return needs if self.is_seen else {n: r for n, r in needs.items() if r.value is not None}
+        if self.is_seen:
+            return needs
+        known = {n: r for n, r in needs.items() if r.value is not None}
+        return {n: replace(r, fix=self.afresh or r.fix) for n, r in known.items()}
 
     def check(self, plan: ParallelPlan, version: str) -> None:
         """Raise if a plan's layout is one that the checkpoint cannot be loaded into."""
@@ -280,7 +301,13 @@ class Restored:
     def note(self) -> str:
         """What is known of it, for the plan's notes."""
         how = "as was found there" if self.is_seen else self.format_source
-        return f"The job restores {self.source}, in the format {self.saved.format} ({how})."
+        found = f"The job restores {self.source}, in the format {self.saved.format} ({how})."
+        if self.afresh:
+            found += (
+                " Its optimizer's state keeps the layout that it was saved with, which is taken to "
+                "be the recipe's; a run that was planned goes on under its own plan (pin it)."
+            )
+        return found
 
 
 def restored_by_command(values: Mapping[str, Any]) -> Restored | None:
@@ -328,20 +355,47 @@ def restored_by_bridge(cfg: Any) -> Restored | None:
     return _unseen_checkpoint(source, str(values["ckpt_format"]), values)
 
 
-def restored_by_nemo(recipe: Any) -> Restored | None:
-    """What ``resume`` restores: a run that goes on, or weights of another."""
+def restored_by_nemo(recipe: Any, stated: Values) -> Restored | None:
+    """What ``resume`` restores: a run that goes on, or weights of another.
+
+    Args:
+        stated: the recipe's layers and layout, by Megatron's destinations.
+    """
     resume, strategy = value_or(recipe, "resume"), recipe.trainer.strategy
     values = {"num_experts": value_or(recipe.model.config, "num_moe_experts")}
     if (going_on := _run_that_goes_on(recipe, resume)) is not None:
-        return _unseen_checkpoint(
-            going_on, value_or(strategy, "save_ckpt_format", "torch_dist"), values
-        )
+        kind = value_or(strategy, "save_ckpt_format", "torch_dist")
+        return _as_laid_out(_unseen_checkpoint(going_on, kind, values), strategy, stated)
     config = value_or(resume, "restore_config", value_or(strategy, "restore_config"))
     if config is None:
         return None
     values["finetune"] = not value_or(config, "load_optim_state", False)
     # whatever this run saves: an imported model is torch_dist, and so is a run with plain DDP
-    return _unseen_checkpoint(str(value_or(config, "path", "")), "torch_dist", values)
+    found = _unseen_checkpoint(str(value_or(config, "path", "")), "torch_dist", values)
+    return _as_laid_out(found, strategy, stated)
+
+
+def _as_laid_out(found: Restored, strategy: Any, stated: Values) -> Restored:
+    """A checkpoint whose optimizer's state keeps the recipe's layout, as NeMo saves it by default.
+
+    Source: ``MegatronStrategy.sharded_state_dict_metadata`` and ``load_checkpoint``.
+    """
+    is_divided = stated.get("use_distributed_optimizer") and found.saved.format == "torch_dist"
+    whole = found.saved.weights_only or not is_divided
+    if whole or value_or(strategy, "ckpt_optim_fully_reshardable", False):
+        return found
+    sizes = {size: stated.get(size) or 1 for size in _SAVED_SIZES}
+    sizes["expert_tensor_parallel_size"] = (
+        stated.get("expert_tensor_parallel_size") or sizes["tensor_model_parallel_size"]
+    )
+    saved = replace(
+        found.saved,
+        **sizes,
+        use_distributed_optimizer=True,
+        distrib_optim_sharding_type="dp_reshardable",
+        pipeline_model_parallel_layout=checkpoint.stated_layout(stated),
+    )
+    return replace(found, saved=saved, afresh="restore the weights alone (restore_config)")
 
 
 def _run_that_goes_on(recipe: Any, resume: Any) -> str | None:

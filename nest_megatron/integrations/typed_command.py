@@ -10,11 +10,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nest_megatron.cluster.placement import torchrun_words
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.catalogue import read_cluster, read_spec
 from nest_megatron.config.cluster_detection import node_notes
 from nest_megatron.config.compose import Settings
-from nest_megatron.config.job import FreeParameters, Job, LaunchedRanks, megatron_version
+from nest_megatron.config.job import (
+    FreeParameters,
+    Job,
+    LaunchedRanks,
+    ReadCommand,
+    megatron_version,
+)
 from nest_megatron.config.request import request_for
 from nest_megatron.cost_model.target_defaults import newer_release_notes
 from nest_megatron.errors import UserInputError
@@ -45,7 +52,7 @@ from nest_megatron.integrations.vocabulary import is_assumed
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.estimate import BeforeAfter, Changes, LayoutChange
 from nest_megatron.layout.knobs import KNOBS
-from nest_megatron.layout.plan import LaunchCommand, ParallelPlan
+from nest_megatron.layout.plan import LaunchCommand, ParallelPlan, launch_size
 from nest_megatron.layout.rulebook.facts import known_release
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Progress, Request
@@ -362,8 +369,18 @@ def command_of_plan(
             made_by="plan --from",
             kept=kept_flags(job, request, composed),
         )
-        changes = rewrite.changes
+        found, changes = _with_size_note(found, command), rewrite.changes
     return CommandPlan(job=job, request=request, plan=found, changes=changes)
+
+
+def _with_size_note(plan: ParallelPlan, command: ReadCommand) -> ParallelPlan:
+    """The plan, with a note where the command's launcher starts another number of ranks."""
+    started, gpus = command.ranks.num_ranks, plan.layout.num_gpus
+    if started in (None, gpus):
+        return plan
+    size = " ".join(torchrun_words(*launch_size(plan)))
+    note = f"The launcher as typed starts {started} ranks, and the plan is for {gpus} ({size})."
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def estimate_command(
@@ -394,6 +411,7 @@ def estimate_command(
         launch[LAUNCHER] = LaunchCommand(
             script=command.script, argv=command.argv, environment=command.environment
         )
+        found = _with_size_note(found, command)
     found = replace(with_origin(found, job, "estimate --from"), launch=launch)
     return CommandPlan(job=job, request=request, plan=found, changes=())
 

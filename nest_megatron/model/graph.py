@@ -98,6 +98,11 @@ class Operator:
     output_elements: float = 0.0
     frozen: bool = False
 
+    @property
+    def is_forward_only(self) -> bool:
+        """Whether nothing before it is trained either, so that it has no backward pass."""
+        return self.frozen and not self.backward_flops and not self.backward_bytes_moved
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCollective:

@@ -114,7 +114,9 @@ def summary(plan: ParallelPlan) -> RenderableType:
 
 def title(plan: ParallelPlan) -> Text:
     """The job: its model and where it runs."""
-    found = Text.assemble((plan.model.name, "bold"), " on ", (plan.cluster.describe(), "bold"))
+    used, there = plan.layout.num_gpus, plan.cluster.num_gpus
+    where = f"{used} of {plan.cluster.describe()}" if used < there else plan.cluster.describe()
+    found = Text.assemble((plan.model.name, "bold"), " on ", (where, "bold"))
     return found.append(f", {plan.cluster.name}")
 
 

@@ -156,3 +156,13 @@ def test_flags_of_the_script_are_known_and_checked() -> None:
     for extra in ("--dataloader-seq-length x", "--dataloader-seq-length", "--patch-dim 0"):
         with pytest.raises(UserInputError):
             llava(extra)
+
+
+def test_a_frozen_encoder_takes_no_time_backward() -> None:
+    cluster, dims = catalogue.cluster("dgx_h100", 8), ParallelDims(data_parallel_size=8)
+    backward = []
+    for spec in (llava(), llava("--freeze-ViT")):
+        model = CostModel(spec, cluster, CostSettings())
+        blocks, places = model._blocks, model.places(dims)
+        backward.append(blocks.of_block(LayerBlock.ENCODER, places, LayerShard()).backward.total)
+    assert backward[1] == 0.0 < backward[0]

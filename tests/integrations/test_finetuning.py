@@ -230,9 +230,27 @@ def test_a_run_of_nemo_goes_on_where_its_last_checkpoint_lies(tmp_path: Path) ->
     recipe = nemo_recipe(catalogue.model("llama3_8b"))
     recipe.resume = SimpleNamespace(resume_if_exists=True)
     recipe.log = SimpleNamespace(log_dir=str(tmp_path), name="mine")
-    assert restored_by_nemo(recipe) is None
+    assert restored_by_nemo(recipe, {}) is None
     (tmp_path / "mine" / "checkpoints" / "step=10-last").mkdir(parents=True)
-    found = restored_by_nemo(recipe)
+    found = restored_by_nemo(recipe, {})
     assert found is not None
     assert found.source.endswith("step=10-last")
     assert not found.saved.weights_only
+
+
+def test_the_optimizer_of_a_run_of_nemo_keeps_the_layout(tmp_path: Path) -> None:
+    def going_on(**strategy: Any) -> Any:
+        recipe = nemo_recipe(catalogue.model("llama3_8b"), num_nodes=2)
+        recipe.resume = SimpleNamespace(resume_from_path=str(tmp_path))
+        recipe.trainer.strategy.tensor_model_parallel_size = 4
+        recipe.trainer.strategy.ddp.use_distributed_optimizer = True
+        vars(recipe.trainer.strategy).update(strategy)
+        plan, _ = nemo.auto_recipe(recipe, cluster="dgx_h100", vocab_size=128_256)
+        return plan
+
+    kept = going_on()
+    dims = kept.layout.dims
+    assert (dims.tensor_model_parallel_size, dims.pipeline_model_parallel_size) == (4, 1)
+    assert "keeps the layout that it was saved with" in "".join(kept.notes)
+    free = going_on(ckpt_optim_fully_reshardable=True)
+    assert free.layout.dims.tensor_model_parallel_size != 4

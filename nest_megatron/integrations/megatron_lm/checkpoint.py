@@ -314,7 +314,7 @@ def _describe(folder: Path, iteration: int, weights_only: bool, values: Values) 
         format=kind,
         weights_only=weights_only,
         **_degrees(folder, kind, arguments, values),
-        pipeline_model_parallel_layout=_layout(arguments),
+        pipeline_model_parallel_layout=stated_layout(arguments),
         use_distributed_optimizer=True if sharding else arguments.get(_DIST_OPT),
         distrib_optim_sharding_type=sharding,
         num_optimizers=sum(not isinstance(n, str) for n in parts) or 1 if parts else None,
@@ -348,8 +348,8 @@ def _degrees(folder: Path, kind: str, arguments: Values, values: Values) -> dict
     return {**found, _TP: tp or None, _PP: second or 1, _EP: third or 1}
 
 
-def _layout(arguments: Values) -> str | None:
-    """The stages that saved arguments make, as ``--pipeline-model-parallel-layout`` takes them."""
+def stated_layout(arguments: Values) -> str | None:
+    """The stages that arguments make, as ``--pipeline-model-parallel-layout`` takes them."""
     pp, vpp = arguments.get(_PP) or 1, arguments.get(_VPP) or 1
     try:
         if pattern := saved_pattern(arguments):

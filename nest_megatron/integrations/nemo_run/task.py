@@ -277,8 +277,14 @@ def read_executor(source: str) -> Any:
 
 
 def size_of(executor: Any) -> tuple[int, int] | None:
-    """Nodes, and processes on each, that an executor starts; ``None`` if it does not say."""
+    """Nodes, and processes on each, that an executor starts; ``None`` if it does not say.
+
+    Slurm starts tasks, unless a launcher such as torchrun starts the processes in one.
+    """
+    tasks, launcher = (getattr(executor, name, None) for name in ("ntasks_per_node", "launcher"))
     try:
+        if isinstance(tasks, int) and (launcher is None or type(launcher).__name__ == "Launcher"):
+            return executor.nnodes(), tasks
         return executor.nnodes(), executor.nproc_per_node()
     except NotImplementedError:
         return None
