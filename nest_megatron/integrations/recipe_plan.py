@@ -51,7 +51,12 @@ from nest_megatron.layout.rulebook import require_launchable
 from nest_megatron.layout.rulebook.devices import initializes_on_meta_device
 from nest_megatron.layout.rulebook.options import contradicted
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.planner.pinned_job import ActualJob, require_same_job, resolved
+from nest_megatron.planner.pinned_job import (
+    ActualJob,
+    require_same_job,
+    require_same_memory,
+    resolved,
+)
 from nest_megatron.planner.pins import PinnedPlan
 from nest_megatron.solver.one_partition import check_partition
 
@@ -257,7 +262,8 @@ def plan_changes(
             "it is no plan",
             "Give what auto_recipe, nest_megatron.plan or nest_megatron.load_plan(FILE) returned.",
         )
-    spec, _ = recipe.spec(found.model.vocab_size)
+    own = recipe.job(found.model.vocab_size)
+    spec = own.spec
     require_plannable(found, recipe.target.megatron_core, spec)
     values = {**planned_items(found), **found.layout.sizes}
     for name, need in recipe.requirements(spec).items():
@@ -281,6 +287,7 @@ def plan_changes(
     else:  # it is the launcher's
         _require_same(found, size, ())
     _require_same(found, job, free)
+    require_same_memory(found, own.memory_flags, own.precision)
     planned, schedule = found.train.batch_schedule, recipe.batch_schedule(spec.seq_length)
     if schedule is not None and (planned is None or planned.sizes != schedule.sizes):
         made_for = planned.words() if planned else found.layout.global_batch_size
@@ -301,6 +308,7 @@ def require_plannable(plan: ParallelPlan, version: str, spec: TransformerSpec) -
     require_launchable(launch_request(plan, version=version), but=OF_THE_COMMAND_LINE)
     names = FIELDS["model"]["planned"].split()
     rows = [(name, resolved(spec, name), resolved(plan.model, name)) for name in names]
+    rows.append(("adapters", spec.adapters, plan.model.adapters))
     differing = [
         f"{name} {found} (plan: {planned})"
         for name, found, planned in rows

@@ -384,7 +384,7 @@ def _as_laid_out(found: Restored, strategy: Any, stated: Values) -> Restored:
     whole = found.saved.weights_only or not is_divided
     if whole or value_or(strategy, "ckpt_optim_fully_reshardable", False):
         return found
-    sizes = {size: stated.get(size) or 1 for size in _SAVED_SIZES}
+    sizes: dict[str, Any] = {size: stated.get(size) or 1 for size in _SAVED_SIZES}
     sizes["expert_tensor_parallel_size"] = (
         stated.get("expert_tensor_parallel_size") or sizes["tensor_model_parallel_size"]
     )

@@ -12,6 +12,8 @@ from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.cost_model.execution_flags import execution_traits
 from nest_megatron.cost_model.memory_flags import not_modelled
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE, out_of_memory
+from nest_megatron.cost_model.peak_posterior import predicted_peak
 from nest_megatron.cost_model.pipeline import chunks_of, rank_memory
 from nest_megatron.cost_model.settings import CostSettings, restored_settings
 from nest_megatron.cost_model.stage_problems import stage_problem
@@ -23,7 +25,7 @@ from nest_megatron.layout.batch_schedule import BatchSchedule
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.model.spec import LATENT_SIZES, TransformerSpec
 from nest_megatron.planner.pins import Pin, PinnedPlan
-from nest_megatron.units import Bytes
+from nest_megatron.units import Bytes, format_chance
 from nest_megatron.version import __version__
 
 #: Fields of a model that name it and change nothing.
@@ -89,7 +91,7 @@ def differences(pinned: PinnedPlan, job: ActualJob) -> tuple[Difference, ...]:
     )
     of_moment = (
         *_software_rows(pinned.pin, job),
-        *_memory_rows(pinned.plan, job),
+        *_memory_rows(pinned.plan, job.memory_flags, job.precision),
         *_cluster_rows(pinned, job),
     )
     return tuple(
@@ -169,15 +171,43 @@ def _software_rows(pin: Pin, job: ActualJob) -> Iterator[Row]:
     yield "nest-megatron version", pin.nest_megatron_version, __version__
 
 
-def _memory_rows(plan: ParallelPlan, job: ActualJob) -> Iterator[Row]:
+def require_same_memory(plan: ParallelPlan, flags: Mapping[str, Any], precision: Precision) -> None:
+    """Refuse a plan whose memory, as the job's own settings make it, is likely to run out.
+
+    Args:
+        flags: the job's, by Megatron's destinations.
+
+    Raises:
+        UserInputError: naming what adds to it, or another number format.
+    """
+    fix = "Plan this job (auto_recipe), or bring its fields to what the plan counts."
+    if precision is not plan.train.precision:
+        limit = f"the plan is for {plan.train.precision.value}"
+        raise UserInputError("precision", precision.value, limit, fix)
+    settings = restored_settings(plan.provenance.settings)
+    own = dataclasses.replace(settings, traits=_traits_of(plan, settings.target, flags))
+    model = CostModel(plan.model, plan.cluster, own)
+    chance = out_of_memory(model, plan.layout, predicted_peak(model, plan.layout).peak_bytes)
+    allowed = MOST_OOM_CHANCE if plan.choice is None else plan.choice.max_oom_chance
+    if chance > max(allowed, plan.uncertainty.out_of_memory):
+        rows = _memory_rows(plan, flags, precision)
+        more = "; ".join(f"{name} is {found}, planned {planned}" for name, planned, found in rows)
+        if more:
+            limit = f"chance to run out of memory with the job's own settings: {more}"
+            raise UserInputError("memory", format_chance(chance), limit, fix)
+
+
+def _memory_rows(
+    plan: ParallelPlan, flags: Mapping[str, Any] | None, precision: Precision
+) -> Iterator[Row]:
     """What makes the job need more memory than the plan was made for, or may."""
-    if job.memory_flags is None or job.precision is not plan.train.precision:
+    if flags is None or precision is not plan.train.precision:
         return
-    unknown = not_modelled(job.memory_flags)
+    unknown = not_modelled(flags)
     if more := [flag for flag in unknown if flag not in plan.search.not_modelled]:
         yield "memory not modelled", ", ".join(plan.search.not_modelled), ", ".join(more)
     settings = restored_settings(plan.provenance.settings)
-    planned, has = settings.traits, _traits_of(plan, settings.target, job.memory_flags)
+    planned, has = settings.traits, _traits_of(plan, settings.target, flags)
     before = _stage_bytes(plan, settings)
 
     def needs_more(traits: ExecutionTraits) -> bool:

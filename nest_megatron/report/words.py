@@ -218,7 +218,8 @@ def present_words(plan: ParallelPlan) -> str:
     if own is None:
         return ""
     if own.is_kept:
-        return f"keep what you have: the plan is the present layout; {_next_words(plan, own)}"
+        kept = f"keep what you have: the plan is the present layout; {_next_words(plan, own)}"
+        return f"{kept}, of those found in the time" if plan.search.ended_early else kept
     if not own.fits:
         needed, there = map(format_gib, (own.peak_memory_bytes, own.capacity_bytes))
         return f"the present layout is not predicted to fit: {needed} of {there}"
