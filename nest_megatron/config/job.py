@@ -127,6 +127,10 @@ class Requirement:
     who: str = "the checkpoint to be loaded"
 
 
+#: What a requirement may keep off: weights that are gathered beside forward passes.
+GATHER = "overlap_param_gather"
+
+
 class Restored(Protocol):
     """A checkpoint that a job restores (``integrations/restore.py``)."""
 

@@ -21,6 +21,7 @@ from nest_megatron.config.catalogue import (
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.defaults import naming_defaults
 from nest_megatron.config.job import (
+    GATHER,
     CostInputs,
     Job,
     fields_of,
@@ -211,6 +212,8 @@ def request_for(
         notes += length_notes(lengths, packed=packed)
         inputs = CostInputs(settings, job, name, spec=spec, lengths=lengths)
         costs = settings_within(inputs.costs(), policy)
+        if GATHER in job.required:
+            costs = replace(costs, traits=replace(costs.traits, overlap_param_gather=False))
         if spec.vision is not None and costs.precision.is_quantized:
             raise UnplannableModelError(
                 "train.precision",

@@ -129,6 +129,16 @@ class NemoRecipe(Recipe, framework="nemo"):
         return int(value_or(self.root.model.config, "seq_length", length))
 
     @property
+    def gathers_in_open(self) -> bool:
+        """NeMo clears the buffer that MXFP8 weights share with gradients, and never fills it again.
+
+        Source: ``MegatronStrategy.training_step``; ``_copy_main_params_to_param_buffer`` of
+        megatron-core is the training loop's to call.
+        """
+        holders = (self._plugin, self.find(self.ddp), self.find("optim.config"))
+        return any(value_or(each, "reuse_grad_buf_for_mxfp8_param_ag", False) for each in holders)
+
+    @property
     def uses_fsdp(self) -> bool:
         """Whether the strategy's ``fsdp`` says so."""
         return bool(self.find(f"{_STRATEGY}.fsdp") == "megatron")

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.config.job import Job, Requirement
+from nest_megatron.config.job import GATHER, Job, Requirement
 from nest_megatron.cost_model.execution_flags import time_notes
 from nest_megatron.cost_model.memory_flags import READ, memory_flags
 from nest_megatron.cost_model.target_defaults import newer_release_notes
@@ -95,6 +95,12 @@ _ONE_ORDER = Requirement(
     reason="it makes no groups in the other order",
     fix="leave dist.use_decentralized_pg out",
     who="dist.use_decentralized_pg",
+)
+_IN_OPEN = Requirement(
+    value=False,
+    reason="nothing copies the weights back into the buffer that they share with gradients",
+    fix="set reuse_grad_buf_for_mxfp8_param_ag=False",
+    who="reuse_grad_buf_for_mxfp8_param_ag",
 )
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 #: What else the configuration of a model names as Megatron's arguments do.
@@ -321,6 +327,7 @@ class Recipe(Configuration, ABC):
         return {
             **data_requirements(self, micro),
             **({_ORDER: _ONE_ORDER} if self._has_one_order else {}),
+            **({GATHER: _IN_OPEN} if self.gathers_in_open else {}),
             **family_of(config).requirements(class_names(config)[0], spec),
         }
 
@@ -349,6 +356,11 @@ class Recipe(Configuration, ABC):
         if self._has_one_order and _ORDER in stated:
             stated[_ORDER] = False
         return {**stated, layout: layout_text(stated.get(layout))}
+
+    @property
+    def gathers_in_open(self) -> bool:
+        """Whether weights must be gathered before the forward passes, where its loop says so."""
+        return False
 
     @property
     def _has_one_order(self) -> bool:

@@ -215,7 +215,7 @@ def _overlap(
     for name in OVERLAPS:
         planned = plan.arguments[name]
         if stated.get(name, planned) != planned:
-            why = "the plan's time counts on it" if planned else "there is nothing to gather"
+            why = "the plan's time counts on it" if planned else reason(plan, name)
             yield f"{prefix}.{name}", planned, why
 
 

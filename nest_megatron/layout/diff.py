@@ -121,6 +121,14 @@ def _mapping(plan: ParallelPlan, _: Any) -> str:
     return f"{said}, data-parallel groups the {levels['dp']}" if several else said
 
 
+def _gathers(plan: ParallelPlan, gathers: Any) -> str:
+    if gathers:
+        return "updated weights arrive while the first forward passes run"
+    if plan.layout.shards_optimizer:
+        return "divided weights are gathered before the first forward passes"
+    return "there are no divided weights to gather"
+
+
 #: Field -> the sentence, those where it is off and on, or what says it of a plan and a value.
 _REASONS: dict[str, str | tuple[str, str] | Callable[[ParallelPlan, Any], str]] = {
     "global_batch_size": "the batch that the plan was made for",
@@ -155,9 +163,6 @@ _REASONS: dict[str, str | tuple[str, str] | Callable[[ParallelPlan, Any], str]] 
     "use_torch_fsdp2": "the job's own sharding stays",
     "data_parallel_sharding_strategy": _fsdp,
     "overlap_grad_reduce": "gradients are summed while the last backward passes run",
-    "overlap_param_gather": (
-        "there are no divided weights to gather",
-        "updated weights arrive while the first forward passes run",
-    ),
+    "overlap_param_gather": _gathers,
     "use_tp_pp_dp_mapping": _mapping,
 }

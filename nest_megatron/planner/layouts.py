@@ -89,6 +89,8 @@ def assemble(
     site, rates = request.site, request.rates
     spec, cluster = model.spec, model.cluster
     layout, predicted, known = found
+    if not model.settings.traits.overlap_param_gather:
+        layout = replace(layout, overlap_param_gather=False)
     peak_bytes = predicted.peak_memory_bytes
     without, short = (out_of_memory(model, layout, peak_bytes, each) for each in (None, site))
     memory = None if site is None else site.memory_change(model, layout, without)

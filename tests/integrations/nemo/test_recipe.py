@@ -320,3 +320,17 @@ def test_nodes_that_are_not_the_clusters_are_told() -> None:
     assert "The job has 4 ranks on each of 4 nodes; those of dgx_h100 have 8 GPUs" in "".join(
         plan.notes
     )
+
+
+def test_mxfp8_weights_that_share_a_buffer_with_gradients_are_gathered_first() -> None:
+    recipe = llama(num_nodes=2)
+    recipe.trainer.strategy.ddp.overlap_param_gather = True
+    recipe.trainer.strategy.ddp.reuse_grad_buf_for_mxfp8_param_ag = True
+    plan, _ = auto_recipe(recipe, cluster="dgx_h100")
+    assert not plan.layout.overlap_param_gather
+    assert recipe.trainer.strategy.ddp.overlap_param_gather is False
+    other, _ = auto_recipe(llama(num_nodes=2), cluster="dgx_h100")
+    assert other.layout.overlap_param_gather
+    assert other.predicted.iteration_time_s < plan.predicted.iteration_time_s
+    with pytest.raises(UserInputError, match="reuse_grad_buf_for_mxfp8_param_ag needs False"):
+        apply_plan(recipe, other)
