@@ -8,6 +8,7 @@ many nodes, where it does not say so itself.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -358,14 +359,17 @@ class _Launch:
     def _agent_ranks(self, launcher: Launcher, said: _Said) -> _Sizes:
         """Of an agent on each node, which starts that node's ranks."""
         nodes, per_node = self._count(said, "nodes"), self._count(said, "per_node")
-        if "selected_gpus" in said:
-            self._unsaid.append(f"{said['selected_gpus'].name} names some GPUs of some nodes")
+        chosen = said.get("selected_gpus")
+        if chosen is not None and (":" in chosen.text or "exclude" in chosen.name):
+            self._unsaid.append(f"{chosen.name} names some GPUs of some nodes")
             return nodes, None
         if launcher is _DEEPSPEED:
             slots = self._slots(said)
+            if chosen is not None:  # whole nodes
+                nodes = len(chosen.text.split("@"))
             if slots is not None:
                 nodes = nodes or len(slots)
-                per_node = per_node or max(slots)
+                per_node = per_node or max(slots.values()) or None
             elif "host_file" in said and nodes is None:
                 return None, None
             per_node = per_node or (self._node_gpus() if "per_node" not in said else None)
@@ -384,7 +388,9 @@ class _Launch:
             return (ranks // per_node if per_node else nodes), ranks
         if "per_node" in said:
             return nodes, nodes * per_node if nodes and per_node else None
-        return nodes, sum(slots) if slots else tasks
+        if slots:
+            return nodes, sum(slots.values()) if all(slots.values()) else None
+        return nodes, tasks
 
     def _slurm_tasks(self) -> _Sizes:
         """Nodes and tasks, by the nearest words for Slurm that say them."""
@@ -455,23 +461,27 @@ class _Launch:
             self._unsaid.append("no cluster says how many GPUs a node has")
         return found
 
-    def _slots(self, said: _Said) -> list[int] | None:
-        """Ranks that each host takes, by a list of hosts or a file of them."""
+    def _slots(self, said: _Said) -> dict[str, int] | None:
+        """Ranks that each host takes, 0 if not said, by a list of hosts or a file of them."""
+        slots = Counter[str]()
         if hosts := said.get("hosts"):
-            parts = [part.partition(":")[2] or "1" for part in hosts.text.split(",")]
-            return [int(slots) for slots in parts if slots.isdigit()] or None
+            for part in hosts.text.split(","):
+                host, _, count = part.partition(":")
+                slots[host] += int(count) if count.isdigit() else 1
+            return slots
         if (file := said.get("host_file")) is None:
             return None
         path = Path(file.text)
         if not path.is_file():
             self._unsaid.append(f"{file.name} {file.text} is not on this host")
             return None
-        lines = (line.partition("#")[0] for line in read_text(path, file.name).splitlines())
-        found = [re.search(r"(?:slots=|:)(\d+)", line) for line in lines if line.strip()]
-        if not all(found):
+        for line in read_text(path, file.name).splitlines():
+            if words := re.split(r"[\s:]", line.partition("#")[0].strip(), maxsplit=1)[0]:
+                counted = re.search(r"(?:slots\s*=\s*|:)(\d+)", line.partition("#")[0])
+                slots[words] += int(counted[1]) if counted else 0
+        if not all(slots.values()) and said.keys().isdisjoint(("per_node", "ranks")):
             self._unsaid.append(f"{file.name} {file.text} has hosts without slots=")
-            return None
-        return [int(each[1]) for each in found if each]
+        return slots or None
 
     def _count(self, said: _Said, quantity: str) -> int | None:
         """A count; the most of a range; what a shell fills in is not known."""

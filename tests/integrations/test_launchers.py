@@ -195,3 +195,24 @@ def test_a_dry_run_records_each_launcher_that_is_a_program_and_starts_ranks() ->
         "accelerate.commands.launch",
     }
     assert names - {*STANDS_FOR} == {*modules, "salloc"}  # salloc gives nodes, srun the ranks
+
+
+@pytest.mark.parametrize(
+    ("launch", "size"),
+    [
+        ("mpirun --hostfile {file} -N 8", (24, 3)),
+        ("mpirun --hostfile {file} -np 12", (12, 3)),
+        ("mpirun -H h1,h2:8,h3 -N 8", (24, 3)),
+        ("mpirun -H h1,h1,h2,h2", (4, 2)),
+        ("deepspeed --include h1@h2 --num_gpus 8", (16, 2)),
+    ],
+)
+def test_hosts_are_counted_with_and_without_slots(
+    launch: str, size: tuple[int, int], tmp_path: Path
+) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("h1\nh2\nh3  # the last\n", encoding="utf-8")
+    found = launched_ranks(launch.format(file=file).split())
+    assert (found.num_ranks, found.num_nodes) == size
+    unsaid = launched_ranks(f"mpirun --hostfile {file}".split())
+    assert "has hosts without slots=" in unsaid.unsaid
