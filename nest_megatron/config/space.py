@@ -236,8 +236,8 @@ def buildable_degrees(
 
 
 def takes_mtp_of_stage(spec: TransformerSpec, target: Target) -> bool:
-    """Whether its framework builds MTP layers of the layers of their stage: NeMo with experts."""
-    return target.fitted == "nemo" and spec.is_moe and spec.num_mtp_layers > 0
+    """Whether its framework builds MTP layers of the last stage's layers, as NeMo does."""
+    return target.fitted == "nemo" and spec.num_mtp_layers > 0
 
 
 def space_of_frozen_weights(

@@ -12,7 +12,7 @@ import dataclasses
 
 from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, chunks_of
 from nest_megatron.errors import UserInputError
-from nest_megatron.layout.rulebook.schedule import is_mtp_bare, misplaced_mtp_chunk
+from nest_megatron.layout.rulebook.schedule import lets_nemo_build_mtp, misplaced_mtp_chunk
 from nest_megatron.layout.stage_layout import StagePartition, layout_string, uniform_partition
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolution, StageSolver, Status
@@ -50,12 +50,12 @@ def check_partition(
             limit="Megatron keeps them in the last virtual stage of a rank other than the first",
             fix="Move them to the last stage.",
         )
-    if mtp_beside_layer and is_mtp_bare(spec, partition):
+    if mtp_beside_layer and not lets_nemo_build_mtp(spec, partition):
         raise UserInputError(
             "pipeline_model_parallel_layout",
             layout_string(spec, partition),
-            limit="the framework builds MTP layers of one beside them, and there is none",
-            fix="Move the last layer beside them.",
+            limit="NeMo builds MTP layers in the last virtual stage, of a layer there",
+            fix="Move the last layer and them to the head.",
         )
 
 
@@ -87,10 +87,10 @@ def solver_of_even_stages(solve: StageSolver, spec: TransformerSpec) -> StageSol
 def as_built(
     solve: StageSolver, spec: TransformerSpec, *, mtp_beside_layer: bool = False
 ) -> StageSolver:
-    """A stage solver that keeps MTP layers with their neighbour, where the model is built so.
+    """A stage solver that keeps MTP layers with the head, where the model is built so.
 
-    Those of a hybrid model are built with the head (0.20 ``HybridModel``), NeMo's beside the last
-    layer; the layouts of other models may part them.
+    Those of a hybrid model are (0.20 ``HybridModel``), NeMo's with the last layer as well; the
+    layouts of other models may part them.
 
     Args:
         mtp_beside_layer: as of ``SearchSpace``.
@@ -103,24 +103,25 @@ def as_built(
         units = problem.num_units
         if units != problem.num_layers + 3 or problem.num_chunks == 1:  # no MTP, or joined already
             return solve(problem, threshold, node_limit)
-        if units - 1 < problem.num_chunks:
-            return StageSolution(Status.INFEASIBLE, NO_THRESHOLD)
         first = units - (2 if hybrid else 3)
-        found = solve(_with_two_joined(problem, first), threshold, node_limit)
-        return found._replace(boundaries=tuple(b + (b > first) for b in found.boundaries))
+        if first + 1 < problem.num_chunks:
+            return StageSolution(Status.INFEASIBLE, NO_THRESHOLD)
+        found = solve(_with_end_joined(problem, first), threshold, node_limit)
+        boundaries = (*found.boundaries[:-1], units) if found.boundaries else ()
+        return found._replace(boundaries=boundaries)
 
     return solve_whole
 
 
-def _with_two_joined(problem: PipelineProblem, first: int) -> PipelineProblem:
-    """Units ``first`` and ``first + 1`` as one, whose layer no block of recomputation covers."""
-    pair = chunk_cost(dataclasses.replace(problem, block_num_layers=0), first, first + 2)
-    kinds, costs = problem.unit_kinds, problem.costs
+def _with_end_joined(problem: PipelineProblem, first: int) -> PipelineProblem:
+    """The units from ``first`` on as one, whose layer no block of recomputation covers."""
+    end = chunk_cost(dataclasses.replace(problem, block_num_layers=0), first, problem.num_units)
+    costs = (*problem.costs, end)
     return dataclasses.replace(
         problem,
-        unit_kinds=bytes((*kinds[:first], len(costs), *kinds[first + 2 :])),
-        costs=(*costs, pair),
-        num_layers=problem.num_layers - (first == problem.num_layers),
+        unit_kinds=bytes((*problem.unit_kinds[:first], len(costs) - 1)),
+        costs=costs,
+        num_layers=first - 1,
     )
 
 

@@ -67,8 +67,8 @@ class SearchSpace:
         sequence_parallel: it is on wherever tensor parallelism is; otherwise nowhere.
         even_stages: only cuts that Megatron makes by itself, as many layers in each virtual stage;
             for frameworks that can state no layout.
-        mtp_beside_layer: MTP layers lie in a virtual stage that holds the last layer, and no block
-            of layers is recomputed, for a framework that builds them of that stage's layers.
+        mtp_beside_layer: MTP layers lie between the last layer and the head, and no block of layers
+            is recomputed, for a framework that builds them of their stage's layers.
         use_all_gpus: every GPU works; otherwise whole nodes may stay idle.
         present: degrees of what the job runs today outside the limits; they are tried, too.
         present_recompute: its recomputation, where it is none of those that are tried.

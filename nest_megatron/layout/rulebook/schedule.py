@@ -255,14 +255,15 @@ def misplaced_mtp_chunk(spec: TransformerSpec, partition: StagePartition) -> int
     return None if fits else chunk
 
 
-def is_mtp_bare(spec: TransformerSpec, partition: StagePartition) -> bool:
-    """Whether the virtual stage of the MTP layers holds no other layer.
+def lets_nemo_build_mtp(spec: TransformerSpec, partition: StagePartition) -> bool:
+    """Whether MTP layers lie where NeMo 2.7.3 builds and feeds them.
 
-    NeMo 2.7.3 takes theirs from the last of its layers with experts, and then finds none
-    (``mtp_block_spec`` of ``nemo.collections.llm.gpt.model.base``).
+    It takes theirs from the last layer of their virtual stage, and gives word embeddings to the
+    first and the last stage alone (``mtp_block_spec`` of ``nemo.collections.llm.gpt.model.base``,
+    ``init_model_parallel`` of ``nemo.lightning._strategy_lib``).
     """
-    chunk = mtp_chunk(spec, partition)
-    return chunk is not None and decoder_layers(spec, partition)[chunk] == 0
+    chunk, last = mtp_chunk(spec, partition), partition.num_chunks - 1
+    return chunk is None or (chunk == last and decoder_layers(spec, partition)[last] > 0)
 
 
 def _grouped_layers(
