@@ -32,7 +32,7 @@ from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import check_output, is_standard_output, write_text
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.layout import plan_file
-from nest_megatron.layout.plan import ParallelPlan, launch_size, script_words
+from nest_megatron.layout.plan import ParallelPlan, launch_words
 from nest_megatron.plain import to_plain
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import command_lines, progress, say, show, show_json
@@ -335,7 +335,7 @@ def _plan_command(
 
 
 def _command_parts(found: CommandPlan, *, with_reasons: bool) -> list[RenderableType]:
-    from nest_megatron.integrations.launchers import with_num_nodes, with_variables
+    from nest_megatron.integrations.launchers import is_secret
     from nest_megatron.integrations.plan_output import change_rows
 
     command, changes = found.job.command, change_rows(found.changes)
@@ -346,19 +346,13 @@ def _command_parts(found: CommandPlan, *, with_reasons: bool) -> list[Renderable
         return changed if changes else ["The recipe is already the plan.\n"]
     launch = found.plan.launch[LAUNCHER]
     changed = ["Changes to your command\n", changes_table(changes, found.plan.model)]
-    given = {**command.environment, **launch.environment}
-    num_nodes, per_node = launch_size(found.plan)
-    ranks, launched = command.ranks, command.launcher
-    if ranks.num_nodes and ranks.num_ranks == per_node * ranks.num_nodes:
-        launched = tuple(with_num_nodes(launched, num_nodes))
-    launcher, before = with_variables(
-        launched, {name: value for name, value in given.items() if value is not None}
-    )
-    words = [*launcher, *script_words(command.script), *launch.argv]
+    secret = {name: text for name, text in command.environment.items() if is_secret(name)}
+    given = {**secret, **launch.environment}
+    before = [(name, value) for name, value in given.items() if value is not None]
     return [
         *(changed if changes else ["Your command is already the plan."]),
         "\nThe command\n",
-        command_lines(words, before.items()),
+        command_lines(launch_words(found.plan, launch), before),
         "",
     ]
 

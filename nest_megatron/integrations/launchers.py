@@ -159,6 +159,19 @@ class LaunchPlace:
 NOWHERE = LaunchPlace()
 
 
+#: Names of variables that should be in no log.
+_SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)
+
+
+def is_secret(variable: str) -> bool:
+    """Whether a variable's name says that its value is no one else's business.
+
+    >>> is_secret("WANDB_API_KEY"), is_secret("NCCL_DEBUG")
+    (True, False)
+    """
+    return _SECRET.search(variable) is not None
+
+
 def with_variables(
     words: Sequence[str], variables: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:

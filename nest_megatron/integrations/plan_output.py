@@ -304,7 +304,7 @@ def explanation(
     for name, launch in plan.launch.items():
         variables = [(k, v) for k, v in launch.environment.items() if v is not None]
         yield f"\nLaunch with {name}\n"
-        yield command_lines(launch_words(plan, launch.script, launch.argv), variables)
+        yield command_lines(launch_words(plan, launch), variables)
         yield ""
         yield notes_report([*launch.notes, *launch.unset_notes()])
     yield notes_report(plan.notes)

@@ -33,7 +33,12 @@ from nest_megatron.integrations.dry_run import (
     script_launch,
     unread_model,
 )
-from nest_megatron.integrations.launchers import SLURM_VARIABLES, LaunchPlace, slurm_options
+from nest_megatron.integrations.launchers import (
+    SLURM_VARIABLES,
+    LaunchPlace,
+    is_secret,
+    slurm_options,
+)
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_command
 from nest_megatron.integrations.megatron_lm.changed_command import require_model, with_flags
 from nest_megatron.integrations.megatron_lm.checkpoint import check_loadable, checkpoint_of_plan
@@ -409,7 +414,10 @@ def estimate_command(
     launch = {}
     if (command := job.command) is not None:
         launch[LAUNCHER] = LaunchCommand(
-            script=command.script, argv=command.argv, environment=command.environment
+            script=command.script,
+            argv=command.argv,
+            environment={k: v for k, v in command.environment.items() if not is_secret(k)},
+            launcher=command.launcher,
         )
         found = _with_size_note(found, command)
     found = replace(with_origin(found, job, "estimate --from"), launch=launch)

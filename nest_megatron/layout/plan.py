@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -171,12 +171,17 @@ class PresentLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchCommand:
-    """How to start it: the script, its flags, and the environment (``None``: must be unset)."""
+    """How to start it: the script, its flags, and the environment (``None``: must be unset).
+
+    Args:
+        launcher: all before the script, as the user has it; ``torchrun`` where that is not known.
+    """
 
     script: str
     argv: tuple[str, ...]
     environment: Mapping[str, str | None]
     notes: tuple[str, ...] = ()
+    launcher: tuple[str, ...] = added(())
 
     def unset_notes(self) -> tuple[str, ...]:
         """A sentence for each variable that must be unset."""
@@ -263,6 +268,11 @@ def launch_size(plan: ParallelPlan) -> tuple[int, int]:
     return gpus // per_host, per_host
 
 
-def launch_words(plan: ParallelPlan, script: str, argv: Sequence[str]) -> list[str]:
-    """A ``torchrun`` command of the plan's size."""
-    return [*torchrun_words(*launch_size(plan)), *script_words(script), *argv]
+def launch_words(plan: ParallelPlan, launch: LaunchCommand, script: str = "") -> list[str]:
+    """The user's own launcher, or a ``torchrun`` of the plan's size, with script and flags.
+
+    Args:
+        script: in the place of the command's own.
+    """
+    launcher = launch.launcher or torchrun_words(*launch_size(plan))
+    return [*launcher, *script_words(script or launch.script), *launch.argv]

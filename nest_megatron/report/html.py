@@ -273,8 +273,7 @@ def _command(plan: ParallelPlan, command: LaunchCommand) -> str:
     """A shell command: what must not be set, the environment, torchrun, script and flags."""
     unset = [f"unset {name}" for name, value in command.environment.items() if value is None]
     given = [(name, value) for name, value in command.environment.items() if value is not None]
-    words = launch_words(plan, command.script, command.argv)
-    return "\n".join([*unset, command_lines(words, given, indent="")])
+    return "\n".join([*unset, command_lines(launch_words(plan, command), given, indent="")])
 
 
 def _provenance(plan: ParallelPlan) -> Sequence[tuple[str, str]]:

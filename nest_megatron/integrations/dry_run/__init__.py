@@ -29,6 +29,7 @@ from nest_megatron.integrations.launchers import (
     START_EACH_RANK,
     assignment,
     header_options,
+    is_secret,
     slurm_options,
 )
 from nest_megatron.integrations.process_variables import Environment
@@ -49,8 +50,6 @@ _TRAINING = re.compile(
 )
 #: Variables that no two ranks have the same of.
 _OF_A_RANK = {"RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "CUDA_VISIBLE_DEVICES"}
-#: Names of variables that should be in no log.
-_SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)
 #: Options in which the launches of one job differ, one on each node.
 _OF_A_NODE = re.compile(r"--(node[-_]rank|machine[-_]rank)(=.*)?")
 
@@ -112,7 +111,7 @@ def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> Recor
         if os.environ.get(name) != value and not name.startswith("SLURM_")
     }
     notes = [*_notes(run, found, script or rest[0])]
-    secret = {name for name in given if _SECRET.search(name)}
+    secret = set(filter(is_secret, given))
     if secret:
         notes.append(
             f"Left out of the command, as they may be secret: {', '.join(sorted(secret))}."

@@ -18,6 +18,7 @@ from nest_megatron.cost_model.target_defaults import MEGATRON_LM as MEGATRON_LM_
 from nest_megatron.cost_model.target_defaults import TARGETS, target_named
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import FaultError, UserInputError
+from nest_megatron.integrations.launchers import is_secret, with_num_nodes, with_variables
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
     REASONS,
@@ -53,7 +54,7 @@ from nest_megatron.layout.execution_rules import (
 )
 from nest_megatron.layout.knobs import execution_reason
 from nest_megatron.layout.layout import Layout
-from nest_megatron.layout.plan import MEGATRON_LM, LaunchCommand, ParallelPlan
+from nest_megatron.layout.plan import MEGATRON_LM, LaunchCommand, ParallelPlan, launch_size
 from nest_megatron.layout.recompute import NO_RECOMPUTE
 from nest_megatron.layout.rulebook import RULES, require_launchable
 from nest_megatron.layout.rulebook.devices import AWARE, has_multicast, overlaps_gradients
@@ -201,11 +202,28 @@ def with_command(
         overlap_grad_reduce=request.overlap_grad_reduce,
         overlap_param_gather=request.overlap_param_gather,
     )
-    launch = _launch_command(plan, request, command.script, found.argv)
+    launch = _with_launcher(
+        plan, _launch_command(plan, request, command.script, found.argv), command
+    )
     origin, launches = plan.provenance, {**plan.launch, LAUNCHER: launch}
     if made_by is not None:
         origin = origin.made_for(MEGATRON_LM, command.version, made_by)
     return replace(plan, layout=layout, launch=launches, provenance=origin), found
+
+
+def _with_launcher(
+    plan: ParallelPlan, launch: LaunchCommand, command: ReadCommand
+) -> LaunchCommand:
+    """The user's launcher, on as many nodes as are planned, and variables that are no secrets."""
+    ranks, words = command.ranks, command.launcher
+    num_nodes, per_node = launch_size(plan)
+    if ranks.num_nodes and ranks.num_ranks == per_node * ranks.num_nodes:
+        words = tuple(with_num_nodes(words, num_nodes))
+    own = {name: text for name, text in command.environment.items() if not is_secret(name)}
+    unset = {name: text for name, text in launch.environment.items() if text is None}
+    given = {name: text for name, text in launch.environment.items() if text is not None}
+    launcher, before = with_variables(words, {**own, **given})
+    return replace(launch, launcher=tuple(launcher), environment={**before, **unset})
 
 
 def _launch_command(

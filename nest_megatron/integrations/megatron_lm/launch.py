@@ -155,7 +155,7 @@ def dry_run(launched: LaunchedJob) -> None:
     launch = plan.launch[attach.LAUNCHER]
     say("nest: the same without nest\n")
     wanted = [(name, text) for name, text in launch.environment.items() if text is not None]
-    say(command_lines(launch_words(plan, launched.script, launch.argv), wanted))
+    say(command_lines(launch_words(plan, launch, launched.script), wanted))
     for name, text in launch.environment.items():
         if text is None:
             say(f"  with {name} unset")
