@@ -9,6 +9,7 @@ what is ``None`` there, and both let a job set the same names on the model.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -53,8 +54,8 @@ from nest_megatron.layout.rulebook.options import contradicted
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner.pinned_job import (
     ActualJob,
+    other_numbers,
     require_same_job,
-    require_same_memory,
     resolved,
 )
 from nest_megatron.planner.pins import PinnedPlan
@@ -287,7 +288,8 @@ def plan_changes(
     else:  # it is the launcher's
         _require_same(found, size, ())
     _require_same(found, job, free)
-    require_same_memory(found, own.memory_flags, own.precision)
+    if differs := other_numbers(found, own.memory_flags, own.precision):
+        warnings.warn(f"{differs}; auto_recipe plans this job.", stacklevel=3)
     planned, schedule = found.train.batch_schedule, recipe.batch_schedule(spec.seq_length)
     if schedule is not None and (planned is None or planned.sizes != schedule.sizes):
         made_for = planned.words() if planned else found.layout.global_batch_size

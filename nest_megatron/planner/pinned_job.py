@@ -171,30 +171,27 @@ def _software_rows(pin: Pin, job: ActualJob) -> Iterator[Row]:
     yield "nest-megatron version", pin.nest_megatron_version, __version__
 
 
-def require_same_memory(plan: ParallelPlan, flags: Mapping[str, Any], precision: Precision) -> None:
-    """Refuse a plan whose memory, as the job's own settings make it, is likely to run out.
+def other_numbers(plan: ParallelPlan, flags: Mapping[str, Any], precision: Precision) -> str:
+    """What a job's own settings change of a plan's prediction; empty where it holds.
 
     Args:
         flags: the job's, by Megatron's destinations.
 
-    Raises:
-        UserInputError: naming what adds to it, or another number format.
+    Returns:
+        Another number format, or what makes a job that would start probably run out of memory.
     """
-    fix = "Plan this job (auto_recipe), or bring its fields to what the plan counts."
     if precision is not plan.train.precision:
-        limit = f"the plan is for {plan.train.precision.value}"
-        raise UserInputError("precision", precision.value, limit, fix)
+        return f"the plan counts {plan.train.precision.value}, and the job is {precision.value}"
     settings = restored_settings(plan.provenance.settings)
     own = dataclasses.replace(settings, traits=_traits_of(plan, settings.target, flags))
     model = CostModel(plan.model, plan.cluster, own)
     chance = out_of_memory(model, plan.layout, predicted_peak(model, plan.layout).peak_bytes)
     allowed = MOST_OOM_CHANCE if plan.choice is None else plan.choice.max_oom_chance
-    if chance > max(allowed, plan.uncertainty.out_of_memory):
-        rows = _memory_rows(plan, flags, precision)
-        more = "; ".join(f"{name} is {found}, planned {planned}" for name, planned, found in rows)
-        if more:
-            limit = f"chance to run out of memory with the job's own settings: {more}"
-            raise UserInputError("memory", format_chance(chance), limit, fix)
+    rows = _memory_rows(plan, flags, precision)
+    more = ", ".join(f"{name} is {found}, planned {planned}" for name, planned, found in rows)
+    if not more or chance <= max(allowed, plan.uncertainty.out_of_memory):
+        return ""
+    return f"{format_chance(chance)} risk to run out of memory with the job's own settings ({more})"
 
 
 def _memory_rows(
