@@ -27,6 +27,7 @@ from nest_megatron.config.catalogue import read_cluster
 from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import Setting, parse, refuse_sweeps, split_launcher
+from nest_megatron.config.space import require_all_gpus
 from nest_megatron.cost_model.memory import within_error
 from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import check_output, is_standard_output, write_text
@@ -92,6 +93,7 @@ def placed(composed: Settings, path: Path) -> Placement:
     Raises:
         UserInputError: if the file cannot be read, or does not go with the cluster.
     """
+    require_all_gpus(composed, "a job on the hosts of a file")
     topology, cluster = read_hosts(path), read_cluster(composed)
     hosts = tuple(topology.groups)
     groups = tuple(topology.groups.values())

@@ -48,6 +48,7 @@ from nest_megatron.config.space import (
     require_experts,
     space_of_frozen_weights,
     takes_mtp_of_stage,
+    with_short_sequences,
 )
 from nest_megatron.config.train import (
     batch_of,
@@ -198,6 +199,8 @@ def request_for(
         batch, notes = batch_of(settings, job, cluster.num_gpus, schedule)
         notes += [*attention_notes, *_length_notes(spec, train.seq_length)]
         within = space_within(space, policy, cluster)
+        if "micro_batch_size" not in space.fixed:
+            within["limits"] = with_short_sequences(within["limits"], spec.seq_length)
         granularity = settings.parallel.recompute_granularity
         if not granularity and space.recompute is not None:
             granularity = space.recompute.granularity

@@ -44,7 +44,7 @@ from nest_megatron.model.variant import NormPlacement
 from nest_megatron.planner import Request, plan
 from nest_megatron.planner.layouts import estimate_for
 from nest_megatron.solver.backend import Backend
-from nest_megatron.solver.space import DEGREES, SearchSpace
+from nest_megatron.solver.space import DEFAULT_LIMITS, DEGREES, SearchSpace
 
 Value = TypeVar("Value")
 
@@ -233,6 +233,35 @@ def buildable_degrees(
             )
         fixed = {**fixed, name: 1}
     return fixed
+
+
+#: Tokens of the largest micro batch of short sequences that is tried by default.
+_MICRO_BATCH_TOKENS = 1 << 16
+
+
+def with_short_sequences(limits: Mapping[str, int], seq_length: int) -> Mapping[str, int]:
+    """Limits with a larger micro batch where sequences are short, unless they state one.
+
+    Megatron-LM's own examples of BERT and T5 train up to 64 sequences of 512 tokens.
+
+    >>> with_short_sequences({}, 512), with_short_sequences({}, 4096)
+    ({'micro_batch_size': 128}, {})
+    """
+    name = "micro_batch_size"
+    most = _MICRO_BATCH_TOKENS // seq_length
+    return {name: most, **limits} if most > DEFAULT_LIMITS[name] else limits
+
+
+def require_all_gpus(settings: Settings, who: str, prefix: str = "") -> None:
+    """Refuse a search that may leave GPUs idle where every one of them runs a rank.
+
+    Args:
+        who: what takes them all.
+        prefix: before the setting where the user types it.
+    """
+    if not settings.search.use_all_gpus:
+        name, fix = f"{prefix}search.use_all_gpus", "Leave it out, or plan with --from or a model."
+        raise UserInputError(name, False, f"{who} runs a rank on each of its GPUs", fix)
 
 
 def takes_mtp_of_stage(spec: TransformerSpec, target: Target) -> bool:

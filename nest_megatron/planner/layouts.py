@@ -282,7 +282,8 @@ def describe_space(space: SearchSpace, cluster: Cluster, policy: Policy) -> Mapp
     """The declared space in words, for the plan file."""
     words = {name: f"= {value}" for name, value in space.fixed.items()}
     for name in (*DEFAULT_LIMITS, "tensor_model_parallel_size", "expert_tensor_parallel_size"):
-        words.setdefault(name, f"<= {space.limit(name, cluster)}")
+        most = max(space.limit(name, cluster), space.present.get(name, 1))
+        words.setdefault(name, f"<= {most}")
     for name, value in space.limits.items():
         words.setdefault(name, f"<= {value}")
     for name, value in space.least.items():

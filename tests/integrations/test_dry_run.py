@@ -435,6 +435,17 @@ def test_the_host_of_a_job_of_slurm_is_its_first_node(tmp_path: Path) -> None:
     assert f"{own}:29500" in read(write(tmp_path, text, "alone.sh")).words
 
 
+def test_the_head_of_a_slurm_job_is_its_first_node_and_its_task_the_first(tmp_path: Path) -> None:
+    head = "ip=$(srun --nodes=1 --ntasks=1 -w node1 hostname --ip-address)"
+    text = f"#SBATCH --nodes=2\n{head}\nsrun torchrun --rdzv_endpoint $ip:29500 t.py {MODEL}"
+    found = read(write(tmp_path, text))
+    assert "node1:29500" in found.words
+    assert not any("srun" in note for note in found.notes)
+    each = f"torchrun --nnodes 2 --node-rank $SLURM_NODEID --master-addr h0 t.py {MODEL}"
+    words = read(write(tmp_path, f"srun -N 2 bash -c '{each}'")).words
+    assert words[words.index("--node-rank") + 1] == "0"
+
+
 def test_secrets_are_no_part_of_the_command(tmp_path: Path) -> None:
     text = f"export WANDB_API_KEY=abc HF_TOKEN=x TOKENIZERS_PARALLELISM=0\ntorchrun t.py {MODEL}"
     found = read(write(tmp_path, text))

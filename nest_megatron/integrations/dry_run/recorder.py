@@ -36,6 +36,8 @@ STANDS_FOR = (*SHELLS, *WRAPPERS, *RUNNERS, *LAUNCHERS, "sbatch", *_ANSWERED)
 _PYTHON = re.compile(r"python[\d.]*")
 _PROGRAM = re.compile(r"\S\.py(\s|$|\"|')")
 _SHELL_LINE = re.compile(rb"#!\s*\S*?(/env\s+)?(bash|sh|dash|zsh|ksh)\b")
+#: What Slurm tells each task of itself; the first task is 0.
+_OF_A_TASK = ("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
@@ -58,10 +60,7 @@ def main(words: list[str]) -> None:
         else:
             _note(name)
     elif name == "hostname":
-        is_batch = "SLURM_NNODES" in os.environ  # which does not run here
-        print("node1" if is_batch else os.uname().nodename)
-        if is_batch:
-            _note(name, "answered")
+        _say_hostname(is_batch="SLURM_NNODES" in os.environ)
     elif name in WRAPPERS or (name in RUNNERS and words[1:2] == ["run"]):
         _pass_on(words)
     elif name == "python" and "-c" in words[1:3]:
@@ -90,11 +89,22 @@ def _launch(words: list[str]) -> None:
         place, before = _around()
         around = json.dumps([place, [*before, *words[:at]]])
         rest = words[at + 1 :] if _name(words[at]) in SHELLS else words[at:]
-        _run_shell(rest, NEST_DRY_RUN_AROUND=around)
+        first = dict.fromkeys(_OF_A_TASK, "0") if _name(words[0]) == "srun" else {}
+        first = {name: os.environ.get(name, text) for name, text in first.items()}
+        _run_shell(rest, NEST_DRY_RUN_AROUND=around, **first)
     if "-m" in words or any(map(_PROGRAM.search, words)):
         _write(words)
+    elif any(_name(word) == "hostname" for word in words[1:]):  # srun -w HEAD hostname -i
+        _say_hostname(is_batch=_name(words[0]) == "srun" or "SLURM_NNODES" in os.environ)
     else:
         _note(" ".join(words[:2]))
+
+
+def _say_hostname(*, is_batch: bool) -> None:
+    """The first node of a job of Slurm, which does not run here; else this host."""
+    print("node1" if is_batch else os.uname().nodename)
+    if is_batch:
+        _note("hostname", "answered")
 
 
 def _around() -> tuple[str, list[str]]:

@@ -15,7 +15,7 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.catalogue import read_cluster
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import Requirement
-from nest_megatron.config.space import check_quotients
+from nest_megatron.config.space import check_quotients, require_all_gpus
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm import checkpoint
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, checkpoint_of_plan
@@ -63,6 +63,7 @@ def settings_for_nodes(composed: Settings, counts: Sequence[int]) -> Settings:
     Raises:
         UserInputError: if there is no cluster, or its ``cluster.num_gpus`` is less.
     """
+    require_all_gpus(composed, "each row of --for-nodes")
     cluster = read_cluster(composed)
     size, most = gpus_per_host(cluster), max(counts) * gpus_per_host(cluster)
     if "cluster.num_gpus" in composed.given and cluster.num_gpus < most:

@@ -14,6 +14,7 @@ from nest_megatron.config.cluster_detection import JobCluster
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import FreeParameters, Job, ReadCommand, installed_packages
 from nest_megatron.config.request import request_for
+from nest_megatron.config.space import require_all_gpus
 from nest_megatron.cost_model.target_defaults import newer_release_notes
 from nest_megatron.errors import NestError
 from nest_megatron.integrations.megatron_lm import checkpoint
@@ -214,6 +215,7 @@ def plan_to_launch(request: Request, composed: Settings, choose: int = 0) -> Par
 
 def running_request(job: Job, place: JobCluster) -> Request:
     """What to search for a running job."""
+    require_all_gpus(place.settings, "a job that has started", "nest.")
     cluster, notes = place.cluster, (*job.notes, *place.notes)
     job = replace(job, notes=notes, num_gpus=cluster.num_gpus)
     return job_request(job, cluster, place.settings, prefix="nest.", versions=installed_versions())
