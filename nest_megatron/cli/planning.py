@@ -33,7 +33,7 @@ from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import check_output, is_standard_output, write_text
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.layout import plan_file
-from nest_megatron.layout.plan import ParallelPlan, launch_words
+from nest_megatron.layout.plan import ParallelPlan, script_words
 from nest_megatron.plain import to_plain
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import command_lines, progress, say, show, show_json
@@ -354,7 +354,7 @@ def _command_parts(found: CommandPlan, *, with_reasons: bool) -> list[Renderable
     return [
         *(changed if changes else ["Your command is already the plan."]),
         "\nThe command\n",
-        command_lines(launch_words(found.plan, launch), before),
+        command_lines([*launch.launcher, *script_words(command.script), *launch.argv], before),
         "",
     ]
 
