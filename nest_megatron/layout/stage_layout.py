@@ -323,10 +323,13 @@ def uneven_flags(spec: TransformerSpec, pp: int) -> str:
     if pp < 2 or ends < 2:
         return f"Add {layout}"
     first = ends // 2
-    return (
-        f"Add --decoder-first-pipeline-num-layers {first} --decoder-last-pipeline-num-layers "
-        f"{ends - first}, or {layout}"
+    flags = (
+        f"--decoder-first-pipeline-num-layers {first} --decoder-last-pipeline-num-layers "
+        f"{ends - first}"
     )
+    if spec.hybrid_layer_pattern:  # whose stages are not searched for
+        flags = f"--pipeline-model-parallel-size {pp} {flags} (kept, not in --free)"
+    return f"Add {flags}, or {layout}"
 
 
 def _uneven_layers(

@@ -146,7 +146,7 @@ def test_without_a_plan_nothing_is_launched(tmp_path: Path) -> None:
     others = recipe()  # as many processes, of which Lightning's devices are half
     others.trainer.num_nodes, others.trainer.devices = 2, 4
     with (
-        pytest.raises(UserInputError, match="= 2 x 4: the executor starts 1 x 8 processes"),
+        pytest.raises(UserInputError, match="= '2 x 4': the executor starts 1 x 8 processes"),
         experiment(tmp_path) as added,
     ):
         added.add(others, plugins=[plugin()])
