@@ -200,6 +200,7 @@ class Facts(dict[str, Any]):
         return function(*[self[name] for name in parameters(function)])
 
 
+@functools.cache
 def parameters(function: Callable[..., object]) -> tuple[str, ...]:
     """The names of a function's parameters: the facts that it reads."""
     code: CodeType = inspect.unwrap(function).__code__
