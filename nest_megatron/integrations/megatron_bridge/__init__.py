@@ -339,8 +339,11 @@ def plan_changes(
     return recipe_plan.plan_changes(BridgeConfig(cfg, environment, assume_harmless), plan, free)
 
 
-#: A value that Hydra's grammar and YAML read alike; of other objects (torch types) the text.
-_text = partial(json.dumps, default=str)
+def _text(value: object) -> str:
+    """A value that Hydra's grammar and YAML read alike; of other objects (torch types) the text."""
+    if isinstance(value, Mapping):  # whose keys Hydra takes without quotes alone
+        return "{" + ", ".join(f"{key}: {_text(each)}" for key, each in value.items()) + "}"
+    return json.dumps(value, default=str)
 
 
 def to_dotlist(changes: Iterable[Change]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from nest_megatron import Plan
 from nest_megatron.config.launch import read_words
@@ -241,6 +242,14 @@ def test_overlay_and_dotlist_say_the_same() -> None:
         for step in path.split("."):
             node = node[step]
         assert node == yaml.safe_load(text)
+
+
+def test_words_of_options_are_read_by_hydra() -> None:
+    options = {"add_bos": True, "pad_seq_length_to_mult": 32}
+    change = Change(field="dataset.dataset_kwargs", before=None, after=options, reason="")
+    (word,) = to_dotlist([change])
+    read = OverridesParser.create().parse_override(word)
+    assert read.value() == yaml.safe_load(word.partition("=")[2]) == options
 
 
 def planned(cfg: Any, *words: str) -> Any:
