@@ -24,6 +24,7 @@ from nest_megatron.layout.diff import Change
 from nest_megatron.layout.execution_rules import execution_arguments
 from nest_megatron.layout.knobs import KNOBS
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import (
     PLAIN,
     ContextTraffic,
@@ -435,3 +436,16 @@ def test_a_number_of_ranks_for_another_group_of_experts_is_taken_out() -> None:
     assert f"# take {name} out" in megatron_bridge.to_yaml([changes["env_vars"]])
     cfg.env_vars = dict(own)  # its group is the plan's now
     assert megatron_bridge.apply_plan(cfg, plan, environment={}) == ()
+
+
+def test_one_connection_of_a_recipe_goes_where_a_plan_takes_several() -> None:
+    plan = laid_out(zero=ZeroStage.WEIGHTS)
+    cfg = bridge_config(plan.model)
+    cfg.env_vars = {"CUDA_DEVICE_MAX_CONNECTIONS": 1, "NCCL_NVLS_ENABLE": 0}
+    changes = {c.field: c for c in megatron_bridge.apply_plan(cfg, plan, environment={})}
+    assert cfg.env_vars == {"NCCL_NVLS_ENABLE": 0}
+    assert "Megatron-FSDP needs several" in changes["env_vars"].reason
+    cfg.env_vars = {"CUDA_DEVICE_MAX_CONNECTIONS": 1}
+    plain = laid_out()
+    megatron_bridge.apply_plan(cfg, plain, environment={})
+    assert cfg.env_vars == {"CUDA_DEVICE_MAX_CONNECTIONS": 1}

@@ -54,6 +54,18 @@ _TORCH_FSDP2 = "dist.use_torch_fsdp2"
 #: Variable of HybridEP: ranks of a group of experts that share NVLink. A wrong one spoils the
 #: all-to-all (Megatron-Bridge's notes on dispatchers).
 NVLINK_RANKS = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def needs_connections(plan: ParallelPlan) -> str:
+    """Why a plan takes more than one connection to the device; empty where it does not.
+
+    Source: ``ConfigContainer._validate_and_apply_megatron_fsdp_configs``, ``combined_1f1b``.
+    """
+    if plan.layout.uses_megatron_fsdp:
+        return "Megatron-FSDP needs several"
+    overlaps = plan.layout.execution.overlap_moe_expert_parallel_comm
+    return "the token all-to-all overlaps" if overlaps else ""
 
 
 class BridgeConfig(Recipe, framework="megatron_bridge"):
@@ -209,19 +221,28 @@ class BridgeConfig(Recipe, framework="megatron_bridge"):
             yield _TORCH_FSDP2, kept, reason(plan, "use_torch_fsdp2")
         yield from other_fields(self, plan)
         yield from self.places.fields(plan)
-        variables, degrees = self.find("env_vars"), plan.layout.dims
-        experts = ("expert_model_parallel_size", "expert_tensor_parallel_size")
-        differs = any(self.find(self.items[each]) != getattr(degrees, each) for each in experts)
-        if isinstance(variables, Mapping) and NVLINK_RANKS in variables and differs:
-            others = {name: value for name, value in variables.items() if name != NVLINK_RANKS}
-            why = f"{NVLINK_RANKS} was for another group of experts; HybridEP finds it by itself"
-            yield "env_vars", others, why
+        yield from self._variables(plan)
         predictors, why = (
             "model.mtp_num_layers",
             "with the overlapped all-to-all 0.3 takes 1 or none",
         )
         if plan.layout.execution.overlap_moe_expert_parallel_comm and self.find(predictors) == 0:
             yield predictors, None, why
+
+    def _variables(self, plan: ParallelPlan) -> Iterator[FieldValue]:
+        """The recipe's own variables that are for another layout, taken out."""
+        stated = self.find("env_vars")
+        if not isinstance(stated, Mapping):
+            return
+        dims, stale = plan.layout.dims, dict[str, str]()
+        experts = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+        if any(self.find(self.items[each]) != getattr(dims, each) for each in experts):
+            stale[NVLINK_RANKS] = "was for another group of experts; HybridEP finds it by itself"
+        if str(stated.get(CONNECTIONS)) == "1" and (why := needs_connections(plan)):
+            stale[CONNECTIONS] = f"=1 is too few: {why}"
+        if found := {name: why for name, why in stale.items() if name in stated}:
+            others = {name: value for name, value in stated.items() if name not in found}
+            yield "env_vars", others, "; ".join(f"{name} {why}" for name, why in found.items())
 
     def _evaluation(self, plan: ParallelPlan) -> Iterator[FieldValue]:
         """What evaluation states that does not go with a plan, and follows training without it.

@@ -28,7 +28,13 @@ from nest_megatron.config.launch import (
 from nest_megatron.config.overrides import leaves
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import OK, UserInputError
-from nest_megatron.integrations.megatron_bridge import BridgeConfig, apply_plan, read_recipe
+from nest_megatron.integrations.megatron_bridge import (
+    CONNECTIONS,
+    BridgeConfig,
+    apply_plan,
+    needs_connections,
+    read_recipe,
+)
 from nest_megatron.integrations.megatron_lm.agreement import (
     broadcast,
     propagating_errors,
@@ -75,7 +81,6 @@ _COPIES = {
     "dataset.micro_batch_size": "micro_batch_size",
 }
 _PATIENCE_S = 600.0
-_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 Process = Callable[..., Any]
 
@@ -201,22 +206,19 @@ def run(
 def adapt(plan: ParallelPlan, variables: MutableMapping[str, str]) -> Iterator[str]:
     """Bring variables of a process to a plan, in place; what became of each is one sentence.
 
-    The overlapped all-to-all wants more than one connection to the device, whose number CUDA reads
-    as it starts. NCCL may not register the buffers of graphs (``execution_environment``).
+    CUDA reads the number of connections to the device as it starts. NCCL may not register the
+    buffers of graphs (``execution_environment``).
     """
-    if (
-        plan.layout.execution.overlap_moe_expert_parallel_comm
-        and variables.get(_CONNECTIONS) == "1"
-    ):
+    why = needs_connections(plan)
+    if why and variables.get(CONNECTIONS) == "1":
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             yield (
-                f"{_CONNECTIONS}=1 keeps the token all-to-all from overlapping, and CUDA has "
-                "started: launch the job with 32."
+                f"{CONNECTIONS}=1 is too few ({why}), and CUDA has started: launch the job with 32."
             )
         else:
-            variables[_CONNECTIONS] = "32"
-            yield f"{_CONNECTIONS}=32 instead of 1: the token all-to-all overlaps."
+            variables[CONNECTIONS] = "32"
+            yield f"{CONNECTIONS}=32 instead of 1: {why}."
     for name, value in execution_environment(plan.layout.execution).items():
         if name.startswith("NCCL_") and value is not None and variables.get(name) != value:
             variables[name] = value

@@ -27,6 +27,7 @@ from nest_megatron.integrations.megatron_bridge import (
     to_yaml,
 )
 from nest_megatron.layout import plan_file
+from nest_megatron.layout.diff import Change
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import Execution
