@@ -134,6 +134,9 @@ GATHER = "overlap_param_gather"
 class Restored(Protocol):
     """A checkpoint that a job restores (``integrations/restore.py``)."""
 
+    def required(self, version: str) -> Mapping[str, Requirement]:
+        """What a plan must keep, by the names of ``layout_arguments``."""
+
     def check(self, plan: ParallelPlan, version: str) -> None:
         """Raise if a plan's layout is one that the checkpoint cannot be loaded into."""
 

@@ -317,6 +317,7 @@ class Recipe(Configuration, ABC):
                 *notes_on_unknown_fields({path: self.find(path) for path in self.training_parts}),
                 *(() if restored is None else (restored.note(),)),
                 *loss_notes(self, micro),
+                *self.load_notes(restored),
                 *time_notes(flags),
             ),
         )
@@ -356,6 +357,10 @@ class Recipe(Configuration, ABC):
         if self._has_one_order and _ORDER in stated:
             stated[_ORDER] = False
         return {**stated, layout: layout_text(stated.get(layout))}
+
+    def load_notes(self, restored: Restored | None) -> tuple[str, ...]:
+        """What is not known of a checkpoint that may be where the job runs."""
+        return ()
 
     @property
     def gathers_in_open(self) -> bool:

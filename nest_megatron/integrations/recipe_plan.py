@@ -75,6 +75,8 @@ _RESETS = {
     "microbatch_group_size_per_vp_stage": None,
     "num_distributed_optimizer_instances": 1,
 }
+#: What a checkpoint decides by its format alone.
+_FSDP = "use_megatron_fsdp"
 _DEFERRED = (
     "the last stage would keep the gradients of logits of many micro batches, which the plan's "
     "memory does not count"
@@ -102,7 +104,11 @@ def layout_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
         stays = stays and partition_of_values(plan.model, arguments, pp) == plan.layout.partition
     except UserInputError:
         stays = False
-    of_stages = (even, "virtual_pipeline_model_parallel_size") if stays else ()
+    virtual = "virtual_pipeline_model_parallel_size"
+    of_stages: tuple[str, ...] = (even, virtual) if stays else ()
+    size = plan.layout.dims.virtual_pipeline_model_parallel_size
+    if recipe.find(recipe.items[virtual]) not in (None, ABSENT, size):  # it contradicts its layout
+        of_stages = of_stages[:1]
     for item, value in planned_items(plan).items():
         if item not in recipe.items or item in of_stages:
             continue
@@ -267,10 +273,14 @@ def plan_changes(
     spec = own.spec
     require_plannable(found, recipe.target.megatron_core, spec)
     values = {**planned_items(found), **found.layout.sizes}
-    for name, need in recipe.requirements(spec).items():
-        if values[name] != need.value:
+    needs = recipe.requirements(spec)
+    if (restored := own.restored) is not None:
+        restored.check(found, own.version)
+        needs |= {n: r for n, r in restored.required(own.version).items() if n == _FSDP}
+    for name, need in needs.items():
+        if need.value is not None and values[name] != need.value:
             raise UserInputError(
-                recipe.items[name],
+                recipe.items.get(name, name),
                 values[name],
                 f"{need.who} needs {need.value}: {need.reason}",
                 f"Plan this job, or {need.fix}.",

@@ -254,3 +254,20 @@ def test_the_optimizer_of_a_run_of_nemo_keeps_the_layout(tmp_path: Path) -> None
     assert "keeps the layout that it was saved with" in "".join(kept.notes)
     free = going_on(ckpt_optim_fully_reshardable=True)
     assert free.layout.dims.tensor_model_parallel_size != 4
+
+
+def test_a_plan_that_cannot_load_what_the_job_restores_is_not_written() -> None:
+    cfg = _bridge()
+    sharded = _planned(cfg, free=["all"], overrides=["parallel.zero_stage=3"])
+    restoring = _bridge()
+    restoring.checkpoint.pretrained_checkpoint = "/elsewhere"
+    with pytest.raises(UserInputError, match="checkpoint to be loaded needs False: Megatron-FSDP"):
+        megatron_bridge.apply_plan(restoring, sharded)
+
+
+def test_a_run_that_may_go_on_elsewhere_is_told(tmp_path: Path) -> None:
+    cfg = bridge_config(catalogue.model("llama3_8b"), batch=128)
+    for folder, told in (("/lustre/mine/checkpoints", True), (str(tmp_path / "new"), False)):
+        cfg.checkpoint.load, cfg.checkpoint.pretrained_checkpoint = folder, None
+        notes = megatron_bridge.read_recipe(cfg, environment={}).notes
+        assert any("is not on this host: a run that goes on" in note for note in notes) == told

@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster, Precision
@@ -39,7 +40,11 @@ from nest_megatron.integrations.recipe_plan import (
     other_fields,
     plan_into,
 )
-from nest_megatron.integrations.restore import packed_sequence_size, restored_by_bridge
+from nest_megatron.integrations.restore import (
+    Restored,
+    packed_sequence_size,
+    restored_by_bridge,
+)
 from nest_megatron.integrations.vocabulary import hub_name, rows_of_model
 from nest_megatron.layout.diff import Change, reason
 from nest_megatron.layout.plan import ParallelPlan
@@ -228,6 +233,16 @@ class BridgeConfig(Recipe, framework="megatron_bridge"):
         )
         if plan.layout.execution.overlap_moe_expert_parallel_comm and self.find(predictors) == 0:
             yield predictors, None, why
+
+    def load_notes(self, restored: Restored | None) -> tuple[str, ...]:
+        """A folder to load from that is not on this host may hold a run that goes on."""
+        load = self.find("checkpoint.load")
+        if restored is not None or not isinstance(load, str) or Path(load).parent.is_dir():
+            return ()
+        return (
+            f"checkpoint.load ({load}) is not on this host: a run that goes on there keeps the "
+            "degrees, stages and format that it was saved with (pin its plan).",
+        )
 
     def _variables(self, plan: ParallelPlan) -> Iterator[FieldValue]:
         """The recipe's own variables that are for another layout, taken out."""

@@ -393,10 +393,11 @@ def for_optimizer(zeros: Collection[ZeroStage], job: Job) -> tuple[ZeroStage, ..
 
     A flag may assert that replicas divide the optimizer's states, and of one that takes whole
     matrices Megatron-LM lets them divide layers instead. Source: ``validate_args`` (0.16.1 :652;
-    0.20 :1096, :1739), which a framework's recipe does not run; ``OptimizerConfig.__post_init__``.
+    0.20 :1096, :1739), which a framework's recipe does not run, though no other optimizer casts
+    into weights of 8 bits; ``OptimizerConfig.__post_init__``.
     """
-    of_script = ("fp8_param_gather",) if job.script else ()
-    needs = next(filter(job.memory_flags.get, (*of_script, AWARE)), None)
+    names = ("fp8_param_gather", "fp4_param_gather", AWARE)
+    needs = next(filter(job.memory_flags.get, names), None)
     stays_whole = bool(job.fields) and job.optimizer not in ELEMENTWISE_OPTIMIZERS
     allowed = tuple(
         zero

@@ -330,3 +330,25 @@ def test_an_installed_release_is_named_where_it_is_newer_than_those_that_are_kno
     said["megatron-bridge"] = "0.2.1"
     with pytest.raises(UserInputError, match=r"0\.3 is the oldest release of megatron_bridge"):
         read_recipe(llama())
+
+
+def test_a_virtual_size_beside_another_layout_is_corrected() -> None:
+    cfg = llama()
+    plan = laid_out(tp=2, pp=4, vpp=4)
+    apply_plan(cfg, plan)
+    cfg.model.pipeline_model_parallel_layout = plan.arguments["pipeline_model_parallel_layout"]
+    cfg.model.virtual_pipeline_model_parallel_size = 2
+    apply_plan(cfg, plan)
+    assert cfg.model.virtual_pipeline_model_parallel_size in (None, 4)
+
+
+def test_weights_of_8_bits_are_cast_by_the_distributed_optimizer_alone() -> None:
+    cfg = llama()
+    cfg.mixed_precision = SimpleNamespace(
+        bf16=True, fp8="e4m3", fp8_recipe="mxfp8", fp8_param_gather=True
+    )
+    cfg.ddp.use_distributed_optimizer = cfg.optimizer.use_distributed_optimizer = True
+    words = ["cluster.num_gpus=8", "parallel.tensor_model_parallel_size=8"]
+    plan, _ = auto_recipe(cfg, cluster="b200", overrides=words)
+    assert plan.layout.dims.data_parallel_size == 1
+    assert plan.layout.zero is ZeroStage.OPTIMIZER
