@@ -43,6 +43,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
 from nest_megatron.integrations.restore import (
     Restored,
     data_requirements,
+    differs_by_rank,
     is_finetuning,
     loss_notes,
     packed_sequence_size,
@@ -102,6 +103,7 @@ _IN_OPEN = Requirement(
     fix="set reuse_grad_buf_for_mxfp8_param_ag=False",
     who="reuse_grad_buf_for_mxfp8_param_ag",
 )
+_DISPATCHER = {"moe_token_dispatcher_type", "moe_flex_dispatcher_backend"}
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 #: What else the configuration of a model names as Megatron's arguments do.
 SHAPE = (*SAME_NAMES, *LINEAR_NAMES, *EXPERT_NAMES, *FIELDS["model"]["shape"].split())
@@ -303,7 +305,8 @@ class Recipe(Configuration, ABC):
             packs=packs,
             closed=closed_fields(
                 value_or(config, "deterministic_mode", False), lengths=packs or is_finetuning(data)
-            ),
+            )
+            | (_DISPATCHER if differs_by_rank(data) and self.find(self.evens) is ABSENT else set()),
             full_recompute=family.recomputes_layers,
             can_state=places.can_state(),
             fields={**places.choices(), **self.items},
@@ -361,6 +364,11 @@ class Recipe(Configuration, ABC):
     def load_notes(self, restored: Restored | None) -> tuple[str, ...]:
         """What is not known of a checkpoint that may be where the job runs."""
         return ()
+
+    @property
+    def evens(self) -> str:
+        """The field that lets HybridEP take micro batches of different lengths, since 0.6."""
+        return f"{self.model}.moe_hybridep_pad_uneven_dispatch_inputs"
 
     @property
     def gathers_in_open(self) -> bool:

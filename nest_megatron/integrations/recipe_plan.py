@@ -45,12 +45,13 @@ from nest_megatron.integrations.megatron_lm.write import planned_values
 from nest_megatron.integrations.plan_job import with_origin
 from nest_megatron.integrations.plan_output import read_launched
 from nest_megatron.integrations.recipe import TAKEN_BACK, Recipe
-from nest_megatron.integrations.restore import finetuning_fields
+from nest_megatron.integrations.restore import differs_by_rank, finetuning_fields
 from nest_megatron.layout.diff import Change, plan_values, reason
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook import require_launchable
 from nest_megatron.layout.rulebook.devices import initializes_on_meta_device
 from nest_megatron.layout.rulebook.options import contradicted
+from nest_megatron.model.execution import FlexBackend
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner.pinned_job import (
     ActualJob,
@@ -150,6 +151,9 @@ def other_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
     if not overlaps and plan.layout.dims.pipeline_model_parallel_size > 1:
         for name, value in links.items():
             yield f"{recipe.model}.{name}", value, _LINKS
+    hybrid = plan.layout.execution.moe_flex_dispatcher_backend is FlexBackend.HYBRIDEP
+    if hybrid and differs_by_rank(recipe.find(recipe.data)):
+        yield recipe.evens, True, "replicas have micro batches of different lengths"
     if plan.model.is_moe:
         why = "one kernel for all local experts, as was priced"
         yield f"{recipe.model}.moe_grouped_gemm", True, why

@@ -50,6 +50,8 @@ _SFT_DATA = frozenset(
         "MockVLMSFTDatasetConfig",
     )
 )
+#: Those of them whose options are those of ``GPTSFTDataset``.
+_GPT_SFT = _SFT_DATA & {"FineTuningDataModule", "FinetuningDatasetConfig", "GPTSFTDatasetConfig"}
 #: Where the packs that were made beforehand are described.
 _SPECS = ("packed_sequence_specs", "offline_packing_specs")
 #: Switches of packs that are made of the sequences of one micro batch.
@@ -59,6 +61,17 @@ _IN_BATCH = ("pack_sequences_in_batch", "enable_in_batch_packing")
 def is_finetuning(data: Any) -> bool:
     """Whether a loss is taken over some tokens of a sequence only."""
     return not _SFT_DATA.isdisjoint(class_names(data))
+
+
+def is_padded(data: Any) -> bool:
+    """Whether every sequence becomes as long as the longest that there may be."""
+    name, options = "pad_to_max_length", value_or(data, "dataset_kwargs", {})
+    return bool(dict(options).get(name) or value_or(data, name, False))
+
+
+def differs_by_rank(data: Any) -> bool:
+    """Whether replicas have micro batches of different lengths at the same time."""
+    return is_finetuning(data) and not packs_sequences(data) and not is_padded(data)
 
 
 def packs_sequences(data: Any) -> bool:
@@ -158,15 +171,14 @@ def _padding(recipe: Configuration, plan: ParallelPlan) -> Iterator[FieldValue]:
     """Sequences padded so that ranks divide them, where they are shorter than the longest.
 
     Each rank has two parts of a sequence under context parallelism, and equal parts under sequence
-    parallelism, of as many tokens as the number format needs.
+    parallelism, of as many tokens as the number format needs. A pack becomes as long as was
+    planned: its multiple is that of each sequence in it.
     """
-    data, name = recipe.find(recipe.data), "pad_seq_length_to_mult"
+    data, name, whole = recipe.find(recipe.data), "pad_seq_length_to_mult", "pad_to_max_length"
     options = find(data, "dataset_kwargs")
-    if options is ABSENT or packed_sequence_size(data) is not None:
+    if options is ABSENT or _GPT_SFT.isdisjoint(class_names(data)) or is_padded(data):
         return
     options, layout = dict(options or {}), plan.layout
-    if options.get("pad_to_max_length") or value_or(data, "pad_to_max_length", False):
-        return
     dims = layout.dims
     cp, tp = dims.context_parallel_size, dims.tensor_model_parallel_size
     gathering = tp if layout.sequence_parallel else 1
@@ -174,7 +186,10 @@ def _padding(recipe: Configuration, plan: ParallelPlan) -> Iterator[FieldValue]:
     tokens = token_multiple(plan.train.precision, recipe_name, gathering)
     needed = math.lcm(2 * cp if cp > 1 else 1, cp * gathering * tokens)
     stated = options.get(name, _PADDED_TO)
-    if stated % needed:
+    if stated % needed and packed_sequence_size(data) is not None:
+        why = "ranks divide a pack into equal parts"
+        yield f"{recipe.data}.dataset_kwargs", {**options, whole: True}, why
+    elif stated % needed:
         why = f"ranks divide a sequence into parts of whole tokens: a multiple of {needed}"
         yield f"{recipe.data}.dataset_kwargs", {**options, name: math.lcm(stated, needed)}, why
 

@@ -138,7 +138,7 @@ def test_short_sequences_are_padded_to_what_ranks_divide() -> None:
         assert cfg.dataset.dataset_kwargs == padded
     packed = _bridge(packed_sequence_specs=PaddedSequenceSpecs(4096))
     _planned(packed, overrides=fixed)
-    assert packed.dataset.dataset_kwargs is None
+    assert packed.dataset.dataset_kwargs == {"pad_to_max_length": True}
 
 
 def test_a_plan_of_another_micro_batch_is_not_written_beside_packs() -> None:
