@@ -105,6 +105,43 @@ class Configuration:
         )
 
 
+#: Items of a plan whose names among Megatron-LM's arguments are others.
+ARGUMENTS = {
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+}
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+
+
+def layout_text(layout: Any) -> str | None:
+    """A pipeline layout as text, from any form that megatron-core takes.
+
+    >>> layout_text([["embedding", "decoder"], ["decoder", "loss"]])
+    'Et|tL'
+    """
+    layout = getattr(layout, "input_data", layout)  # megatron-core's own parsed form
+    if layout is None or isinstance(layout, str):
+        return layout
+    return "|".join(
+        "".join(_LETTERS[str(getattr(unit, "name", unit)).strip().lower()] for unit in stage)
+        for stage in layout
+    )
+
+
+def megatron_arguments(items: Mapping[str, Any]) -> dict[str, Any]:
+    """A framework's items by the names of Megatron-LM's arguments.
+
+    A layout of stages is text, and says the virtual stages.
+    """
+    found, virtual = dict(items), "virtual_pipeline_model_parallel_size"
+    layout = "pipeline_model_parallel_layout"
+    found[layout] = layout_text(found.get(layout))
+    if found.get(virtual) == 1 or found[layout] is not None:
+        found.pop(virtual, None)
+    return {ARGUMENTS.get(item, item): value for item, value in found.items()}
+
+
 def attribute(holder: Any, name: str) -> Any:
     """An attribute, or ``ABSENT``.
 

@@ -28,11 +28,14 @@ from nest_megatron.integrations.architecture import (
 )
 from nest_megatron.integrations.fields import (
     ABSENT,
+    ARGUMENTS,
     FIELDS,
     Configuration,
     ExecutionPlaces,
     FieldValue,
     class_names,
+    layout_text,
+    megatron_arguments,
     value_or,
 )
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
@@ -74,12 +77,6 @@ RECOMPUTE = (
 )
 #: What every plan takes back (``field_mapping``), so that it weighs on no plan's memory.
 TAKEN_BACK = "defer_embedding_wgrad_compute"
-#: Items of a plan whose names among Megatron-LM's arguments are others.
-ARGUMENTS = {
-    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
-    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
-    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
-}
 #: Items that no choice of a layout is made of by itself.
 _NOT_FIXED = (
     *RECOMPUTE,
@@ -104,7 +101,6 @@ _IN_OPEN = Requirement(
     who="reuse_grad_buf_for_mxfp8_param_ag",
 )
 _DISPATCHER = {"moe_token_dispatcher_type", "moe_flex_dispatcher_backend"}
-_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 #: What else the configuration of a model names as Megatron's arguments do.
 SHAPE = (*SAME_NAMES, *LINEAR_NAMES, *EXPERT_NAMES, *FIELDS["model"]["shape"].split())
 #: Megatron's name of a setting of memory -> other names for it in configurations.
@@ -385,28 +381,10 @@ class Recipe(Configuration, ABC):
 
     def arguments(self) -> dict[str, Any]:
         """The same by the names of Megatron-LM's arguments; a layout says the virtual stages."""
-        stated, virtual = self.item_values(), "virtual_pipeline_model_parallel_size"
-        if stated.get(virtual) == 1 or stated["pipeline_model_parallel_layout"] is not None:
-            stated.pop(virtual, None)
-        pattern = "hybrid_layer_pattern"
+        stated, pattern = self.item_values(), "hybrid_layer_pattern"
         if "|" in str(found := self.find(f"{self.model}.{pattern}")):
             stated[pattern] = found
-        return {ARGUMENTS.get(item, item): value for item, value in stated.items()}
-
-
-def layout_text(layout: Any) -> str | None:
-    """A pipeline layout as text, from any form that megatron-core takes.
-
-    >>> layout_text([["embedding", "decoder"], ["decoder", "loss"]])
-    'Et|tL'
-    """
-    layout = getattr(layout, "input_data", layout)  # megatron-core's own parsed form
-    if layout is None or isinstance(layout, str):
-        return layout
-    return "|".join(
-        "".join(_LETTERS[str(getattr(unit, "name", unit)).strip().lower()] for unit in stage)
-        for stage in layout
-    )
+        return megatron_arguments(stated)
 
 
 def lightning_precision(stated: object, where: str) -> Precision:

@@ -29,6 +29,7 @@ from nest_megatron.integrations.fields import (
     changed_fields,
     class_names,
     find,
+    megatron_arguments,
     value_or,
 )
 from nest_megatron.integrations.megatron_lm import checkpoint
@@ -272,13 +273,6 @@ def read_adapters(
 
 
 #: Sizes that Megatron-Bridge keeps in ``run_config.yaml``, by Megatron's names.
-_SAVED_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -399,16 +393,11 @@ def _as_laid_out(found: Restored, strategy: Any, stated: Values) -> Restored:
     whole = found.saved.weights_only or not is_divided
     if whole or value_or(strategy, "ckpt_optim_fully_reshardable", False):
         return found
-    sizes: dict[str, Any] = {size: stated.get(size) or 1 for size in _SAVED_SIZES}
-    sizes["expert_tensor_parallel_size"] = (
-        stated.get("expert_tensor_parallel_size") or sizes["tensor_model_parallel_size"]
-    )
     saved = replace(
         found.saved,
-        **sizes,
+        **checkpoint.sizes_of(stated),
         use_distributed_optimizer=True,
         distrib_optim_sharding_type="dp_reshardable",
-        pipeline_model_parallel_layout=checkpoint.stated_layout(stated),
     )
     return replace(found, saved=saved, afresh="restore the weights alone (restore_config)")
 
@@ -460,7 +449,9 @@ def _saved_sizes(folder: Path) -> dict[str, Any]:
     values = read_yaml(path, path.name)
     try:
         model = values["model"]
-        return {name: model[name] for name in _SAVED_SIZES if model.get(name) is not None}
+        if not isinstance(model, Mapping):
+            raise TypeError("model")
+        return checkpoint.sizes_of(megatron_arguments(model))
     except (LookupError, TypeError, AttributeError) as error:
         raise UserInputError(
             str(path),

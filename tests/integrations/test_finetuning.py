@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import megatron_bridge, nemo
@@ -178,6 +180,33 @@ def test_an_empty_folder_to_load_from_restores_nothing(tmp_path: Path) -> None:
     assert restored_by_bridge(cfg) is None
 
 
+def test_a_planned_run_of_bridge_goes_on_under_its_plan(tmp_path: Path) -> None:
+    cfg = bridge_config(catalogue.model("llama3_8b"), batch=128)
+    words = ["parallel.pipeline_model_parallel_size=4"]
+    plan = _planned(cfg, overrides=words)
+    folder = tmp_path / "iter_0000010"
+    folder.mkdir()
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}', encoding="utf-8")
+    names = (
+        *("num_layers", "pipeline_model_parallel_layout", "pipeline_model_parallel_size"),
+        *("tensor_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    )
+    model = {name: getattr(cfg.model, name, None) for name in names}
+    (folder / "run_config.yaml").write_text(yaml.safe_dump({"model": model}), encoding="utf-8")
+    (tmp_path / "latest_train_state.pt").write_bytes(b"")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10", encoding="utf-8")
+    cfg.checkpoint.load = str(tmp_path)
+    found = restored_by_bridge(cfg)
+    assert found is not None
+    dims, saved = plan.layout.dims, found.saved
+    assert saved.virtual_pipeline_model_parallel_size == dims.virtual_pipeline_model_parallel_size
+    assert saved.pipeline_model_parallel_layout is not None
+    saved = dataclasses.replace(
+        saved, use_distributed_optimizer=True, distrib_optim_sharding_type="dp_reshardable"
+    )
+    dataclasses.replace(found, saved=saved).check(plan, "0.19")
+
+
 def test_bridges_own_checkpoint_is_looked_at(tmp_path: Path) -> None:
     folder = tmp_path / "iter_0000010"
     folder.mkdir()
@@ -243,6 +272,8 @@ def test_the_optimizer_of_a_run_of_nemo_keeps_the_layout(tmp_path: Path) -> None
         recipe = nemo_recipe(catalogue.model("llama3_8b"), num_nodes=2)
         recipe.resume = SimpleNamespace(resume_from_path=str(tmp_path))
         recipe.trainer.strategy.tensor_model_parallel_size = 4
+        recipe.trainer.strategy.pipeline_model_parallel_size = 2
+        recipe.trainer.strategy.virtual_pipeline_model_parallel_size = 4
         recipe.trainer.strategy.ddp.use_distributed_optimizer = True
         vars(recipe.trainer.strategy).update(strategy)
         plan, _ = nemo.auto_recipe(recipe, cluster="dgx_h100", vocab_size=128_256)
@@ -250,7 +281,8 @@ def test_the_optimizer_of_a_run_of_nemo_keeps_the_layout(tmp_path: Path) -> None
 
     kept = going_on()
     dims = kept.layout.dims
-    assert (dims.tensor_model_parallel_size, dims.pipeline_model_parallel_size) == (4, 1)
+    assert (dims.tensor_model_parallel_size, dims.pipeline_model_parallel_size) == (4, 2)
+    assert dims.virtual_pipeline_model_parallel_size == 4
     assert "keeps the layout that it was saved with" in "".join(kept.notes)
     free = going_on(ckpt_optim_fully_reshardable=True)
     assert free.layout.dims.tensor_model_parallel_size != 4

@@ -28,6 +28,7 @@ from nest_megatron.config.launch import (
 from nest_megatron.config.overrides import leaves
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import OK, UserInputError
+from nest_megatron.integrations.fields import ARGUMENTS
 from nest_megatron.integrations.megatron_bridge import (
     CONNECTIONS,
     BridgeConfig,
@@ -56,7 +57,6 @@ from nest_megatron.integrations.plan_output import (
     require_launch,
 )
 from nest_megatron.integrations.process_variables import set_rank_variables, set_variables
-from nest_megatron.integrations.recipe import ARGUMENTS
 from nest_megatron.integrations.recipe_plan import (
     fields_assumed_harmless,
     pinned_recipe,

@@ -348,6 +348,20 @@ def _degrees(folder: Path, kind: str, arguments: Values, values: Values) -> dict
     return {**found, _TP: tp or None, _PP: second or 1, _EP: third or 1}
 
 
+def sizes_of(arguments: Values) -> dict[str, Any]:
+    """The degrees and stages that arguments state, by fields of ``SavedCheckpoint``."""
+    tp, pp = (arguments.get(name) or 1 for name in (_TP, _PP))
+    layout = stated_layout(arguments)
+    return {
+        _TP: tp,
+        _PP: pp,
+        _VPP: None if layout is None else len(expand_layout(layout)) // pp,
+        _EP: arguments.get(_EP) or 1,
+        _ETP: arguments.get(_ETP) or tp,
+        _LAYOUT: layout,
+    }
+
+
 def stated_layout(arguments: Values) -> str | None:
     """The stages that arguments make, as ``--pipeline-model-parallel-layout`` takes them."""
     pp, vpp = arguments.get(_PP) or 1, arguments.get(_VPP) or 1
