@@ -125,18 +125,22 @@ def data_requirements(recipe: Configuration, micro_batch_size: int) -> dict[str,
 
 
 def loss_notes(recipe: Configuration, micro_batch_size: int) -> tuple[str, ...]:
-    """What another micro batch changes where the loss is taken over some tokens of a sequence.
+    """What a plan may change where the loss is taken over some tokens of a sequence.
 
     Source: ``forward_step_calc_loss`` of megatron-core, which averages within each micro batch.
     """
     data, fixed = recipe.find(recipe.data), data_requirements(recipe, micro_batch_size)
     by_token = recipe.find(f"{recipe.model}.calculate_per_token_loss") is True
-    if not is_finetuning(data) or by_token or "micro_batch_size" in fixed:
+    may_change = {
+        "micro_batch_size": "another micro batch weighs samples otherwise",
+        "context_parallel_size": "context parallelism brings calculate_per_token_loss, the mean "
+        "over all tokens of a step",
+    }
+    found = [(name, what) for name, what in may_change.items() if name not in fixed]
+    if not found or by_token or not is_finetuning(data):
         return ()
-    return (
-        "The loss is averaged over the answers' tokens of each micro batch, so that another micro "
-        "batch weighs samples otherwise: keep micro_batch_size, or set calculate_per_token_loss.",
-    )
+    said, names = ", and ".join(what for _, what in found), " and ".join(n for n, _ in found)
+    return (f"The loss is averaged within each micro batch: {said}. Keep {names} to train as now.",)
 
 
 def _need(value: int, reason: str, fix: str) -> Requirement:
