@@ -316,7 +316,7 @@ class Recipe(Configuration, ABC):
                 *notes_on_unknown_fields({path: self.find(path) for path in self.training_parts}),
                 *(() if restored is None else (restored.note(),)),
                 *loss_notes(self, micro),
-                *self.load_notes(restored),
+                *self.own_notes(restored),
                 *time_notes(flags),
             ),
         )
@@ -357,8 +357,8 @@ class Recipe(Configuration, ABC):
             stated[_ORDER] = False
         return {**stated, layout: layout_text(stated.get(layout))}
 
-    def load_notes(self, restored: Restored | None) -> tuple[str, ...]:
-        """What is not known of a checkpoint that may be where the job runs."""
+    def own_notes(self, restored: Restored | None) -> tuple[str, ...]:
+        """What a plan takes for granted of this framework's fields."""
         return ()
 
     @property

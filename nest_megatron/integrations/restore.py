@@ -64,6 +64,11 @@ def is_finetuning(data: Any) -> bool:
     return not _SFT_DATA.isdisjoint(class_names(data))
 
 
+def has_packs(data: Any) -> bool:
+    """Whether its packs are files that exist already, padded as they are."""
+    return any(value_or(find(data, n), "packed_train_data_path") for n in _SPECS)
+
+
 def is_padded(data: Any) -> bool:
     """Whether every sequence becomes as long as the longest that there may be."""
     name, options = "pad_to_max_length", value_or(data, "dataset_kwargs", {})
@@ -111,10 +116,10 @@ def data_requirements(recipe: Configuration, micro_batch_size: int) -> dict[str,
             )
         why = "the sequences of a micro batch are packed into one"
         needs["micro_batch_size"] = _need(micro_batch_size, why, f"turn {recipe.data}.{name} off")
-    padded = all(find(data, f"{n}.pad_seq_to_mult") is ABSENT for n in _SPECS)
+    padded = all(find(data, f"{n}.pad_seq_to_mult") is ABSENT for n in _SPECS) or has_packs(data)
     if packed_sequence_size(data) is not None and padded:
         stated = recipe.find(recipe.items["context_parallel_size"])
-        why = "this framework pads the sequences of a pack for one context-parallel size"
+        why = "sequences of a pack are padded for one context-parallel size"
         needs["context_parallel_size"] = _need(
             stated if isinstance(stated, int) else 1, why, without_packs
         )
@@ -150,7 +155,8 @@ def _need(value: int, reason: str, fix: str) -> Requirement:
 def finetuning_fields(recipe: Configuration, plan: ParallelPlan) -> Iterator[FieldValue]:
     """What context parallelism needs where a rank may hold masked tokens alone, and paddings."""
     cp = plan.layout.dims.context_parallel_size
-    if not is_finetuning(recipe.find(recipe.data)):
+    data = recipe.find(recipe.data)
+    if not is_finetuning(data):
         return
     yield from _padding(recipe, plan)
     if cp == 1:
@@ -163,7 +169,7 @@ def finetuning_fields(recipe: Configuration, plan: ParallelPlan) -> Iterator[Fie
     for name in _SPECS:
         path = f"{recipe.data}.{name}.pad_seq_to_mult"
         stated = recipe.find(path)
-        if stated is not ABSENT and (stated or 1) % (2 * cp):
+        if stated is not ABSENT and (stated or 1) % (2 * cp) and not has_packs(data):
             why = f"{cp} context-parallel ranks hold two parts of every sequence of a pack"
             yield path, 2 * cp, why
 

@@ -107,6 +107,8 @@ def _recompute(plan: ParallelPlan, _: Any) -> str:
 def _fsdp(plan: ParallelPlan, _: Any) -> str:
     if not plan.layout.uses_megatron_fsdp:
         return "weights and gradients fit without being divided over the replicas"
+    if plan.layout.zero <= ZeroStage.OPTIMIZER:
+        return "replicas divide the optimizer states alone"
     only = plan.layout.zero == ZeroStage.GRADIENTS
     what = "gradients" if only else "gradients and weights"
     return f"replicas divide {what} as well, which frees memory"

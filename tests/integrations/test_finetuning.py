@@ -32,6 +32,7 @@ class PaddedSequenceSpecs(PackedSequenceSpecs):
     """Megatron-Bridge's, which can pad for context parallelism."""
 
     pad_seq_to_mult: int | None = 1
+    packed_train_data_path: str | None = None
 
 
 @dataclass
@@ -303,3 +304,13 @@ def test_a_run_that_may_go_on_elsewhere_is_told(tmp_path: Path) -> None:
         cfg.checkpoint.load, cfg.checkpoint.pretrained_checkpoint = folder, None
         notes = megatron_bridge.read_recipe(cfg, environment={}).notes
         assert any("is not on this host: a run that goes on" in note for note in notes) == told
+
+
+def test_packs_that_exist_keep_the_context_parallel_size_they_were_made_for() -> None:
+    made = PaddedSequenceSpecs(4096, packed_train_data_path="/data/train.idx.parquet")
+    cfg = _bridge(packed_sequence_specs=made)
+    plan = _planned(cfg, free=["all"])
+    assert plan.layout.dims.context_parallel_size == 1
+    assert made.pad_seq_to_mult == 1
+    with pytest.raises(UserInputError, match="padded for one context-parallel size"):
+        _planned(cfg, overrides=["parallel.context_parallel_size=4"])

@@ -234,15 +234,22 @@ class BridgeConfig(Recipe, framework="megatron_bridge"):
         if plan.layout.execution.overlap_moe_expert_parallel_comm and self.find(predictors) == 0:
             yield predictors, None, why
 
-    def load_notes(self, restored: Restored | None) -> tuple[str, ...]:
-        """A folder to load from that is not on this host may hold a run that goes on."""
-        load = self.find("checkpoint.load")
-        if restored is not None or not isinstance(load, str) or Path(load).parent.is_dir():
-            return ()
-        return (
-            f"checkpoint.load ({load}) is not on this host: a run that goes on there keeps the "
-            "degrees, stages and format that it was saved with (pin its plan).",
-        )
+    def own_notes(self, restored: Restored | None) -> tuple[str, ...]:
+        """Lengths that differ; a folder that is not on this host may hold a run that goes on."""
+        load, notes = self.find("checkpoint.load"), []
+        lengths = [self.find(f"{part}.seq_length") for part in ("dataset", "model")]
+        if all(isinstance(each, int) for each in lengths) and lengths[0] != lengths[1]:
+            notes.append(
+                "dataset.seq_length is {}, and model.seq_length {}: the data's is planned.".format(
+                    *lengths
+                )
+            )
+        if restored is None and isinstance(load, str) and not Path(load).parent.is_dir():
+            notes.append(
+                f"checkpoint.load ({load}) is not on this host: a run that goes on there keeps the "
+                "degrees, stages and format that it was saved with (pin its plan)."
+            )
+        return tuple(notes)
 
     def _variables(self, plan: ParallelPlan) -> Iterator[FieldValue]:
         """The recipe's own variables that are for another layout, taken out."""
@@ -375,11 +382,8 @@ def plan_changes(
     return recipe_plan.plan_changes(BridgeConfig(cfg, environment, assume_harmless), plan, free)
 
 
-def _text(value: object) -> str:
-    """A value that Hydra's grammar and YAML read alike; of other objects (torch types) the text."""
-    if isinstance(value, Mapping):  # whose keys Hydra takes without quotes alone
-        return "{" + ", ".join(f"{key}: {_text(each)}" for key, each in value.items()) + "}"
-    return json.dumps(value, default=str)
+#: A value that Hydra's grammar and YAML read alike; of other objects (torch types) the text.
+_text = partial(json.dumps, default=str)
 
 
 def to_dotlist(changes: Iterable[Change]) -> list[str]:
@@ -390,8 +394,16 @@ def to_dotlist(changes: Iterable[Change]) -> list[str]:
     """
     words = []
     for change in changes:
-        removed = _removed(change)
-        words += [f"~{path}" for path in removed] or [f"{change.field}={_text(change.after)}"]
+        if isinstance(change.after, Mapping):
+            words += [f"~{path}" for path in _removed(change)]
+            before = change.before if isinstance(change.before, Mapping) else {}
+            words += [
+                f"++{change.field}.{name}={_text(value)}"
+                for name, value in change.after.items()
+                if before.get(name) != value
+            ]
+        else:
+            words.append(f"{change.field}={_text(change.after)}")
     return words
 
 
