@@ -63,7 +63,7 @@ def test_a_layout_outside_the_limits_is_a_point_of_the_space() -> None:
     request = of_command(words)
     assert request.present is not None
     assert request.present.micro_batch_size == 48
-    assert {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48} == micro_batches(request)
+    assert {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64} == micro_batches(request)
     limited = of_command(words, "search.max_micro_batch_size=4")
     assert limited.present == request.present
     assert {1, 2, 3, 4} == micro_batches(limited)  # the user's limit holds for all others
