@@ -334,3 +334,10 @@ def test_mxfp8_weights_that_share_a_buffer_with_gradients_are_gathered_first() -
     assert other.predicted.iteration_time_s < plan.predicted.iteration_time_s
     with pytest.raises(UserInputError, match="reuse_grad_buf_for_mxfp8_param_ag needs False"):
         apply_plan(recipe, other)
+
+
+def test_another_number_format_than_the_plan_counts_is_warned_of() -> None:
+    recipe = llama()
+    recipe.trainer.plugins.fp8 = "hybrid"
+    with pytest.warns(UserWarning, match="the plan counts bf16, and the job is fp8; auto_recipe"):
+        apply_plan(recipe, laid_out())
