@@ -41,14 +41,14 @@ from nest_megatron.config.policy import (
 from nest_megatron.config.space import (
     attention_of,
     buildable_degrees,
+    builds_mtp_beside_layer,
     check_quotients,
+    limits_for_length,
     read_backend,
     read_space,
     require_buildable,
     require_experts,
     space_of_frozen_weights,
-    takes_mtp_of_stage,
-    with_short_sequences,
 )
 from nest_megatron.config.train import (
     batch_of,
@@ -200,7 +200,7 @@ def request_for(
         notes += [*attention_notes, *_length_notes(spec, train.seq_length)]
         within = space_within(space, policy, cluster)
         if "micro_batch_size" not in space.fixed:
-            within["limits"] = with_short_sequences(within["limits"], spec.seq_length)
+            within["limits"] = limits_for_length(within["limits"], spec.seq_length)
         granularity = settings.parallel.recompute_granularity
         if not granularity and space.recompute is not None:
             granularity = space.recompute.granularity
@@ -250,7 +250,7 @@ def request_for(
             "executions": executions,
             "version": target.megatron_core,
             "transformer_impl": job.transformer_impl,
-            "mtp_beside_layer": takes_mtp_of_stage(spec, target),
+            "mtp_beside_layer": builds_mtp_beside_layer(spec, target),
             "cuda_graphs": None if "cuda_graph_impl" in executions else job.graphs,
         }
         if choose_execution and job.target is None:

@@ -239,12 +239,12 @@ def buildable_degrees(
 _MICRO_BATCH_TOKENS = 1 << 16
 
 
-def with_short_sequences(limits: Mapping[str, int], seq_length: int) -> Mapping[str, int]:
+def limits_for_length(limits: Mapping[str, int], seq_length: int) -> Mapping[str, int]:
     """Limits with a larger micro batch where sequences are short, unless they state one.
 
     Megatron-LM's own examples of BERT and T5 train up to 64 sequences of 512 tokens.
 
-    >>> with_short_sequences({}, 512), with_short_sequences({}, 4096)
+    >>> limits_for_length({}, 512), limits_for_length({}, 4096)
     ({'micro_batch_size': 128}, {})
     """
     name = "micro_batch_size"
@@ -264,7 +264,7 @@ def require_all_gpus(settings: Settings, who: str, prefix: str = "") -> None:
         raise UserInputError(name, False, f"{who} runs a rank on each of its GPUs", fix)
 
 
-def takes_mtp_of_stage(spec: TransformerSpec, target: Target) -> bool:
+def builds_mtp_beside_layer(spec: TransformerSpec, target: Target) -> bool:
     """Whether its framework builds MTP layers of the last stage's layers, as NeMo does."""
     return target.fitted == "nemo" and spec.num_mtp_layers > 0
 

@@ -489,9 +489,10 @@ class _Launch:
             self._unsaid.append(f"{file.name} {file.text} is not on this host")
             return None
         for line in read_text(path, file.name).splitlines():
-            if words := re.split(r"[\s:]", line.partition("#")[0].strip(), maxsplit=1)[0]:
-                counted = re.search(r"(?:slots\s*=\s*|:)(\d+)", line.partition("#")[0])
-                slots[words] += int(counted[1]) if counted else 0
+            said_of_host = line.partition("#")[0].strip()
+            if host := re.split(r"[\s:]", said_of_host, maxsplit=1)[0]:
+                counted = re.search(r"(?:slots\s*=\s*|:)(\d+)", said_of_host)
+                slots[host] += int(counted[1]) if counted else 0
         if not all(slots.values()) and said.keys().isdisjoint(("per_node", "ranks")):
             self._unsaid.append(f"{file.name} {file.text} has hosts without slots=")
         return slots or None

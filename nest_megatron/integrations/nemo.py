@@ -129,7 +129,7 @@ class NemoRecipe(Recipe, framework="nemo"):
         return int(value_or(self.root.model.config, "seq_length", length))
 
     @property
-    def gathers_in_open(self) -> bool:
+    def gathers_before_forward(self) -> bool:
         """NeMo clears the buffer that MXFP8 weights share with gradients, and never fills it again.
 
         Source: ``MegatronStrategy.training_step``; ``_copy_main_params_to_param_buffer`` of

@@ -94,7 +94,7 @@ _ONE_ORDER = Requirement(
     fix="leave dist.use_decentralized_pg out",
     who="dist.use_decentralized_pg",
 )
-_IN_OPEN = Requirement(
+_GATHERED_BEFORE = Requirement(
     value=False,
     reason="nothing copies the weights back into the buffer that they share with gradients",
     fix="set reuse_grad_buf_for_mxfp8_param_ag=False",
@@ -302,7 +302,11 @@ class Recipe(Configuration, ABC):
             closed=closed_fields(
                 value_or(config, "deterministic_mode", False), lengths=packs or is_finetuning(data)
             )
-            | (_DISPATCHER if differs_by_rank(data) and self.find(self.evens) is ABSENT else set()),
+            | (
+                _DISPATCHER
+                if differs_by_rank(data) and self.find(self.hybridep_padding) is ABSENT
+                else set()
+            ),
             full_recompute=family.recomputes_layers,
             can_state=places.can_state(),
             fields={**places.choices(), **self.items},
@@ -327,7 +331,7 @@ class Recipe(Configuration, ABC):
         return {
             **data_requirements(self, micro),
             **({_ORDER: _ONE_ORDER} if self._has_one_order else {}),
-            **({GATHER: _IN_OPEN} if self.gathers_in_open else {}),
+            **({GATHER: _GATHERED_BEFORE} if self.gathers_before_forward else {}),
             **family_of(config).requirements(class_names(config)[0], spec),
         }
 
@@ -362,12 +366,12 @@ class Recipe(Configuration, ABC):
         return ()
 
     @property
-    def evens(self) -> str:
+    def hybridep_padding(self) -> str:
         """The field that lets HybridEP take micro batches of different lengths, since 0.6."""
         return f"{self.model}.moe_hybridep_pad_uneven_dispatch_inputs"
 
     @property
-    def gathers_in_open(self) -> bool:
+    def gathers_before_forward(self) -> bool:
         """Whether weights must be gathered before the forward passes, where its loop says so."""
         return False
 

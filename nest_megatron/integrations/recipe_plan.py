@@ -30,7 +30,7 @@ from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.job import Job
 from nest_megatron.config.launch import MixedGpus
 from nest_megatron.config.overrides import Setting, parse
-from nest_megatron.config.space import takes_mtp_of_stage
+from nest_megatron.config.space import builds_mtp_beside_layer
 from nest_megatron.config.train import LENGTH_SETTINGS
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.fields import ABSENT, FIELDS, FieldValue, changes, set_fields
@@ -153,7 +153,7 @@ def other_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
             yield f"{recipe.model}.{name}", value, _LINKS
     hybrid = plan.layout.execution.moe_flex_dispatcher_backend is FlexBackend.HYBRIDEP
     if hybrid and differs_by_rank(recipe.find(recipe.data)):
-        yield recipe.evens, True, "replicas have micro batches of different lengths"
+        yield recipe.hybridep_padding, True, "replicas have micro batches of different lengths"
     if plan.model.is_moe:
         why = "one kernel for all local experts, as was priced"
         yield f"{recipe.model}.moe_grouped_gemm", True, why
@@ -290,7 +290,7 @@ def plan_changes(
                 f"Plan this job, or {need.fix}.",
             )
     check_partition(
-        spec, found.layout.partition, mtp_beside_layer=takes_mtp_of_stage(spec, recipe.target)
+        spec, found.layout.partition, mtp_beside_layer=builds_mtp_beside_layer(spec, recipe.target)
     )
     job = {
         "global_batch_size": recipe.find(recipe.items["global_batch_size"]),

@@ -282,9 +282,6 @@ def read_adapters(
     return Adapters(scheme=_SCHEMES[name], target_modules=targets, **read), notes
 
 
-#: Sizes that Megatron-Bridge keeps in ``run_config.yaml``, by Megatron's names.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
     """A checkpoint that a job restores.

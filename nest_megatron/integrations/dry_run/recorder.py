@@ -89,8 +89,8 @@ def _launch(words: list[str]) -> None:
         place, before = _around()
         around = json.dumps([place, [*before, *words[:at]]])
         rest = words[at + 1 :] if _name(words[at]) in SHELLS else words[at:]
-        first = dict.fromkeys(_OF_A_TASK, "0") if _name(words[0]) == "srun" else {}
-        first = {name: os.environ.get(name, text) for name, text in first.items()}
+        of_task = _OF_A_TASK if _name(words[0]) == "srun" else ()
+        first = {name: os.environ.get(name, "0") for name in of_task}
         _run_shell(rest, NEST_DRY_RUN_AROUND=around, **first)
     if "-m" in words or any(map(_PROGRAM.search, words)):
         _write(words)

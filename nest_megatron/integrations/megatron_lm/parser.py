@@ -102,7 +102,7 @@ def _read(split: SplitCommand, version: str) -> ReadCommand:
     )
 
 
-def script_words(script: str) -> list[str]:
+def name_words(script: str) -> list[str]:
     """What a script's name says; that of ``examples/mimo/train.py`` is its folder's."""
     path = PurePath(script)
     return (path.parent.name if path.stem == "train" else path.stem).split("_")
@@ -110,7 +110,7 @@ def script_words(script: str) -> list[str]:
 
 def sees_images(script: str) -> bool:
     """Whether it is ``pretrain_vlm.py``."""
-    return "vlm" in script_words(script)
+    return "vlm" in name_words(script)
 
 
 @cache

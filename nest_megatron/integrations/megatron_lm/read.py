@@ -40,7 +40,7 @@ from nest_megatron.integrations.megatron_lm.model_arguments import (
     own_layers,
     with_images,
 )
-from nest_megatron.integrations.megatron_lm.parser import script_words, sees_images
+from nest_megatron.integrations.megatron_lm.parser import name_words, sees_images
 from nest_megatron.integrations.vocabulary import vocab_size_of
 from nest_megatron.layout.batch_schedule import RAMPUP, STEPS, BatchSchedule, read_schedule
 from nest_megatron.layout.cuda_graphs import cuda_graphs
@@ -207,7 +207,7 @@ def refuse_unplannable(values: Values, script: str) -> None:
     for name, reason in _REFUSED_ARGUMENTS.items():
         if values.get(name) and not (of_stacks and name in _OF_STACKS):
             raise UnplannableModelError(flag_of(name), values[name], reason, fix)
-    words = script_words(script)
+    words = name_words(script)
     layer_spec = own_layers(values)
     found = next((w for w in _REFUSED_SCRIPTS if w in words or f"{w}." in layer_spec), None)
     if found:
@@ -254,7 +254,7 @@ def _spec(
 
 
 def _family(script: str) -> ModelFamily:
-    return next((_FAMILIES[w] for w in script_words(script) if w in _FAMILIES), ModelFamily.GPT)
+    return next((_FAMILIES[w] for w in name_words(script) if w in _FAMILIES), ModelFamily.GPT)
 
 
 #: Arguments that a script for two stacks alone reads.
