@@ -164,6 +164,8 @@ def read_signature(text: str, name: str) -> Signature:
     package = _package()
     try:
         signature: Signature = package.Signature.from_bytes(text.encode())
+        if bytes(signature).split() != text.encode().split():  # base64 with other unused bits
+            raise package.ParseError("it is not as minisign writes it")
     except package.ParseError as error:
         unreadable = _unreadable("signature", name)
         raise SignatureError(

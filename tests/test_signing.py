@@ -95,6 +95,15 @@ def test_a_password_encrypts_a_key_and_no_other_opens_it() -> None:
         minisign.read_secret(text, lambda: "battery staple", "b.key")
 
 
+def test_unused_bits_of_base64_are_not_ignored() -> None:
+    lines = minisign.file_text(minisign.sign(b"plan", minisign.new_key(), "")).splitlines()
+    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+    last = lines[3][-3]  # 64 bytes: four bits of the last letter are unused, and zero
+    lines[3] = lines[3][:-3] + letters[letters.index(last) + 1] + "=="
+    with pytest.raises(minisign.SignatureError, match="minisign's format"):
+        minisign.read_signature("\n".join(lines) + "\n", "x")
+
+
 @given(st.binary(max_size=200), st.integers(0, 3), st.data())
 def test_a_changed_byte_never_holds(content: bytes, line: int, data: st.DataObject) -> None:
     key = minisign.new_key()
