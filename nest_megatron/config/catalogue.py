@@ -11,6 +11,7 @@ from nest_megatron.catalogue_files import catalogue_entry
 from nest_megatron.cluster.records import Cluster, cluster_from_mapping
 from nest_megatron.config.compose import Settings, catalogue_cluster, compose
 from nest_megatron.config.overrides import check_choice, choice, is_path, parse
+from nest_megatron.config.schema import stated_values
 from nest_megatron.errors import UserInputError, require_at_least, typed_setting
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.encoder import Adapters, PeftScheme
@@ -92,7 +93,7 @@ def read_cluster(settings: Settings, num_gpus: int | None = None) -> Cluster:
 
 def read_adapters(settings: Settings) -> Adapters | None:
     """What is trained beside frozen weights; ``None`` where all weights are."""
-    given = settings.peft.stated()
+    given = stated_values(settings.peft)
     scheme = given.pop("scheme", None)
     if scheme is None:
         for name, value in given.items():

@@ -97,7 +97,7 @@ def compose(
         given = {**dict.fromkeys(described), **{each.key: each.value for each in chosen}}
         is_file = any(each.key == "cluster" and _is_file(each, folder) for each in chosen)
         return Settings(
-            **vars(_load(chosen, folder, described, notes)),
+            **_load(chosen, folder, described, notes),
             given=MappingProxyType(given),
             notes=tuple(notes),
             defaults=tuple(each for each in overrides if each.origin is not None),
@@ -117,8 +117,8 @@ def _load(
     folder: Path | None,
     described: Mapping[str, Fields],
     notes: list[str],
-) -> PlanConfig:
-    """The values of overrides; ``notes`` of files are added to those that are there."""
+) -> Mapping[str, Any]:
+    """The fields of ``PlanConfig`` with overrides; ``notes`` of files are added to those there."""
     if "model" not in described and all(each.key != "model" for each in overrides):
         overrides = _with_model_as_flags(overrides)
     entries = dict(described)
@@ -181,7 +181,7 @@ def _with_numbered_levels(
     others, described = _with_other_accelerator(
         [each for each in overrides if each not in named], folder, described
     )
-    levels = (_load(others, folder, described, []).cluster or {}).get("levels")
+    levels = (_load(others, folder, described, [])["cluster"] or {}).get("levels")
     names = [str(level.get("name")) for level in levels or () if isinstance(level, Mapping)]
 
     def numbered(setting: Setting) -> Setting:
@@ -338,30 +338,30 @@ def _named(
 
 
 @functools.lru_cache(maxsize=64)
-def _composed_of_catalogue(overrides: tuple[str, ...], described: str) -> PlanConfig:
+def _composed_of_catalogue(overrides: tuple[str, ...], described: str) -> Mapping[str, Any]:
     """The same of the catalogue alone, whose files stay as they are; ``described`` is JSON."""
     return _composed(None, overrides, json.loads(described))
 
 
 def _composed(
     folder: Path | None, overrides: Sequence[str], described: Mapping[str, Fields]
-) -> PlanConfig:
+) -> Mapping[str, Any]:
     from omegaconf import OmegaConf
 
-    # the types of values, in a node that overrides may change although its records are frozen
+    # the types of values, in a node that overrides may change although its record is frozen
     schema: DictConfig = OmegaConf.structured(PlanConfig)
-    for node in (schema, *(schema[name] for name in SECTIONS)):
-        OmegaConf.set_readonly(node, None)
+    OmegaConf.set_readonly(schema, None)
     entries: dict[tuple[str | None, str], Any] = {(None, "plan_schema"): schema}
     try:
         entries |= {(group, _OWN_ENTRY): fields for group, fields in described.items()}
         with importlib.resources.as_file(catalogue_root()) as catalogue:
             folders = [each for each in (catalogue.resolve(), folder) if each is not None]
-            config = OmegaConf.to_object(compose_config("plan", overrides, folders, entries))
+            config = compose_config("plan", overrides, folders, entries)
+        OmegaConf.set_readonly(config, True)
+        plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except Exception as error:  # Hydra asserts on what it does not expect in a user's file
         raise _plain_error(error, overrides) from error
-    assert isinstance(config, PlanConfig)
-    return config
+    return {**plain, **{name: config[name] for name in SECTIONS}}
 
 
 def _plain_error(error: Exception, overrides: Sequence[str]) -> UserInputError:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.overrides import choice
+from nest_megatron.config.schema import stated_values
 from nest_megatron.cost_model.memory_flags import not_modelled, text
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import (
@@ -272,14 +273,14 @@ def fixed_choices(
         typed: Megatron's arguments that the user set.
         freed: those of them that a plan may change.
     """
-    names = {*choices_of_execution(), "all"}
-    for name in settings.search.keep:
+    names, keep = {*choices_of_execution(), "all"}, settings.search.keep
+    for name in keep:
         require_known("search.keep", name, names, "there is no such choice (docs/knobs.md)")
-    if "all" in settings.search.keep:
+    if "all" in keep:
         return frozenset(choices_of_execution())
     own = set(typed) - set(freed)
-    stated = (name for name, flags in EXECUTION_ARGUMENTS.items() if own.intersection(flags))
-    return frozenset((*settings.search.keep, *stated))
+    set_by_user = (name for name, flags in EXECUTION_ARGUMENTS.items() if own.intersection(flags))
+    return frozenset((*keep, *set_by_user))
 
 
 def known_packages(settings: Settings, installed: Iterable[str]) -> frozenset[str]:
@@ -337,8 +338,8 @@ class CostInputs:
         lengths: SequenceLengths | None = None,
     ) -> None:
         own = {field.name for field in dataclasses.fields(CostSettings)}
-        memory = {f"memory_{name}": each for name, each in settings.memory.stated().items()}
-        assumed = {**settings.cost.stated(), **memory}
+        memory = {f"memory_{name}": each for name, each in stated_values(settings.memory).items()}
+        assumed = {**stated_values(settings.cost), **memory}
         self._assumed = {name: value for name, value in assumed.items() if name in own}
         self._target = read_target(settings, job.target)
         self._precision = read_precision(settings, job.precision)

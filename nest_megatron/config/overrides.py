@@ -341,7 +341,7 @@ def value_text(value: object) -> str:
         return value_text(value.value)
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, list | tuple):
+    if isinstance(value, Sequence) and not isinstance(value, str):
         return f"[{','.join(map(value_text, value))}]"
     return str(value)
 

@@ -38,6 +38,7 @@ from nest_megatron.config.policy import (
     settings_within,
     space_within,
 )
+from nest_megatron.config.schema import stated_values
 from nest_megatron.config.space import (
     attention_of,
     buildable_degrees,
@@ -445,7 +446,7 @@ def site_calibration(
 
 def read_reliability(settings: Settings, save_interval: int | None) -> Reliability | None:
     """How often the job fails, where the configuration gives the mean time between failures."""
-    said = settings.reliability.stated()
+    said = stated_values(settings.reliability)
     if settings.reliability.mtbf_hours is None:
         for name, value in said.items():
             raise UserInputError(

@@ -1,11 +1,13 @@
 """Types of the sections of ``hydra_configs/plan.yaml``; the values and their meaning are there.
 
-``None`` is what the file leaves open; no other value is stated here.
+``None`` is what the file leaves open; no other value is stated here. What Hydra composes has these
+types as far as mypy and OmegaConf are concerned, and is OmegaConf's own, read-only, when it runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import typing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,22 +17,8 @@ from nest_megatron.plain import is_number
 _IN_FILE: Any = "???"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Section:
-    def __post_init__(self) -> None:
-        """Freeze the lists that OmegaConf makes."""
-        for name, value in vars(self).items():
-            if isinstance(value, list):
-                object.__setattr__(self, name, tuple(value))
-
-    def stated(self) -> dict[str, Any]:
-        """The values that are there, lists as they are typed."""
-        values = {name: value for name, value in vars(self).items() if value is not None}
-        return {n: list(each) if isinstance(each, tuple) else each for n, each in values.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig(_Section):
+@dataclass(kw_only=True)
+class TrainConfig:
     """The batch and the number format."""
 
     global_batch_size: int | None = None
@@ -50,8 +38,8 @@ class TrainConfig(_Section):
     fp8_recipe: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class PeftConfig(_Section):
+@dataclass(kw_only=True)
+class PeftConfig:
     """What is trained beside frozen weights, by the names of Megatron-Bridge's ``peft``."""
 
     scheme: str | None = None
@@ -62,8 +50,8 @@ class PeftConfig(_Section):
     a2a_experimental: bool | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig(_Section):
+@dataclass(kw_only=True)
+class ParallelConfig:
     """What the user fixes of the layout."""
 
     tensor_model_parallel_size: int | None = None
@@ -83,8 +71,8 @@ class ParallelConfig(_Section):
     pipeline_model_parallel_layout: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class SearchConfig(_Section):
+@dataclass(kw_only=True)
+class SearchConfig:
     """Bounds of the search."""
 
     max_tensor_model_parallel_size: int | None = None
@@ -104,8 +92,8 @@ class SearchConfig(_Section):
     backend: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class CostConfig(_Section):
+@dataclass(kw_only=True)
+class CostConfig:
     """Assumptions of the cost model, and what a GPU costs."""
 
     expert_imbalance: float | None = None
@@ -128,8 +116,8 @@ class CostConfig(_Section):
     gpu_watts: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryConfig(_Section):
+@dataclass(kw_only=True)
+class MemoryConfig:
     """What is left free on each device."""
 
     max_oom_chance: float = _IN_FILE
@@ -137,8 +125,8 @@ class MemoryConfig(_Section):
     reserve_bytes: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReliabilityConfig(_Section):
+@dataclass(kw_only=True)
+class ReliabilityConfig:
     """How often the job fails, and its checkpoints."""
 
     mtbf_hours: float | None = None
@@ -147,8 +135,8 @@ class ReliabilityConfig(_Section):
     save_interval: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProfileConfig(_Section):
+@dataclass(kw_only=True)
+class ProfileConfig:
     """Where layer times come from."""
 
     mode: str = _IN_FILE
@@ -157,8 +145,8 @@ class ProfileConfig(_Section):
     site: bool = _IN_FILE
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChecksConfig(_Section):
+@dataclass(kw_only=True)
+class ChecksConfig:
     """Checks that can be turned off."""
 
     plausibility: bool = _IN_FILE
@@ -170,15 +158,15 @@ class PlanConfig:
 
     model: dict[str, Any] | None = None
     cluster: dict[str, Any] | None = None
-    train: TrainConfig = TrainConfig()
-    peft: PeftConfig = PeftConfig()
-    parallel: ParallelConfig = ParallelConfig()
-    search: SearchConfig = SearchConfig()
-    cost: CostConfig = CostConfig()
-    memory: MemoryConfig = MemoryConfig()
-    reliability: ReliabilityConfig = ReliabilityConfig()
-    profile: ProfileConfig = ProfileConfig()
-    checks: ChecksConfig = ChecksConfig()
+    train: TrainConfig = _IN_FILE
+    peft: PeftConfig = _IN_FILE
+    parallel: ParallelConfig = _IN_FILE
+    search: SearchConfig = _IN_FILE
+    cost: CostConfig = _IN_FILE
+    memory: MemoryConfig = _IN_FILE
+    reliability: ReliabilityConfig = _IN_FILE
+    profile: ProfileConfig = _IN_FILE
+    checks: ChecksConfig = _IN_FILE
     assume_harmless: tuple[str, ...] = _IN_FILE
     flags: str | None = None
     target: str | None = None
@@ -242,11 +230,19 @@ class LaunchConfig:
 
 
 #: Sections of ``PlanConfig`` by name.
-SECTIONS: dict[str, type[_Section]] = {
-    each.name: type(each.default)
-    for each in dataclasses.fields(PlanConfig)
-    if isinstance(each.default, _Section)
+SECTIONS: dict[str, Any] = {
+    name: kind
+    for name, kind in typing.get_type_hints(PlanConfig).items()
+    if dataclasses.is_dataclass(kind)
 }
+
+
+def stated_values(section: Any) -> dict[str, Any]:
+    """The values of a composed section that are there, lists as they are typed."""
+    from omegaconf import OmegaConf
+
+    values: Any = OmegaConf.to_container(section)
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def section_keys() -> tuple[str, ...]:

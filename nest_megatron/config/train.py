@@ -12,7 +12,7 @@ from typing import Literal
 
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import Job, read_target
-from nest_megatron.config.schema import TrainConfig
+from nest_megatron.config.schema import TrainConfig, stated_values
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM, newer_release_notes
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.documents import parse_json
@@ -43,7 +43,8 @@ def batch_schedule_of(settings: Settings, job: Job, seq_length: int) -> BatchSch
     """How the batch grows: as the job says, or the settings of a model of the catalogue."""
     train, own = settings.train, job.batch_schedule
     size = train.global_batch_size
-    stated = {name: value for name, value in train.stated().items() if name in (RAMPUP, STEPS)}
+    values = stated_values(train)
+    stated = {name: values[name] for name in (RAMPUP, STEPS) if name in values}
     if own is not None and size is not None and job.command is None:
         stated["global_batch_size"] = size
     for name, value in stated.items() if own or job.command or job.fixed else ():

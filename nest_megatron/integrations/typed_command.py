@@ -23,6 +23,7 @@ from nest_megatron.config.job import (
     megatron_version,
 )
 from nest_megatron.config.request import request_for
+from nest_megatron.config.schema import stated_values
 from nest_megatron.cost_model.target_defaults import newer_release_notes
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_text
@@ -404,7 +405,7 @@ def estimate_command(
     for name in sorted(composed.given):
         if name.startswith("parallel."):
             limit, fix = "the layout is that of the command", "Give its flag with --set."
-            value = composed.parallel.stated().get(name.partition(".")[2])
+            value = stated_values(composed.parallel).get(name.partition(".")[2])
             raise UserInputError(name, value, limit, fix)
     job = replace(job, num_gpus=job.num_gpus or cluster.num_gpus)
     request = request_for(

@@ -15,6 +15,7 @@ from nest_megatron.config.job import fields_of
 from nest_megatron.config.keywords import read_layout
 from nest_megatron.config.policy import read_policy, space_within
 from nest_megatron.config.request import site_calibration
+from nest_megatron.config.schema import stated_values
 from nest_megatron.config.space import (
     buildable_degrees,
     fixed_degrees,
@@ -432,10 +433,14 @@ def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> W
     job, composed = PlannedJob(plan, times), read_layout(text, "--why-not")
     space = job.space(composed)
     # what was named, in the order in which layouts are said
-    sections = (composed.parallel, composed.train)
-    values = {name: each.stated().get(name) for each in sections for name in vars(each)}
+    sections: tuple[Any, ...] = (composed.parallel, composed.train)
     names = {key.partition(".")[2] for key in composed.given}
-    asked = {name: value for name, value in values.items() if name in names}
+    asked = {
+        name: stated_values(section).get(name)
+        for section in sections
+        for name in section
+        if name in names
+    }
     try:
         found = find_plan(job.request(space))
     except PolicyError as error:

@@ -10,6 +10,7 @@ from typing import Any
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.request import request_of
+from nest_megatron.config.schema import stated_values
 from nest_megatron.config.space import fixed_degrees
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError, nearest
@@ -192,7 +193,7 @@ def _refuse_unread(given: Iterable[str]) -> None:
 def _fixed(settings: Settings) -> dict[str, int]:
     """Degrees fixed at a value; other settings of ``parallel`` are refused."""
     found = fixed_degrees(settings)
-    for name, value in settings.parallel.stated().items():
+    for name, value in stated_values(settings.parallel).items():
         if name not in _FIXED:
             fix = f"Leave it out; {', '.join(_FIXED)} can be fixed, and research.* be set."
             raise UserInputError(f"parallel.{name}", value, limit=_UNKNOWN, fix=fix)
