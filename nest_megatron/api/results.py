@@ -212,7 +212,7 @@ class Plan(Shown):
         if said := early_words(self.search):
             yield f"{said}.\n"
         if full and self.before is not None:
-            yield before_after_report(self.before, self.record.priced())
+            yield before_after_report(self.before, self.record)
         launch = self.record.launch.get(LAUNCHER)
         if full:
             yield from (plan_report(self.record), "")

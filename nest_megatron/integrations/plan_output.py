@@ -298,7 +298,7 @@ def explanation(
     if said := early_words(plan.search):
         yield f"{said}.\n"
     if plan.today is not None:
-        yield before_after_report(plan.today, plan.priced())
+        yield before_after_report(plan.today, plan)
         yield f"Today is {plan.provenance.created[:10]}, when the plan was made.\n"
     yield explain_report(plan, differences)
     for name, launch in plan.launch.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -46,7 +45,7 @@ _ALONE, _IN_ORDER = (
 )
 
 
-def before_after_report(found: BeforeAfter, plan: PricedLayout) -> RenderableType:
+def before_after_report(found: BeforeAfter, plan: ParallelPlan) -> RenderableType:
     """Both side by side, what each change brings, and what it needs."""
     title = Text("Today and planned", style="bold cyan")
     if found.before is None or found.changes is None:
@@ -70,7 +69,7 @@ def before_after_report(found: BeforeAfter, plan: PricedLayout) -> RenderableTyp
     return Group(*parts, Text())
 
 
-def before_after_section(found: BeforeAfter, plan: PricedLayout) -> Mapping[str, Any]:
+def before_after_section(found: BeforeAfter, plan: ParallelPlan) -> Mapping[str, Any]:
     """The same for the page of a plan."""
     before, changes = found.before, found.changes
     if before is None or changes is None:
@@ -81,8 +80,7 @@ def before_after_section(found: BeforeAfter, plan: PricedLayout) -> Mapping[str,
     ]
     whole = changes.whole
     is_better = whole.seconds == 0 or (whole.is_sure and whole.chance_faster >= 0.5)
-    # a flag whose memory is not modelled is no warning: the job runs with it
-    memory = memory_level(dataclasses.replace(before, not_modelled=()))
+    memory = memory_level(before)  # not_modelled is no warning: the job runs with those flags
     return {
         "verdict": verdict(before, changes.whole),
         "level": memory or ("" if is_better else "warning"),
@@ -122,7 +120,7 @@ def verdict(before: PricedLayout, whole: Difference) -> str:
 
 
 def side_by_side(
-    before: PricedLayout, plan: PricedLayout, whole: Difference
+    before: PricedLayout, plan: ParallelPlan, whole: Difference
 ) -> Iterator[tuple[str, str, str, str]]:
     """Each figure and each degree today and planned, and the difference of the steps."""
     for (name, today), (_, planned) in zip(_figures(before), _figures(plan), strict=True):
@@ -134,7 +132,7 @@ def side_by_side(
     yield "Micro batch", micro, planned_micro, ""
 
 
-def _figures(plan: PricedLayout) -> Iterator[tuple[str, str]]:
+def _figures(plan: PricedLayout | ParallelPlan) -> Iterator[tuple[str, str]]:
     found, gpus = plan.predicted, plan.layout.num_gpus
     yield "Step", format_seconds(found.iteration_time_s)
     yield "Tokens/s", f"{found.tokens_per_s_per_gpu * gpus:,.0f}"

@@ -95,7 +95,8 @@ def html_report(
         certificate=proof(plan),
         letters=f"Letters of a stage layout: {stage_legend(plan.model)}.",
         has_layout=bool(plan.arguments.get(_LAYOUT)),
-        level=memory_level(plan.priced()) or ("warning" if incomplete_ranking(plan.search) else ""),
+        level=memory_level(plan, plan.search.not_modelled)
+        or ("warning" if incomplete_ranking(plan.search) else ""),
         facts=[row for row in rows if row[0] not in _FIGURES],
         stages=stages(plan),
         terms=_terms(plan),
@@ -108,7 +109,7 @@ def html_report(
         search=_search(plan.search),
         launches=_launches(plan, flags),
         flags_words=_flags_words(plan),
-        today=plan.today and before_after_section(plan.today, plan.priced()),
+        today=plan.today and before_after_section(plan.today, plan),
         sensitivity=sensitivity(plan, times),
         site=plan.provenance.site and site_rows(plan.provenance.site),
         provenance=_provenance(plan),
@@ -135,7 +136,7 @@ def _verdict(plan: ParallelPlan) -> str:
     told = not verdict or proof(plan).startswith("May fit")
     memory = "" if told else f"In memory this layout {verdict}."
     early = f"{words}." if (words := early_words(plan.search)) else ""
-    risk = risk_words(plan.priced(), "This layout")
+    risk = risk_words(plan, "This layout")
     return " ".join(filter(None, (early, memory, risk)))
 
 

@@ -67,15 +67,19 @@ def no_plan_verdict(missing: Bytes, limit: Bytes, not_modelled: Sequence[str] = 
     return "no plan is predicted to fit in memory"
 
 
-def memory_level(plan: PricedLayout) -> str:
-    """How serious what is known of a layout's memory is: ``bad``, ``warning``, or nothing."""
+def memory_level(plan: PricedLayout | ParallelPlan, not_modelled: Sequence[str] = ()) -> str:
+    """How serious what is known of a layout's memory is: ``bad``, ``warning``, or nothing.
+
+    Args:
+        not_modelled: as of ``memory_verdict``.
+    """
     chance = plan.uncertainty.out_of_memory
     if not plan.predicted.fits or chance > MOST_OOM_CHANCE:
         return "bad"
-    return "warning" if chance >= _WORTH_A_WARNING or plan.not_modelled else ""
+    return "warning" if chance >= _WORTH_A_WARNING or not_modelled else ""
 
 
-def risk_words(plan: PricedLayout, which: str) -> str:
+def risk_words(plan: PricedLayout | ParallelPlan, which: str) -> str:
     """The chance that a layout runs out of memory, in a sentence; nothing where it is small."""
     if (chance := plan.uncertainty.out_of_memory) < _WORTH_A_WARNING:
         return ""

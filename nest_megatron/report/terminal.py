@@ -218,7 +218,7 @@ def memory_text(plan: ParallelPlan) -> Text:
     found = plan.predicted
     peak, capacity = found.peak_memory_bytes, found.capacity_bytes
     text = Text(f"{format_gib(peak)} of {format_gib(capacity)}, peak memory per GPU")
-    style = _STYLES[memory_level(plan.priced())]
+    style = _STYLES[memory_level(plan, plan.search.not_modelled)]
     if verdict := plan_verdict(plan):
         text.append(f"   {verdict}", style=style)
     chance = format_chance(plan.uncertainty.out_of_memory)

@@ -130,15 +130,15 @@ def test_what_runs_today_is_judged_by_the_same_chances() -> None:
     assert found.changes is not None
     known = dataclasses.replace(found.before.uncertainty, out_of_memory=0.6)
     before = dataclasses.replace(found.before, uncertainty=known)
-    page = before_after_section(dataclasses.replace(found, before=before), plan.priced())
+    page = before_after_section(dataclasses.replace(found, before=before), plan)
     assert page["level"] == "bad"
     assert page["verdict"].endswith("runs out of memory: the chance is 60 %.")
     unknown = dataclasses.replace(found.before, not_modelled=("--ours",))
-    page = before_after_section(dataclasses.replace(found, before=unknown), plan.priced())
+    page = before_after_section(dataclasses.replace(found, before=unknown), plan)
     assert page["level"] == ""
     slower = dataclasses.replace(found.changes.whole, chance_faster=0.3)
     changes = dataclasses.replace(found.changes, whole=slower)
-    page = before_after_section(dataclasses.replace(found, changes=changes), plan.priced())
+    page = before_after_section(dataclasses.replace(found, changes=changes), plan)
     assert page["level"] == "warning"
 
 
