@@ -207,38 +207,36 @@ class Runs:
         return cls(**{**cell, "features": features})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Confidence:
-    """How far a prediction can be trusted: by how many runs with its features, and their error."""
-
-    level: Level
-    kind: str
-    runs: int
-    error_pct: float
-
-
-def confidence_of(
+def runs_like(
     evidence: tuple[Runs, ...],
     features: frozenset[Feature],
     precision: Precision,
     accelerator: str,
-) -> Confidence:
-    """What the runs that have all features of a plan are worth, of its format and devices alone."""
-    where = number_format(precision), device_class(accelerator)
+) -> Runs:
+    """The runs that have all features of a plan, of its format and devices alone, as one row."""
+    form, device = number_format(precision), device_class(accelerator)
     like = [
         each
         for each in evidence
-        if (each.precision, each.device) == where
+        if (each.precision, each.device) == (form, device)
         and features <= each.features
         and features & _KINDS == each.features & _KINDS
     ]
     runs = sum(each.runs for each in like)
     error = math.fsum(each.runs * each.error_pct for each in like) / runs if runs else 0.0
-    level = Level.HIGH if runs >= _MANY and error <= _NEAR_PCT else Level.MEDIUM
-    if runs < _FEW or error > _FAR_PCT:
-        level = Level.LOW
+    return Runs(features=features, precision=form, device=device, runs=runs, error_pct=error)
+
+
+def confidence(like: Runs) -> Level:
+    """How far a prediction can be trusted, by the runs that are like it."""
+    if like.runs < _FEW or like.error_pct > _FAR_PCT:
+        return Level.LOW
+    return Level.HIGH if like.runs >= _MANY and like.error_pct <= _NEAR_PCT else Level.MEDIUM
+
+
+def kind_words(features: frozenset[Feature], precision: Precision, accelerator: str) -> str:
+    """What a plan has in common with the runs that are like it."""
     model = "experts" if Feature.EXPERTS in features else "dense"
     others = [each.words for each in Feature if each in features - {Feature.EXPERTS, Feature.FP8}]
     on = f" on {device}" if (device := device_class(accelerator)) else ""
-    kind = ", ".join([f"{model} {precision}{on}", *others])
-    return Confidence(level=level, kind=kind, runs=runs, error_pct=error)
+    return ", ".join([f"{model} {precision}{on}", *others])

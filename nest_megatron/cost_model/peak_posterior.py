@@ -27,7 +27,7 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import chunk_cost, rank_memory
 from nest_megatron.cost_model.posterior import KEPT, changed
 from nest_megatron.cost_model.stage_problems import stage_problem
-from nest_megatron.cost_model.uncertainty import shipped_calibration
+from nest_megatron.cost_model.uncertainty import shipped_scales
 from nest_megatron.layout.layout import Layout
 from nest_megatron.units import Bytes
 
@@ -206,7 +206,7 @@ def _shared(
     terms = (kept * own * its for own, its in zip(plan.direction, other.direction, strict=True))
     if job != run.job:
         return (kept, *terms, 0.0, 0.0)
-    range_ = shipped_calibration().scales.layout_range
+    range_ = shipped_scales().layout_range
     near = math.exp(-distance(plan.point, other.point) / range_)
     return (kept, *terms, PART, PART * near)
 

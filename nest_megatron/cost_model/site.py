@@ -21,7 +21,7 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_posterior import PeakPosterior, PredictedPeak, predicted_peak
 from nest_megatron.cost_model.posterior import Posterior, changed, job_hash
 from nest_megatron.cost_model.student_t import deviation
-from nest_megatron.cost_model.uncertainty import Predictive, predictive, shipped_calibration
+from nest_megatron.cost_model.uncertainty import Predictive, predictive, shipped_scales
 from nest_megatron.layout.estimate import (
     MechanismChange,
     MemoryChange,
@@ -148,7 +148,7 @@ class Site(Caching):
         for mechanism in Mechanism if self.posterior.observations else ():
             mean, left = self.posterior.mechanism(mechanism)
             if mean:
-                scale = shipped_calibration().scales.mechanisms[mechanism]
+                scale = shipped_scales().mechanisms[mechanism]
                 found.append(
                     LearnedMechanism(
                         mechanism=mechanism,

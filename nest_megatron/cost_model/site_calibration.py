@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.cost_model.device_memory import peak_error
-from nest_megatron.cost_model.features import Feature, confidence_of, coordinates
+from nest_megatron.cost_model.features import Feature, coordinates
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.peak_posterior import MOST_RUNS, PeakRun, PredictedPeak
 from nest_megatron.cost_model.posterior import Observation, job_hash
 from nest_megatron.cost_model.student_t import quantile
-from nest_megatron.cost_model.uncertainty import Predictive, shipped_calibration
+from nest_megatron.cost_model.uncertainty import Predictive, shipped_scales
 from nest_megatron.history.records import (
     Outcome,
     Predicted,
@@ -66,15 +66,13 @@ class SiteRun:
 
     def observation(self, names: Iterable[str]) -> Observation:
         """For a posterior in which some versions count."""
-        fitted, features = shipped_calibration(), frozenset(map(Feature, self.features))
         return Observation(
             predictive=Predictive(
                 median_s=self.predicted_s,
                 shares={Mechanism(name): share for name, share in self.shares.items()},
-                features=features,
+                features=frozenset(map(Feature, self.features)),
                 point=self.point,
-                scales=fitted.scales,
-                confidence=confidence_of((), features, self.precision, accelerator=""),
+                scales=shipped_scales(),
             ),
             step_s=self.step_s,
             job=self.job,

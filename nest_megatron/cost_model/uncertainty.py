@@ -29,10 +29,8 @@ from typing import Any
 from nest_megatron.catalogue_files import catalogue_entry
 from nest_megatron.cost_model.cholesky import cholesky, solve_lower
 from nest_megatron.cost_model.features import (
-    Confidence,
     Feature,
     Runs,
-    confidence_of,
     coordinates,
     distance,
     features_of,
@@ -66,6 +64,29 @@ class Scales:
     layout_range: float
 
 
+@functools.cache
+def _calibration() -> Mapping[str, Any]:
+    return catalogue_entry("calibration", "uncertainty")
+
+
+@functools.cache
+def shipped_scales() -> Scales:
+    """The catalogue's (``calibration/uncertainty.yaml``)."""
+    return Scales(**_calibration()["scales"])
+
+
+@functools.cache
+def measured_runs() -> tuple[Runs, ...]:
+    """The runs that they rest on."""
+    return tuple(map(Runs.from_plain, _calibration()["runs"]))
+
+
+@functools.cache
+def fitted_devices() -> frozenset[str]:
+    """Names of those runs' accelerators."""
+    return frozenset(_calibration()["devices"])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
     """What measured runs say of a plan's error (``posterior.Posterior.of``).
@@ -95,7 +116,6 @@ class Predictive:
     features: frozenset[Feature]
     point: tuple[float, ...]
     scales: Scales
-    confidence: Confidence
     learned: Learned | None = None
 
     @property
@@ -170,20 +190,12 @@ def predictive(
     step_s: Seconds,
 ) -> Predictive:
     """The predictive distribution of a plan's predicted step; by the catalogue's calibration."""
-    fitted = shipped_calibration()
-    features = features_of(model, layout, step_s, fitted.devices)
     return Predictive(
         median_s=step_s,
         shares=shares(model, layout),
-        features=features,
+        features=features_of(model, layout, step_s, fitted_devices()),
         point=coordinates(layout),
-        scales=fitted.scales,
-        confidence=confidence_of(
-            fitted.evidence,
-            features,
-            model.settings.precision,
-            model.cluster.accelerator.name,
-        ),
+        scales=shipped_scales(),
     )
 
 
@@ -250,27 +262,3 @@ def probability_faster(a: Predictive, b: Predictive, by: float = 0.0) -> float:
     if deviation < 1e-9:
         return 0.5 if not lead else float(lead > 0)
     return NormalDist().cdf(lead / deviation)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
-    """Fitted scales, the runs that they rest on, and the names of those runs' accelerators."""
-
-    scales: Scales
-    evidence: tuple[Runs, ...]
-    devices: frozenset[str]
-
-
-@functools.cache
-def shipped_calibration() -> Calibration:
-    """The catalogue's (``calibration/uncertainty.yaml``)."""
-    return calibration_from(catalogue_entry("calibration", "uncertainty"))
-
-
-def calibration_from(document: Mapping[str, Any]) -> Calibration:
-    """A calibration from its file."""
-    return Calibration(
-        scales=Scales(**document["scales"]),
-        evidence=tuple(Runs.from_plain(cell) for cell in document["runs"]),
-        devices=frozenset(document["devices"]),
-    )

@@ -94,7 +94,7 @@ def plan(
         found = assemble(
             *(request, model, best),
             search_record(request, searched.result, searched.seconds, taken.solved, choose),
-            alternatives=tuple(alternative(taken, each) for each in others),
+            alternatives=tuple(alternative(model, taken, each) for each in others),
             choice=None if choose else _with_riskier(request, deadline, searched, choice),
             shortlist=_shortlist(model, plans) if request.shortlist else None,
             present=_present_layout(request, searched, taken.solved),

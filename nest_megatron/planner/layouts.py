@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.estimate import estimate
+from nest_megatron.cost_model.features import confidence, kind_words, runs_like
 from nest_megatron.cost_model.goodput import goodput
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import out_of_memory
@@ -20,6 +21,7 @@ from nest_megatron.cost_model.site import expected
 from nest_megatron.cost_model.uncertainty import (
     Predictive,
     difference_deviation,
+    measured_runs,
     probability_faster,
 )
 from nest_megatron.errors import UserInputError
@@ -121,7 +123,7 @@ def assemble(
             defaults=request.defaults,
             given=request.given,
         ),
-        uncertainty=described(known, short),
+        uncertainty=described(model, known, short),
         goodput=kept,
         alternatives=alternatives,
         batches=predicted_batches(model, layout, request.batch_schedule),
@@ -131,18 +133,20 @@ def assemble(
     return plan if rates is None else replace(plan, price=priced(plan, rates))
 
 
-def described(known: Predictive, out_of_memory: float) -> Uncertainty:
+def described(model: CostModel, known: Predictive, out_of_memory: float) -> Uncertainty:
     """A predictive distribution in few numbers, for plan files."""
     low_s, high_s = known.interval(0.9)
+    place = model.settings.precision, model.cluster.accelerator.name
+    like = runs_like(measured_runs(), known.features, *place)
     return Uncertainty(
         mean_s=known.expected_s,
         low_s=low_s,
         high_s=high_s,
         percentile_90_s=known.quantile_s(0.9),
-        confidence=known.confidence.level,
-        kind=known.confidence.kind,
-        runs=known.confidence.runs,
-        error_percent=known.confidence.error_pct,
+        confidence=confidence(like),
+        kind=kind_words(known.features, *place),
+        runs=like.runs,
+        error_percent=like.error_pct,
         out_of_memory=out_of_memory,
         median_s=None if known.learned is None else known.median_s,
     )
@@ -212,14 +216,14 @@ def _placement(cluster: Cluster, grid: PartialLayout, *, has_experts: bool) -> P
     )
 
 
-def alternative(best: Candidate, other: Candidate) -> Alternative:
+def alternative(model: CostModel, best: Candidate, other: Candidate) -> Alternative:
     """A runner-up, and how much slower than the plan it is."""
     fastest, iteration = best.solved.iteration, other.solved.iteration
     return Alternative(
         layout=other.solved.layout,
         iteration_time_s=to_seconds(iteration),
         slower_percent=100.0 * (iteration - fastest) / fastest,
-        uncertainty=described(other.step, other.out_of_memory),
+        uncertainty=described(model, other.step, other.out_of_memory),
         peak_memory_bytes=other.peak_memory_bytes,
         chance_slower=probability_faster(best.step, other.step),
     )

@@ -8,7 +8,14 @@ import pytest
 from scipy import stats
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.cost_model.features import Feature, Level, Runs, confidence_of
+from nest_megatron.cost_model.features import (
+    Feature,
+    Level,
+    Runs,
+    confidence,
+    kind_words,
+    runs_like,
+)
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.shortlist import AS_FAST, LAYERS, NETWORK, measurements, shortlist
 from nest_megatron.cost_model.student_t import DEGREES_OF_FREEDOM, quantile
@@ -18,7 +25,7 @@ from nest_megatron.cost_model.uncertainty import (
     difference_deviation,
     price_effects,
     probability_faster,
-    shipped_calibration,
+    shipped_scales,
 )
 
 H100 = "H100-SXM-80GB"
@@ -31,14 +38,12 @@ def plan_of(
     features: frozenset[Feature] = frozenset(),
 ) -> Predictive:
     """A plan with given shares, under the shipped scales."""
-    fitted = shipped_calibration()
     return Predictive(
         median_s=median_s,
         shares=shares,
         features=features,
         point=point,
-        scales=fitted.scales,
-        confidence=confidence_of(fitted.evidence, features, Precision.BF16, H100),
+        scales=shipped_scales(),
     )
 
 
@@ -146,17 +151,17 @@ def test_confidence_counts_runs_like_the_plan() -> None:
         runs(frozenset(), 30, 1.0, device="Blackwell"),
         runs(frozenset({Feature.FP8}), 40, 5.0, precision="fp8"),
     )
-    plain = confidence_of(evidence, frozenset(), Precision.BF16, H100)
-    assert (plain.level, plain.runs) == (Level.HIGH, 64)
-    assert confidence_of(evidence, frozenset(), Precision.FP16, H100).runs == 64
-    assert confidence_of(evidence, frozenset(), Precision.BF16, "GB200-186GB").runs == 30
-    assert confidence_of(evidence, frozenset(), Precision.BF16, "A100-SXM-80GB").runs == 0
+    plain = runs_like(evidence, frozenset(), Precision.BF16, H100)
+    assert (confidence(plain), plain.runs) == (Level.HIGH, 64)
+    assert runs_like(evidence, frozenset(), Precision.FP16, H100).runs == 64
+    assert runs_like(evidence, frozenset(), Precision.BF16, "GB200-186GB").runs == 30
+    assert runs_like(evidence, frozenset(), Precision.BF16, "A100-SXM-80GB").runs == 0
     quantized = frozenset({Feature.FP8})
-    assert confidence_of(evidence, quantized, Precision.FP8, H100).runs == 40
-    assert confidence_of(evidence, quantized, Precision.NVFP4, H100).runs == 0
-    experts = confidence_of(evidence, across, Precision.BF16, H100)
-    assert (experts.level, experts.runs, round(experts.error_pct)) == (Level.LOW, 3, 40)
-    assert plain.kind == "dense bf16 on Hopper"
-    assert experts.kind == "experts bf16 on Hopper, EP across nodes"
-    lora = confidence_of(evidence, frozenset({Feature.LORA}), Precision.BF16, H100)
-    assert (lora.level, lora.runs) == (Level.LOW, 0)
+    assert runs_like(evidence, quantized, Precision.FP8, H100).runs == 40
+    assert runs_like(evidence, quantized, Precision.NVFP4, H100).runs == 0
+    experts = runs_like(evidence, across, Precision.BF16, H100)
+    assert (confidence(experts), experts.runs, round(experts.error_pct)) == (Level.LOW, 3, 40)
+    assert kind_words(frozenset(), Precision.BF16, H100) == "dense bf16 on Hopper"
+    assert kind_words(across, Precision.BF16, H100) == "experts bf16 on Hopper, EP across nodes"
+    lora = runs_like(evidence, frozenset({Feature.LORA}), Precision.BF16, H100)
+    assert (confidence(lora), lora.runs) == (Level.LOW, 0)

@@ -10,13 +10,12 @@ from pathlib import Path
 import yaml
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.cost_model.features import Feature
+from nest_megatron.cost_model.features import Feature, Runs
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.uncertainty import (
     Scales,
     applies,
-    calibration_from,
-    shipped_calibration,
+    shipped_scales,
 )
 from nest_megatron.validation.assess import Predictor
 from nest_megatron.validation.job import job_of
@@ -62,7 +61,7 @@ def residuals(expert_error: float, seed: int = 0) -> list[Residual]:
 
 def fitted(runs: list[Residual]) -> Scales:
     """Scales, from where the shipped ones are."""
-    return fit_scales(runs, start=shipped_calibration().scales)
+    return fit_scales(runs, start=shipped_scales())
 
 
 def test_a_mechanism_that_is_further_off_has_the_larger_scale() -> None:
@@ -100,12 +99,12 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     )
     (tmp_path / "calibration").mkdir()
     (path,) = fit.write(tmp_path)
-    read = calibration_from(yaml.safe_load(path.read_text(encoding="utf-8")))
-    assert read.scales == scales
-    assert read.devices == {"H100"}
-    assert sum(each.runs for each in read.evidence) == len(runs)
+    read = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert Scales(**read["scales"]) == scales
+    assert read["devices"] == ["H100"]
+    assert sum(Runs.from_plain(each).runs for each in read["runs"]) == len(runs)
     shipped = yaml.safe_load(FILE.read_text(encoding="utf-8"))
-    assert yaml.safe_load(path.read_text(encoding="utf-8")).keys() == shipped.keys()
+    assert read.keys() == shipped.keys()
 
 
 def binomial_reach(share: float, count: int) -> float:
@@ -148,13 +147,13 @@ def test_a_scale_of_two_features_is_of_layouts_that_have_both() -> None:
     assert applies("any", frozenset())
     assert applies("experts+fsdp", frozenset({Feature.EXPERTS, Feature.FSDP, Feature.FP8}))
     assert not applies("experts+fsdp", frozenset({Feature.EXPERTS}))
-    layout = shipped_calibration().scales.layout
+    layout = shipped_scales().layout
     assert layout["experts+fsdp"] > 3 * layout["experts"]
     assert layout["lora+small_step"] > layout["small_step"]
 
 
 def test_every_scale_that_a_plan_may_ask_for_is_shipped() -> None:
-    scales = shipped_calibration().scales
+    scales = shipped_scales()
     assert scales.mechanisms.keys() == set(Mechanism)
     assert all(0 < scale < 1 for scale in scales.mechanisms.values())
     assert {"any", "experts", "other_framework", "other_device"} <= scales.job.keys()

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.features import (
     Feature,
-    confidence_of,
     coordinates,
     device_class,
     distance,
@@ -319,7 +318,6 @@ def _total_scale(scales: Scales, each: Residual) -> float:
         features=each.features,
         point=each.point,
         scales=scales,
-        confidence=confidence_of((), each.features, Precision.BF16, each.device),
     ).scale
 
 
