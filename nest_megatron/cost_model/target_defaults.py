@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
-from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.targets import Default, Target
 from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError, nearest
@@ -41,17 +40,9 @@ def _targets() -> Iterator[Target]:
 
 
 def _default(row: Mapping[str, Any], files: Mapping[str, str], release: str) -> Default:
-    source, precision = files[row["file"]], row.get("precision")
-    return Default(
-        argument=row["argument"],
-        value=row.get("value"),
-        source=source if source.startswith("nest_megatron/") else f"{release}: {source}",
-        gpu=row.get("gpu", ""),
-        precision=None if precision is None else Precision(precision),
-        experts=row.get("experts"),
-        mamba=row.get("mamba"),
-        also=row.get("also", {}),
-    )
+    source = files[row["file"]]
+    source = source if source.startswith("nest_megatron/") else f"{release}: {source}"
+    return cast(Default, {**row, "source": source})
 
 
 #: Targets that a plan may be made for, by name.

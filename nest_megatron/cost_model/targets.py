@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from nest_megatron.catalogue_files import catalogue_entry
 from nest_megatron.cluster.records import Precision
@@ -31,54 +31,53 @@ EXECUTION = "execution"
 _NO_FLAGS: Mapping[str, Any] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Default:
-    """What a framework sets where a job does not say.
+class Default(TypedDict):
+    """What a framework sets where a job does not say: a row of ``targets.toml``, with its source.
 
-    Args:
-        source: file of the framework, at a release, that sets it.
-        gpu: pattern that the accelerator's name begins with; empty for every one.
-        precision: the number format that it goes with; ``None`` for every one.
-        experts: only with experts (``True``) or only without (``False``).
-        mamba: only with Mamba layers, or only without.
-        also: arguments that it brings along, by name.
+    ``value`` is absent where Megatron's own holds; ``source`` is the file of the framework, at a
+    release, that sets it. It holds with ``gpu``, a pattern that the accelerator's name begins with,
+    in ``precision``, only with or only without ``experts`` and ``mamba`` layers. ``also`` are
+    arguments that it brings along, by name.
     """
 
     argument: str
-    value: object
     source: str
-    gpu: str = ""
-    precision: Precision | None = None
-    experts: bool | None = None
-    mamba: bool | None = None
-    also: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    value: NotRequired[object]
+    gpu: NotRequired[str]
+    precision: NotRequired[str]
+    experts: NotRequired[bool]
+    mamba: NotRequired[bool]
+    also: NotRequired[Mapping[str, Sequence[str]]]
 
-    def holds(
-        self, accelerator: str, precision: Precision, spec: TransformerSpec | None = None
-    ) -> bool:
-        """Whether a job on such a device, in such a format, is given it.
 
-        ``spec`` is the job's model; without one it is dense.
-        """
-        return (
-            re.match(self.gpu, accelerator, re.IGNORECASE) is not None
-            and self.precision in (None, precision)
-            and self.experts in (None, spec is not None and spec.is_moe)
-            and self.mamba in (None, spec is not None and "M" in spec.hybrid_layer_pattern)
-        )
+def _holds(
+    default: Default, accelerator: str, precision: Precision, spec: TransformerSpec | None
+) -> bool:
+    """Whether a job on such a device, in such a format, of such a model is given a default."""
+    experts = spec is not None and spec.is_moe
+    mamba = spec is not None and "M" in spec.hybrid_layer_pattern
+    return (
+        re.match(default.get("gpu", ""), accelerator, re.IGNORECASE) is not None
+        and default.get("precision", precision) == precision
+        and default.get("experts", experts) == experts
+        and default.get("mamba", mamba) == mamba
+    )
 
-    def words(self) -> str:
-        """The default as a list shows it.
 
-        >>> Default(argument="fp8_recipe", value="mxfp8", source="", gpu="B200").words()
-        'fp8_recipe mxfp8 (B200)'
-        """
-        value = {True: "on", False: "off", None: "as Megatron"}.get(self.value, self.value)  # type: ignore[call-overload]
-        also = "".join(f" with {k} {','.join(map(str, v))}" for k, v in self.also.items())
-        kinds = {"experts": self.experts, "Mamba layers": self.mamba}
-        parts = [f"{'with' if v else 'without'} {k}" for k, v in kinds.items() if v is not None]
-        when = ", ".join(filter(None, (self.gpu, self.precision or "", *parts)))
-        return f"{self.argument} {value}{also}" + (f" ({when})" if when else "")
+def default_words(default: Default) -> str:
+    """A default as a list shows it.
+
+    >>> default_words(Default(argument="fp8_recipe", value="mxfp8", source="", gpu="B200"))
+    'fp8_recipe mxfp8 (B200)'
+    """
+    stated: Any = default.get("value")
+    value = {True: "on", False: "off", None: "as Megatron"}.get(stated, stated)
+    pairs = default.get("also", {}).items()
+    also = "".join(f" with {k} {','.join(map(str, v))}" for k, v in pairs)
+    kinds = {"experts": default.get("experts"), "Mamba layers": default.get("mamba")}
+    parts = [f"{'with' if v else 'without'} {k}" for k, v in kinds.items() if v is not None]
+    when = ", ".join(filter(None, (default.get("gpu"), default.get("precision"), *parts)))
+    return f"{default['argument']} {value}{also}" + (f" ({when})" if when else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +119,9 @@ class Target:
         """
         found = {name: value for name, value in said.items() if value is not None}
         for default in self.defaults:
-            if default.argument not in found and default.holds(accelerator, precision, spec):
-                found = {**default.also, **found, default.argument: default.value}
+            name = default["argument"]
+            if name not in found and _holds(default, accelerator, precision, spec):
+                found = {**default.get("also", {}), **found, name: default.get("value")}
         return found
 
     def settings(

@@ -201,7 +201,7 @@ _NEMO_OLD = dataclasses.replace(
     name="nemo",
     framework="NeMo before 25.07",
     defaults=tuple(
-        default for default in NEMO.defaults if default.argument != "use_precision_aware_optimizer"
+        each for each in NEMO.defaults if each["argument"] != "use_precision_aware_optimizer"
     ),
 )
 

@@ -12,7 +12,7 @@ from typing import Any
 from nest_megatron.catalogue_files import catalogue_entry
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import TARGETS
-from nest_megatron.cost_model.targets import Target, fitted_values
+from nest_megatron.cost_model.targets import Target, default_words, fitted_values
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, expanded, read_text, write_bytes, write_text
@@ -316,7 +316,7 @@ def _left_out(entries: Entries, by: str) -> dict[str, float]:
 
 def _settings(target: Target) -> list[str]:
     fields = {**target.cost, **fitted_values(target.fitted)}
-    words = [default.words() for default in target.defaults]
+    words = [default_words(default) for default in target.defaults]
     return [*words, *(f"{name} {_plain(value)}" for name, value in fields.items())]
 
 
