@@ -143,19 +143,6 @@ class Restored(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FreeParameters:
-    """The user's own parallel settings that a plan may change.
-
-    Args:
-        names: of flags or of choices, or ``all``.
-        option: how the user gives them, for messages.
-    """
-
-    names: tuple[str, ...] = ()
-    option: str = "--free"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A training job without its cluster; a model of the catalogue is one that states nothing else.
 
@@ -167,7 +154,8 @@ class Job:
         batch_schedule: how its batch grows; ``global_batch_size`` is then where it ends, if stated.
         fixed: the parallel settings that the job states, by Megatron's names.
         stated: all that the fields of a recipe say of its layout, by the same names.
-        free: those of them that a plan may change.
+        free: those of them that a plan may change: flags, choices, or ``all``.
+        free_option: how the user gives these, for messages.
         required: what a checkpoint or the data fixes, by the names of ``layout_arguments``.
         restored: the checkpoint that it starts from, where a plan is checked against it.
         sharding: what divides states among its data-parallel ranks.
@@ -203,7 +191,8 @@ class Job:
     transformer_impl: str = "transformer_engine"
     fixed: Mapping[str, Any] = field(default_factory=dict)
     stated: Mapping[str, Any] = field(default_factory=dict)
-    free: FreeParameters = FreeParameters()
+    free: tuple[str, ...] = ()
+    free_option: str = "--free"
     required: Mapping[str, Requirement] = field(default_factory=dict)
     restored: Restored | None = None
     recompute: Recompute | None = None

@@ -490,7 +490,7 @@ def plan_recipe(
     found = plan_to_launch(request, place.settings, choose)
     if job.restored is not None:
         job.restored.check(found, job.version)
-    by_words = job.free.option == "nest.free"  # only Megatron-Bridge's scripts take them
+    by_words = job.free_option == "nest.free"  # only Megatron-Bridge's scripts take them
     return with_origin(found, job, "+nest=auto" if by_words else "auto_recipe"), request.notes
 
 
@@ -512,6 +512,6 @@ def plan_into(
     """
     settings = parse(overrides)
     recipe = make(fields_assumed_harmless(settings))
-    job = replace(recipe.job(vocab_size), free=free_parameters(free, keep))
+    job = replace(recipe.job(vocab_size), free=free_parameters(free, keep), free_option="free")
     plan, _ = plan_recipe(job, cluster=cluster, overrides=settings)
     return plan, set_fields(recipe.root, plan_changes(recipe, plan, may_change))

@@ -16,7 +16,6 @@ from nest_megatron.config.catalogue import read_cluster, read_spec
 from nest_megatron.config.cluster_detection import node_notes
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import (
-    FreeParameters,
     Job,
     LaunchedRanks,
     ReadCommand,
@@ -91,10 +90,10 @@ def read_request(
     """
     job, cluster = read_typed(text, composed, version=version, strict=strict)
     if (command := job.command) is None:
-        job = replace(job, free=free_parameters(free or None, option="--free"))
+        job = replace(job, free=free_parameters(free or None))
     else:
         names = (free,) if isinstance(free, str) else tuple(free)
-        job = replace(job, free=FreeParameters(names=names))
+        job = replace(job, free=names)
         if (restored := restored_by_command(command.values)) is not None:
             job = replace(
                 job,

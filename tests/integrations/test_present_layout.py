@@ -39,7 +39,8 @@ SLOW = f"{WORDS} --tensor-model-parallel-size 8".replace("size 24", "size 1")
 
 def of_recipe(recipe: Any, *settings: str, keep: Sequence[str] = ()) -> Request:
     job = nemo.read_recipe(recipe, vocab_size=128_256)
-    return of_job(dataclasses.replace(job, free=free_parameters(None, keep)), *settings)
+    freed = dataclasses.replace(job, free=free_parameters(None, keep), free_option="free")
+    return of_job(freed, *settings)
 
 
 def of_job(job: Job, *settings: str) -> Request:

@@ -30,7 +30,6 @@ from nest_megatron.config.cluster_detection import (
     processes_per_host,
 )
 from nest_megatron.config.compose import compose
-from nest_megatron.config.job import FreeParameters
 from nest_megatron.config.launch import Mode
 from nest_megatron.config.overrides import value_text
 from nest_megatron.config.request import request_for
@@ -194,7 +193,7 @@ def _compare_ranks(
 
 
 #: The application's own fields say which ZeRO stages it has (``zero_stages``).
-_FREE = FreeParameters(names=("use_megatron_fsdp",))
+_FREE = ("use_megatron_fsdp",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +234,7 @@ def plan_app(view: AppView, environment: Environment) -> AppPlan:
             request = request_for(
                 *(job, found.cluster, found.settings, space_of(own, view, job)),
                 offer=offer,
-                freed=freed_flags(job.free),
+                freed=freed_flags(job),
             )
             plan, notes = plan_to_launch(request, found.settings), request.notes
             require_decided(plan, request.max_seconds)

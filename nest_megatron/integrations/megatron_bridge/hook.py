@@ -161,10 +161,9 @@ def run(
         free = free_parameters(
             ("all",) if {"all", "use_megatron_fsdp"}.intersection(launch.free) else None,
             keep,
-            "nest.free",
         )
         found, notes = plan_recipe(
-            replace(recipe, free=free, packages=installed_packages()),
+            replace(recipe, free=free, free_option="nest.free", packages=installed_packages()),
             cluster=None,
             overrides=[setting for setting in words.job if setting.key != "out"],
             choose=launch.alternative,

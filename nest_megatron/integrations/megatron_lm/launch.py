@@ -31,7 +31,7 @@ from nest_megatron.config.cluster_detection import (
     processes_per_host,
 )
 from nest_megatron.config.compose import compose
-from nest_megatron.config.job import FreeParameters, Job, Requirement
+from nest_megatron.config.job import Job, Requirement
 from nest_megatron.config.launch import MixedGpus, Mode
 from nest_megatron.errors import OK, NestError, RefusedByMegatronError, UserInputError
 from nest_megatron.files import user_folder
@@ -450,7 +450,7 @@ def _replacement(
 
 def _largest_below(job: Job, place: JobCluster, dims: ParallelDims) -> int | None:
     """The most ranks below those that are there for which a plan keeps what ``job`` requires."""
-    job = replace(job, free=FreeParameters(names=_ALL))
+    job = replace(job, free=_ALL)
     for number in range(place.cluster.num_gpus - 1, 0, -1):
         replicas, rest = divmod(number, dims.world_size // dims.data_parallel_size)
         if rest or (job.final_batch_size or 0) % replicas:

@@ -12,7 +12,7 @@ from typing import Any
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.cluster_detection import JobCluster
 from nest_megatron.config.compose import Settings
-from nest_megatron.config.job import FreeParameters, Job, ReadCommand, installed_packages
+from nest_megatron.config.job import Job, ReadCommand, installed_packages
 from nest_megatron.config.request import request_for
 from nest_megatron.config.space import require_all_gpus
 from nest_megatron.cost_model.target_defaults import newer_release_notes
@@ -74,7 +74,7 @@ def job_request(
     request = request_for(
         *(job, cluster, composed, space),
         offer=offer,
-        freed=freed_flags(job.free),
+        freed=freed_flags(job),
         prefix=prefix,
         versions=versions,
     )
@@ -181,7 +181,8 @@ def decide(
     saves = {} if saved is None else checkpoint.requirements(saved, values, version)
     job = replace(
         job,
-        free=FreeParameters(names=tuple(free), option="nest.free"),
+        free=tuple(free),
+        free_option="nest.free",
         required={**saves, **job.required},
         packages=installed_packages(),
     )
@@ -241,8 +242,8 @@ def costs(searched: Searched) -> list[tuple[str, Seconds]]:
     for choice in (*searched.kept, "all"):
         # the user's stages divide the model for these numbers
         names = {choice, "stage_layout"} if choice in _NUMBERS_OF_STAGES else {choice}
-        free = replace(searched.job.free, names=(*searched.job.free.names, *names))
-        request = running_request(replace(searched.job, free=free), searched.place)
+        job = replace(searched.job, free=(*searched.job.free, *names))
+        request = running_request(job, searched.place)
         wanted = replace(request, num_alternatives=0, offer=None, remedies=False)
         plan = find_plan(wanted)
         if not isinstance(plan, ParallelPlan):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from nest_megatron.config.compose import Settings
-from nest_megatron.config.job import FreeParameters, Job, Requirement
+from nest_megatron.config.job import Job, Requirement
 from nest_megatron.config.space import fixed_degrees, read_space
 from nest_megatron.errors import UserInputError, nearest, require_known
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
@@ -84,15 +84,14 @@ _TOGETHER = (RECOMPUTE, VIRTUAL_STAGES, *EXECUTION_ARGUMENTS.values())
 
 
 def free_parameters(
-    free: Collection[str] | str | None = None, keep: Sequence[str] | str = (), option: str = "free"
-) -> FreeParameters:
+    free: Collection[str] | str | None = None, keep: Sequence[str] | str = ()
+) -> tuple[str, ...]:
     """What of a recipe's own layout the search may change.
 
     Args:
         free: choices that may change, a text is one; ``None`` is all of them but those kept and
             ``use_megatron_fsdp``, which changes the format of checkpoints.
         keep: choices that stay as the recipe states them; a text is one.
-        option: how the user frees a choice.
 
     Raises:
         UserInputError: for a name that is no choice, or one both freed and kept.
@@ -107,7 +106,7 @@ def free_parameters(
     elif "all" in freed:
         freed = tuple(CHOICES)
     fixed = CHOICES if "all" in stay else stay
-    return FreeParameters(names=tuple(name for name in freed if name not in fixed), option=option)
+    return tuple(name for name in freed if name not in fixed)
 
 
 def _choices(what: str, given: Collection[str] | str) -> tuple[str, ...]:
@@ -117,19 +116,19 @@ def _choices(what: str, given: Collection[str] | str) -> tuple[str, ...]:
     return names
 
 
-def freed_flags(free: FreeParameters) -> frozenset[str]:
-    """Destinations that the search may change.
+def freed_flags(job: Job) -> frozenset[str]:
+    """Destinations that the search may change for a job.
 
     Raises:
         UserInputError: for a name that frees nothing.
     """
     known = {**{name: (name,) for name in FAMILIES["all"]}, **FAMILIES, **CHOICES}
     names: set[str] = set()
-    for name in free.names:
+    for name in job.free:
         plain = name.strip().lstrip("-").replace("-", "_")
         if plain not in known:
             raise UserInputError(
-                free.option, name, "it is no flag that a plan sets", nearest(plain, known)
+                job.free_option, name, "it is no flag that a plan sets", nearest(plain, known)
             )
         names.update(known[plain])
     for flags in _TOGETHER:
@@ -154,7 +153,7 @@ def kept_flags(job: Job, request: Request, settings: Settings) -> frozenset[str]
     ours = job.command.explicit.intersection(FAMILIES["all"])
     values = job.command.values
     ours -= {name for name in STAGE_OPTIONS if not states_stages(values, name)}
-    return ours - replaced - freed_flags(job.free)
+    return ours - replaced - freed_flags(job)
 
 
 _PIPELINE = "pipeline_model_parallel_size"
@@ -173,7 +172,7 @@ def job_space(job: Job, settings: Settings) -> tuple[SearchSpace, Offer | None]:
     Raises:
         UserInputError: if what the job states cannot be kept.
     """
-    freed, offer = freed_flags(job.free), None
+    freed, offer = freed_flags(job), None
     space = _space(settings, job, freed)
     space = replace(space, zero_stages=for_optimizer(space.zero_stages, job))
     if settings.parallel.zero_stage is None:
@@ -185,7 +184,7 @@ def job_space(job: Job, settings: Settings) -> tuple[SearchSpace, Offer | None]:
 
 def fixed_choices(job: Job) -> tuple[str, ...]:
     """What of the job's choices a plan holds fixed, by their names in ``LAYOUT``."""
-    stated = _fixed_values(job, freed_flags(job.free))
+    stated = _fixed_values(job, freed_flags(job))
     return tuple(name for name, flags in LAYOUT.items() if any(map(stated.get, flags)))
 
 
@@ -361,7 +360,7 @@ def _with_own_sharding(
         offer = Offer(
             space=replace(space, zero_stages=others),
             own=job.sharding,
-            free={sharding: _spelled(job.free.option, names) for sharding, names in fixed.items()},
+            free={sharding: _spelled(job.free_option, names) for sharding, names in fixed.items()},
             ckpt_format={s: kind for s, kind in _FORMATS.items() if not _saves(s, saved)},
         )
     freely = tuple(zero for zero in every if fixed.get(zero.sharding) == [])
@@ -439,7 +438,7 @@ def _saves(sharding: DataParallelSharding, ckpt_format: str | None) -> bool:
 
 
 def _refused_format(job: Job) -> UserInputError:
-    free = f"or free it with {_spelled(job.free.option, [CKPT_FORMAT])}."
+    free = f"or free it with {_spelled(job.free_option, [CKPT_FORMAT])}."
     if job.sharding is DataParallelSharding.MEGATRON_FSDP:
         limit = "--use-megatron-fsdp saves fsdp_dtensor and no other format"
         fix = f"Use --ckpt-format fsdp_dtensor, drop --use-megatron-fsdp, {free}"
