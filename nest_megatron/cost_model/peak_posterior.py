@@ -24,7 +24,7 @@ from nest_megatron.cost_model.cholesky import Matrix, cholesky, solve_lower
 from nest_megatron.cost_model.device_memory import PeakError, PeakErrors, peak_error
 from nest_megatron.cost_model.features import coordinates, distance
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.cost_model.pipeline import chunk_cost, rank_memory
+from nest_megatron.cost_model.pipeline import RankMemory, chunk_cost, rank_memory
 from nest_megatron.cost_model.posterior import KEPT, changed
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.uncertainty import shipped_scales
@@ -166,8 +166,8 @@ class PeakPosterior:
         }
 
 
-def predicted_peak(model: CostModel, layout: Layout) -> PredictedPeak:
-    """The highest predicted peak of a plan, by its terms."""
+def highest_rank(model: CostModel, layout: Layout) -> RankMemory:
+    """The memory of the pipeline rank of a plan that has the highest predicted peak."""
     problem = stage_problem(model, layout)
     chunks = [
         chunk_cost(problem, first, end) for first, end in pairwise(layout.partition.boundaries)
@@ -176,7 +176,12 @@ def predicted_peak(model: CostModel, layout: Layout) -> PredictedPeak:
         rank_memory(problem, rank, chunks[rank :: problem.num_stages])
         for rank in range(problem.num_stages)
     )
-    highest = max(ranks, key=lambda rank: rank.total)
+    return max(ranks, key=lambda rank: rank.total)
+
+
+def predicted_peak(model: CostModel, layout: Layout) -> PredictedPeak:
+    """The highest predicted peak of a plan, by its terms."""
+    highest = highest_rank(model, layout)
     return PredictedPeak(
         terms={
             "static": highest.static,

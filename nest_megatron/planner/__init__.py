@@ -12,7 +12,7 @@ from typing import NamedTuple
 from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE, PeakLimit, out_of_memory
-from nest_megatron.cost_model.peak_posterior import PredictedPeak, predicted_peak
+from nest_megatron.cost_model.peak_posterior import PredictedPeak, highest_rank, predicted_peak
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.deadline import Deadline
 from nest_megatron.layout.estimate import Choice, RiskierLayout, Shortlist
@@ -224,7 +224,7 @@ def _present_that_fits(request: Request, model: CostModel) -> Layout | None:
     own = request.present
     if own is None:
         return None
-    chance = out_of_memory(model, own, predicted_peak(model, own).peak_bytes, request.site)
+    chance = out_of_memory(model, own, highest_rank(model, own).total, request.site)
     return own if chance <= MOST_OOM_CHANCE else None
 
 

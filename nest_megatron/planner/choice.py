@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE, out_of_memory
-from nest_megatron.cost_model.peak_posterior import predicted_peak
+from nest_megatron.cost_model.peak_posterior import highest_rank
 from nest_megatron.cost_model.site import expected
 from nest_megatron.cost_model.uncertainty import Predictive
 from nest_megatron.errors import UserInputError, typed_setting
@@ -67,7 +67,7 @@ def candidate(
     Args:
         present: the one that runs today, if any does.
     """
-    layout, peak = plan.layout, predicted_peak(model, plan.layout).peak_bytes
+    layout, peak = plan.layout, highest_rank(model, plan.layout).total
     return Candidate(
         solved=plan,
         peak_memory_bytes=peak,

@@ -26,7 +26,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import TARGETS
 from nest_megatron.cost_model.traits import ExecutionTraits, Fp8Recipe
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.parser import options_for
+from nest_megatron.integrations.megatron_lm.parser import words_for
 from nest_megatron.integrations.megatron_lm.write import precision_arguments
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import PLAIN
@@ -205,7 +205,7 @@ def test_only_devices_with_the_format_run_it() -> None:
 
 
 def test_command_line() -> None:
-    options = options_for(precision_arguments(Precision.NVFP4), "0.16")
-    written = " ".join(word for option in options for word in option.tokens)
+    flags = words_for(precision_arguments(Precision.NVFP4), "0.16")
+    written = " ".join(word for words in flags.values() for word in words)
     assert written == "--bf16 --fp4-format e2m1 --fp4-recipe nvfp4"
     assert format_of(Precision.NVFP4, Fp8Recipe.DELAYED) is FORMATS[Fp8Recipe.NVFP4]

@@ -18,7 +18,6 @@ from nest_megatron.cost_model.target_defaults import MEGATRON_LM as MEGATRON_LM_
 from nest_megatron.cost_model.target_defaults import TARGETS, target_named
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import FaultError, UserInputError
-from nest_megatron.integrations.launchers import is_secret, with_num_nodes, with_variables
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
     REASONS,
@@ -34,7 +33,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
 from nest_megatron.integrations.megatron_lm.parser import (
     namespace_values,
     newest_flags,
-    options_for,
+    words_for,
 )
 from nest_megatron.integrations.megatron_lm.write import (
     environment,
@@ -215,6 +214,8 @@ def _with_launcher(
     plan: ParallelPlan, launch: LaunchCommand, command: ReadCommand
 ) -> LaunchCommand:
     """The user's launcher, on as many nodes as are planned, and variables that are no secrets."""
+    from nest_megatron.integrations.launchers import is_secret, with_num_nodes, with_variables
+
     ranks, words = command.ranks, command.launcher
     num_nodes, per_node = launch_size(plan)
     if ranks.num_nodes and ranks.num_ranks == per_node * ranks.num_nodes:
@@ -310,9 +311,9 @@ def rewrite_command(
     if values.get("use_megatron_fsdp"):
         settled |= {_WITH_NEW_FSDP}
     wanted = {
-        option.dest: option
-        for option in options_for(planned, version)
-        if option.dest is not None and option.dest in _SET - settled
+        dest: Option(dest, words)
+        for dest, words in words_for(planned, version).items()
+        if dest in _SET - settled
     }
     free = {*PARALLEL_ARGUMENTS} - settled
     if plan.model.num_experts is None:  # a dense model's expert grid is the user's own

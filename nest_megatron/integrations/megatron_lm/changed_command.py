@@ -16,6 +16,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import starmap
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,10 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
 )
 from nest_megatron.integrations.megatron_lm.parser import (
     known_flags,
-    options_for,
     options_of,
     parse_words,
     read_argv,
+    words_for,
 )
 from nest_megatron.layout.rulebook.facts import is_within, release_number
 from nest_megatron.model.spec import TransformerSpec
@@ -171,7 +172,7 @@ def with_degrees_as_flags(command: ReadCommand) -> ReadCommand:
     note = f"The checkpoint's degrees are written out in the place of {flag}."
     return replace(
         command,
-        options=(*others, *options_for(stated, command.version)),
+        options=(*others, *starmap(Option, words_for(stated, command.version).items())),
         values={**values, _DEGREES_SWITCH: False},
         explicit=command.explicit | stated.keys(),
         notes=(*command.notes, note),

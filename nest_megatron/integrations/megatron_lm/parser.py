@@ -17,20 +17,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import PurePath
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nest_megatron.config.job import LaunchedRanks, Option, ReadCommand
 from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.integrations.launchers import (
-    NOWHERE,
-    LaunchPlace,
-    assignment,
-    is_launcher,
-    launched_ranks,
-)
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, RELEASES, is_within, release_number
 from nest_megatron.model.layer_pattern import read_frequency
+
+if TYPE_CHECKING:
+    from nest_megatron.integrations.launchers import LaunchPlace
 
 _NEST_TOKEN = re.compile(r"^\+?\+?nest[.=]")
 
@@ -49,7 +45,7 @@ class Argument:
 
 
 def read_command(
-    command: str | Sequence[str], version: str = DEFAULT_VERSION, place: LaunchPlace = NOWHERE
+    command: str | Sequence[str], version: str = DEFAULT_VERSION, place: LaunchPlace | None = None
 ) -> ReadCommand:
     """Take a training command apart.
 
@@ -208,17 +204,17 @@ def _num_values(argument: Argument, rest: Sequence[str]) -> int:
     return min(until, 1) if argument.nargs == "?" else until
 
 
-def options_for(values: Mapping[str, Any], version: str) -> tuple[Option, ...]:
+def words_for(values: Mapping[str, Any], version: str) -> dict[str, tuple[str, ...]]:
     """Flags that give arguments these values; ``None`` and what a release lacks have none."""
     table = {argument.dest: argument for argument in reversed(load_arguments(version))}
-    found = []
+    found = {}
     for dest, value in values.items():
         argument = table.get(dest)
         if argument is None or value is None or value is (argument.action == "store_false"):
             continue
         words = [] if isinstance(value, bool) else value if isinstance(value, list) else [value]
-        found.append(Option(dest, (argument.flags[0], *map(str, words))))
-    return tuple(found)
+        found[dest] = (argument.flags[0], *map(str, words))
+    return found
 
 
 def namespace_values(
@@ -304,13 +300,15 @@ class SplitCommand:
     ranks: LaunchedRanks
 
 
-def split_command(command: str | Sequence[str], place: LaunchPlace = NOWHERE) -> SplitCommand:
+def split_command(command: str | Sequence[str], place: LaunchPlace | None = None) -> SplitCommand:
     """Split a training command into environment, launcher, script and script arguments.
 
     >>> parts = split_command("A=1 torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py --bf16")
     >>> parts.script, parts.argv, parts.ranks.num_ranks
     ('pretrain_gpt.py', ('--bf16',), 32)
     """
+    from nest_megatron.integrations.launchers import NOWHERE, assignment, launched_ranks
+
     words = _unwrap_shell(tokens(command))
     leading = list(
         itertools.takewhile(lambda w: assignment(w) or w in ("env", "export", "exec"), words)
@@ -322,7 +320,7 @@ def split_command(command: str | Sequence[str], place: LaunchPlace = NOWHERE) ->
         launcher=tuple(launcher),
         script=script,
         argv=tuple(argv),
-        ranks=launched_ranks(before, place),
+        ranks=launched_ranks(before, place or NOWHERE),
     )
 
 
@@ -346,6 +344,8 @@ def _unwrap_shell(words: list[str]) -> list[str]:
 
 def _at_script(words: list[str]) -> tuple[list[str], str, list[str]]:
     """What stands before a script, the script (``-m module`` has two words), and what follows."""
+    from nest_megatron.integrations.launchers import is_launcher
+
     for at, word in enumerate(words):
         if word.endswith(".py") and not word.startswith("-"):
             return words[:at], word, words[at + 1 :]

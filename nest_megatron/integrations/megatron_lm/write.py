@@ -18,7 +18,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
 )
 from nest_megatron.integrations.megatron_lm.parser import (
     load_arguments,
-    options_for,
+    words_for,
 )
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.execution_rules import (
@@ -96,7 +96,7 @@ def model_argv(spec: TransformerSpec, *, version: str = DEFAULT_VERSION) -> list
                 f"Megatron-LM {version} has no {flag_of(name)}",
                 "Plan for a newer release (target=megatron_lm).",
             )
-    return [word for option in options_for(values, version) for word in option.tokens]
+    return [word for words in words_for(values, version).values() for word in words]
 
 
 def _model_arguments(spec: TransformerSpec, release: Release) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def planned_values(request: LaunchRequest) -> dict[str, Any]:
 
 
 def planned_arguments(request: LaunchRequest) -> dict[str, Any]:
-    """What a command of Megatron-LM states of it; a release has what ``options_for`` writes.
+    """What a command of Megatron-LM states of it; a release has what ``words_for`` writes.
 
     How layers are carried out is stated where Megatron does otherwise, and the dispatcher always.
     """
@@ -229,8 +229,8 @@ def planned_arguments(request: LaunchRequest) -> dict[str, Any]:
 
 def parallel_argv(request: LaunchRequest) -> list[str]:
     """Flags that lay a model over the ranks as planned; a pipeline needs a partition."""
-    options = options_for(planned_arguments(request), request.version)
-    return [word for option in options for word in option.tokens]
+    flags = words_for(planned_arguments(request), request.version)
+    return [word for words in flags.values() for word in words]
 
 
 def _batch(request: LaunchRequest) -> dict[str, Any]:
