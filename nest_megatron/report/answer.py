@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
@@ -42,18 +41,18 @@ def answer_report(
     if not flags:
         return Group(title(plan), pairs(rows + more))
     has_stages = any("pipeline-model-parallel-layout" in flag for flag in flags)
-    pasted = _Flags(tuple(flags)), *_flag_notes(plan, environment or {}, has_stages=has_stages)
+    pasted = _Flags(flags), *_flag_notes(plan, environment or {}, has_stages=has_stages)
     return Group(title(plan), pairs(rows), Text(), *pasted, pairs(more))
 
 
-@dataclass(frozen=True, slots=True)
 class _Flags:
     """Words to paste, broken between flags at the width that there is."""
 
-    words: tuple[str, ...]
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = words
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(command_lines(self.words, width=options.max_width - 2))
+        yield Text(command_lines(self._words, width=options.max_width - 2))
 
 
 def _prediction(plan: ParallelPlan) -> Iterator[tuple[str, str | Text]]:

@@ -1,7 +1,13 @@
-"""A command is parsed once, a plan is built once and gets its checksum when it is written."""
+"""A command is parsed once, a plan is built once, of few kinds of records, and sealed as written.
+
+Its checksum is worked out when the file is written.
+"""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +30,51 @@ README = (
     "cluster.num_gpus=1024",
     "train.global_batch_size=4096",
 )
+
+
+#: Most kinds of records that one plan builds: dataclasses, and named tuples.
+MOST_KINDS = {"dataclasses": 68, "named tuples": 27}
+#: Runs a command and prints the kinds of records of this package that it builds, as the last line.
+_KINDS = """
+import collections, dataclasses, json, sys
+
+kinds = {"dataclasses": set(), "named tuples": set()}
+make_dataclass, make_tuple = dataclasses.dataclass, collections.namedtuple
+
+def counted_class(cls):
+    init = cls.__init__
+    def __init__(self, *args, **kwargs):
+        kinds["dataclasses"].add(type(self))
+        init(self, *args, **kwargs)
+    cls.__init__ = __init__
+    return cls
+
+def dataclass(cls=None, **options):
+    if cls is None:
+        return lambda cls: counted_class(make_dataclass(cls, **options))
+    return counted_class(make_dataclass(cls, **options))
+
+def namedtuple(*args, **options):
+    kind = make_tuple(*args, **options)
+    new = kind.__new__
+    def __new__(cls, *args, **kwargs):
+        kinds["named tuples"].add(cls)
+        return new(cls, *args, **kwargs)
+    kind.__new__ = __new__
+    return kind
+
+dataclasses.dataclass, collections.namedtuple = dataclass, namedtuple
+from nest_megatron.cli import main
+
+code = main(sys.argv[1:])
+ours = {
+    name: sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in found
+                 if kind.__module__.startswith("nest_megatron"))
+    for name, found in kinds.items()
+}
+print(json.dumps(ours))
+sys.exit(code)
+"""
 
 
 @pytest.fixture
@@ -53,6 +104,17 @@ def test_a_plan_is_built_twice_at_most_and_sealed_when_it_is_written(
     assert run("plan", *README, f"out={out}").code == 0
     assert calls["built"] <= 2
     assert (calls["sealed"], calls["parsed"]) == (1, 0)
+
+
+def test_a_plan_builds_few_kinds_of_records(tmp_path: Path) -> None:
+    words = ("plan", *README, f"out={tmp_path / 'plan.yaml'}")
+    done = subprocess.run(
+        [sys.executable, "-c", _KINDS, *words], capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    for name, most in MOST_KINDS.items():
+        assert len(found["dataclasses"]) > 40  # they were counted
+        assert len(found[name]) <= most, found[name]
 
 
 @pytest.mark.parametrize("free", [(), ("--free", "all")], ids=["kept", "freed"])
