@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.layout.recompute import RecomputeModule
+from nest_megatron.model.execution import Execution, GraphImpl
 from nest_megatron.model.spec import TransformerSpec
 
 #: Megatron's arguments and configuration fields that ask for graphs, both releases'.
@@ -43,20 +44,26 @@ class CudaGraphs:
     jitters: bool = False
     pads_experts: bool = False
 
-    def captures(self, module: str) -> bool:
-        """Whether a part of a layer is inside a graph."""
-        return self.impl == _WHOLE_STEP or not self.scope or module in self.scope
 
-    def without_modules(self, spec: TransformerSpec) -> frozenset[RecomputeModule]:
-        """Modules that may not be recomputed (tc:1790-1822 / tc:2863-2907)."""
-        hidden = spec.hidden_dropout != 0.0
-        router = self.impl == "transformer_engine" and "moe_router" in self.scope
-        forbidden = {
-            RecomputeModule.CORE_ATTN: spec.attention_dropout != 0.0 and self.captures("attn"),
-            RecomputeModule.MLP: hidden and self.captures("mlp"),
-            RecomputeModule.MOE: router or ((hidden or self.jitters) and self.captures("moe")),
-        }
-        return frozenset(module for module, refused in forbidden.items() if refused)
+def kept_modules(
+    spec: TransformerSpec, execution: Execution, cuda_graphs: CudaGraphs | None
+) -> frozenset[RecomputeModule]:
+    """Modules that may not be recomputed beside graphs (tc:1790-1822 / tc:2863-2907).
+
+    Args:
+        execution: what is captured.
+        cuda_graphs: the job's own, if it has any.
+    """
+    impl, scope = execution.cuda_graph_impl, execution.cuda_graph_scope
+    whole = impl is GraphImpl.FULL_ITERATION or not scope
+    hidden, jitters = spec.hidden_dropout != 0.0, cuda_graphs is not None and cuda_graphs.jitters
+    router = impl is GraphImpl.TRANSFORMER_ENGINE and "moe_router" in scope
+    forbidden = {
+        RecomputeModule.CORE_ATTN: spec.attention_dropout != 0.0 and (whole or "attn" in scope),
+        RecomputeModule.MLP: hidden and (whole or "mlp" in scope),
+        RecomputeModule.MOE: router or ((hidden or jitters) and (whole or "moe" in scope)),
+    }
+    return frozenset(module for module, refused in forbidden.items() if refused)
 
 
 def cuda_graphs(values: Mapping[str, Any]) -> CudaGraphs | None:

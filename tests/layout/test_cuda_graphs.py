@@ -12,7 +12,7 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.typed_command import read_request
-from nest_megatron.layout.cuda_graphs import CudaGraphs, cuda_graphs
+from nest_megatron.layout.cuda_graphs import CudaGraphs, cuda_graphs, kept_modules
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.recompute import (
     FULL_RECOMPUTE,
@@ -75,7 +75,7 @@ def test_every_spelling_is_read(values: dict[str, Any], impl: str, modules: set[
 def test_what_may_not_be_computed_again(
     spec: TransformerSpec, graphs: CudaGraphs, modules: set[str]
 ) -> None:
-    assert {module.value for module in graphs.without_modules(spec)} == modules
+    assert {module.value for module in kept_modules(spec, captured(graphs), graphs)} == modules
     for module in RecomputeModule:
         setting = selective_recompute([module])
         assert goes_with(graphs, spec, setting) == (module.value not in modules)
@@ -83,18 +83,22 @@ def test_what_may_not_be_computed_again(
     assert goes_with(CudaGraphs(impl="full_iteration"), spec, FULL_RECOMPUTE)
 
 
-def goes_with(graphs: CudaGraphs, spec: TransformerSpec, recompute: Recompute) -> bool:
-    """Whether a launch may have graphs and what is recomputed together."""
-    execution = Execution(
+def captured(graphs: CudaGraphs) -> Execution:
+    """What a job's graphs capture, as layers are carried out."""
+    return Execution(
         cuda_graph_impl=GraphImpl(graphs.impl), cuda_graph_scope=tuple(sorted(graphs.scope))
     )
+
+
+def goes_with(graphs: CudaGraphs, spec: TransformerSpec, recompute: Recompute) -> bool:
+    """Whether a launch may have graphs and what is recomputed together."""
     asked = LaunchRequest(
         spec=spec,
         dims=ParallelDims(),
         micro_batch_size=1,
         global_batch_size=1,
         recompute=recompute,
-        execution=execution,
+        execution=captured(graphs),
         cuda_graphs=graphs,
     )
     return not {"cuda_graph_recompute", "cuda_graph_full_recompute"}.intersection(

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.layout.cuda_graphs import CudaGraphs
+from nest_megatron.layout.cuda_graphs import CudaGraphs, kept_modules
 from nest_megatron.layout.recompute import RecomputeModule
 from nest_megatron.layout.rulebook.facts import (
     DEEPEP_RANKS,
@@ -49,8 +49,8 @@ def decisive_modules(spec: TransformerSpec, *, graphs: bool) -> frozenset[Recomp
         graphs: CUDA graphs may be among what is chosen, of whatever part of a layer.
     """
     found = frozenset({RecomputeModule.MOE, RecomputeModule.SHARED_EXPERTS})
-    whole = CudaGraphs(impl=GraphImpl.TRANSFORMER_ENGINE.value)
-    return found | whole.without_modules(spec) if graphs else found
+    whole = Execution(cuda_graph_impl=GraphImpl.LOCAL)
+    return found | kept_modules(spec, whole, None) if graphs else found
 
 
 def _exchanges_whole_heads(
@@ -311,25 +311,25 @@ EXECUTION_RULES = (
     Rule(
         "cuda_graph_recompute",
         "tc:1780-1822",
-        lambda spec, captured, modules: modules.isdisjoint(captured.without_modules(spec)),
+        lambda kept_modules, modules: modules.isdisjoint(kept_modules),
         "recompute_modules",
         "a captured CUDA graph cannot recompute it (a graph has no new random numbers for dropout "
         "or jitter)",
         "Leave them out, or change the graphs.",
-        value=lambda spec, captured, modules: sorted(
-            module.value for module in modules & captured.without_modules(spec)
+        value=lambda kept_modules, modules: sorted(
+            module.value for module in modules & kept_modules
         ),
         when=_GRAPHS,
     ),
     Rule(
         "cuda_graph_full_recompute",
         "tc:1780-1822",
-        lambda captured, recomputes_layers: (
-            not recomputes_layers or captured.impl == GraphImpl.FULL_ITERATION
+        lambda execution, recomputes_layers: (
+            not recomputes_layers or execution.cuda_graph_impl is GraphImpl.FULL_ITERATION
         ),
         "recompute_granularity",
-        "{captured.impl} CUDA graphs of layers hold no full recomputation; a graph of the full "
-        "iteration does",
+        "{execution.cuda_graph_impl} CUDA graphs of layers hold no full recomputation; a graph of "
+        "the full iteration does",
         "Free recompute, or change the graphs.",
         value=lambda: "full",
         when=_GRAPHS,
@@ -338,10 +338,10 @@ EXECUTION_RULES = (
         # 0.16 and 0.17 pad experts for local graphs over several ranks
         "cuda_graph_experts",
         "args:1158",
-        lambda captured, one_expert_rank: (
+        lambda execution, cuda_graphs, one_expert_rank: (
             one_expert_rank
-            or captured.pads_experts
-            or captured.impl not in (GraphImpl.LOCAL, GraphImpl.FULL_ITERATION)
+            or (cuda_graphs is not None and cuda_graphs.pads_experts)
+            or execution.cuda_graph_impl not in (GraphImpl.LOCAL, GraphImpl.FULL_ITERATION)
         ),
         "expert_model_parallel_size",
         "local CUDA graphs with expert parallelism need --moe-pad-experts-for-cuda-graph-inference",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import re
@@ -15,7 +14,7 @@ from typing import Any
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.batch_schedule import BatchSchedule
-from nest_megatron.layout.cuda_graphs import CudaGraphs
+from nest_megatron.layout.cuda_graphs import CudaGraphs, kept_modules
 from nest_megatron.layout.dims import SHORT_DEGREES, ParallelDims
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import RecomputeGranularity, RecomputeModule
@@ -26,7 +25,7 @@ from nest_megatron.layout.zero import (
     shards_optimizer,
     uses_megatron_fsdp,
 )
-from nest_megatron.model.execution import PLAIN, Execution, GraphImpl
+from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.spec import TransformerSpec
 
 #: The releases of Megatron-LM whose rules are known, oldest first.
@@ -291,14 +290,6 @@ def shape_of(partition: StagePartition) -> tuple[int, int, int]:
     return ranks, partition.num_chunks, units
 
 
-def _captured(execution: Execution, cuda_graphs: CudaGraphs | None) -> CudaGraphs | None:
-    """What CUDA graphs capture; ``None`` where there are none."""
-    if execution.cuda_graph_impl is GraphImpl.NONE:
-        return None
-    impl, scope = execution.cuda_graph_impl.value, frozenset(execution.cuda_graph_scope)
-    return dataclasses.replace(cuda_graphs or CudaGraphs(impl=impl), impl=impl, scope=scope)
-
-
 def _stages(
     spec: TransformerSpec, partition: StagePartition | None, pp: int, num_chunks: int
 ) -> StagePartition | None:
@@ -343,7 +334,7 @@ DERIVED: Mapping[str, Callable[..., Any]] = {
     "hides_experts": lambda one_expert_rank, is_pipelined, is_interleaved, recomputes_experts: (
         not (one_expert_rank or recomputes_experts or (is_pipelined and not is_interleaved))
     ),
-    "captured": _captured,
+    "kept_modules": kept_modules,
     "recipe": lambda precision, fp8_recipe: {
         Precision.FP8: fp8_recipe,
         Precision.NVFP4: "nvfp4",
