@@ -25,10 +25,11 @@ from nest_megatron.cli.command_kinds import (
 from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.job import CostInputs, Job
 from nest_megatron.config.overrides import parse, refuse_sweeps
-from nest_megatron.config.space import LAYER_DEGREES, read_shard
+from nest_megatron.config.space import read_shard
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, require_folder
 from nest_megatron.integrations.typed_command import read_model
+from nest_megatron.layout.dims import LAYER_DEGREES
 from nest_megatron.megatron_core import cache
 from nest_megatron.megatron_core.chain import build, extract_chain, read_inputs, require_torch
 from nest_megatron.megatron_core.layers import ExtractedLayer

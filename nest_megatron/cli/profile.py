@@ -29,9 +29,9 @@ from nest_megatron.cli.profile_request import (
     request_of_settings,
 )
 from nest_megatron.cluster.records import Precision
-from nest_megatron.config.space import LAYER_DEGREES
 from nest_megatron.errors import BAD_INPUT, OK, UserInputError, require_seconds
 from nest_megatron.files import now
+from nest_megatron.layout.dims import LAYER_DEGREES
 from nest_megatron.megatron_core.stage import Where, require_megatron
 from nest_megatron.megatron_core.substitutes import quiet
 from nest_megatron.model.execution import Implementation

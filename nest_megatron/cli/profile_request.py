@@ -18,10 +18,10 @@ from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.job import read_precision
 from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.config.request import request_of
-from nest_megatron.config.space import LAYER_DEGREES
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.errors import UserInputError
+from nest_megatron.layout.dims import LAYER_DEGREES
 from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.megatron_core.stage import Where

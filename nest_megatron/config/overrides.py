@@ -41,8 +41,8 @@ ACCELERATOR_CHOICE = "accelerator@cluster.accelerator"
 MAX_JOBS = 100_000
 #: Longest setting, and how deep its brackets may be nested: Hydra's parser calls itself.
 _MAX_LENGTH, _MAX_DEPTH = 20_000, 16
-#: What stands before fields of a cluster's description whose names end with their units.
-_MACHINES = ("cluster.levels.", "cluster.accelerator.")
+#: What stands before fields of a cluster's description whose names end with their units: of what.
+_MACHINES = {"cluster.levels.": NetworkLevel, "cluster.accelerator.": Accelerator}
 #: Values that are text whatever characters they hold.
 _TEXT_KEYS = ("out", "flags", "parallel.pipeline_model_parallel_layout")
 
@@ -72,7 +72,7 @@ def parse(texts: Iterable[str]) -> tuple[Setting, ...]:
     for setting in settings:
         _check_key(setting)
         key, name = setting.key, setting.key.rpartition(".")[2]
-        if is_numeric(key) or (key.startswith(_MACHINES) and without_suffix(name) != name):
+        if is_numeric(key) or (key.startswith(tuple(_MACHINES)) and without_suffix(name) != name):
             for value in filter(None, _values(setting)):
                 if is_quantity(value):
                     read_quantity(value, name, key)
@@ -148,10 +148,7 @@ def _whole_key(key: str) -> str:
     >>> _whole_key("cluster.levels.leaf.bandwidth"), _whole_key("cluster.accelerator.memory")
     ('cluster.levels.leaf.bandwidth_bytes_per_s', 'cluster.accelerator.memory_bytes')
     """
-    for prefix, record in (
-        ("cluster.levels.", NetworkLevel),
-        ("cluster.accelerator.", Accelerator),
-    ):
+    for prefix, record in _MACHINES.items():
         if key.startswith(prefix):
             before, dot, last = key.rpartition(".")
             names = (each.name for each in dataclasses.fields(record))

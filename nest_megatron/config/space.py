@@ -14,11 +14,11 @@ from nest_megatron.config.compose import Settings
 from nest_megatron.config.overrides import Choice, choice
 from nest_megatron.config.policy import policy_notes
 from nest_megatron.config.schema import ParallelConfig
-from nest_megatron.config.train import REPLICA_DEGREES, assumed_batch
+from nest_megatron.config.train import assumed_batch
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM, NEMO, newest_stable, target_named
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UnplannableModelError, UserInputError, require_at_least
-from nest_megatron.layout.dims import ParallelDims, RankOrder
+from nest_megatron.layout.dims import LAYER_DEGREES, REPLICA_DEGREES, ParallelDims, RankOrder
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.plan import ParallelPlan
@@ -329,15 +329,6 @@ def _check_divides(space: SearchSpace, names: Iterable[str], whole: int, words: 
         if len(fixed) > 1:
             fix = "Change one of them or more, or leave out what may be searched."
         raise UserInputError(" * ".join(fixed), product, limit, fix)
-
-
-#: Degrees that change what one rank does in a layer.
-LAYER_DEGREES = (
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
 
 
 def estimate_layout(settings: Settings, request: Request) -> ParallelPlan:

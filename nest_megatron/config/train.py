@@ -19,6 +19,7 @@ from nest_megatron.documents import parse_json
 from nest_megatron.errors import UserInputError, shortened
 from nest_megatron.files import expanded, read_bytes, read_text
 from nest_megatron.layout.batch_schedule import RAMPUP, STEPS, BatchSchedule, read_schedule
+from nest_megatron.layout.dims import REPLICA_DEGREES
 from nest_megatron.layout.rulebook.facts import release_number
 from nest_megatron.model.sequence_lengths import (
     SequenceLengths,
@@ -30,13 +31,6 @@ from nest_megatron.model.spec import TransformerSpec
 #: Sequences of one optimizer step where nobody says: with 8,192 tokens each, the 4 Mi tokens a step
 #: that models of 70 B parameters and more are trained with.
 DEFAULT_GLOBAL_BATCH_SIZE = 512
-
-#: Degrees whose product is the ranks of one replica.
-REPLICA_DEGREES = (
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "pipeline_model_parallel_size",
-)
 
 
 def batch_schedule_of(settings: Settings, job: Job, seq_length: int) -> BatchSchedule | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nest_megatron.caching import Key
-from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.dims import LAYER_DEGREES, ParallelDims
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import (
     NO_RECOMPUTE,
@@ -19,23 +19,17 @@ from nest_megatron.model.spec import TransformerSpec
 
 #: Fan-outs at each network level of a layer's groups: tensor, context, expert, expert-tensor.
 GroupPlaces = tuple[tuple[int, ...], ...]
-_DEGREES_INSIDE = (
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
 _PIPELINE = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
 #: Everything that places ranks; virtual stages do not.
 DEGREES = Key(
     ParallelDims,
-    reads=(*_DEGREES_INSIDE, _PIPELINE[0], "data_parallel_size", "rank_order"),
+    reads=(*LAYER_DEGREES, _PIPELINE[0], "data_parallel_size", "rank_order"),
     without_effect=_PIPELINE[1:],
 )
 #: What the groups inside a layer lie by: both rank orders number them first.
 INSIDE = Key(
     ParallelDims,
-    reads=(*_DEGREES_INSIDE, "world_size"),
+    reads=(*LAYER_DEGREES, "world_size"),
     without_effect=(*_PIPELINE, "data_parallel_size", "rank_order"),
 )
 #: What a unit's time depends on besides recomputation.
@@ -48,20 +42,20 @@ SHARD = Key(
 #: What decides the parameters of a rank's units.
 STRUCTURE = Key(
     ParallelDims,
-    reads=(_DEGREES_INSIDE[0], *_DEGREES_INSIDE[2:], "is_one_stage"),
-    without_effect=(_DEGREES_INSIDE[1], *_PIPELINE, "data_parallel_size", "rank_order"),
+    reads=(LAYER_DEGREES[0], *LAYER_DEGREES[2:], "is_one_stage"),
+    without_effect=(LAYER_DEGREES[1], *_PIPELINE, "data_parallel_size", "rank_order"),
 )
 #: What decides the states of all pipelines over so many ranks: context ranks are replicas too.
 STATES = Key(
     ParallelDims,
-    reads=(_DEGREES_INSIDE[0], *_DEGREES_INSIDE[2:], "world_size"),
-    without_effect=(_DEGREES_INSIDE[1], *_PIPELINE, "data_parallel_size", "rank_order"),
+    reads=(LAYER_DEGREES[0], *LAYER_DEGREES[2:], "world_size"),
+    without_effect=(LAYER_DEGREES[1], *_PIPELINE, "data_parallel_size", "rank_order"),
 )
 #: What decides the states of one, beside its replicas.
 STATES_OF_PIPELINE = Key(
     ParallelDims,
-    reads=(_DEGREES_INSIDE[0], *_DEGREES_INSIDE[2:], _PIPELINE[0]),
-    without_effect=(_DEGREES_INSIDE[1], _PIPELINE[1], "data_parallel_size", "rank_order"),
+    reads=(LAYER_DEGREES[0], *LAYER_DEGREES[2:], _PIPELINE[0]),
+    without_effect=(LAYER_DEGREES[1], _PIPELINE[1], "data_parallel_size", "rank_order"),
 )
 #: What one kind of unit depends on of that, and the places of its groups.
 UnitKey = tuple[object, ...]

@@ -30,6 +30,19 @@ SHORT_DEGREES = {
     "expert_tensor_parallel_size": "ETP",
 }
 DEGREES = tuple(SHORT_DEGREES)
+#: Degrees that change what one rank does in a layer.
+LAYER_DEGREES = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+#: Degrees whose product is the ranks of one replica.
+REPLICA_DEGREES = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "pipeline_model_parallel_size",
+)
 _values = attrgetter(*DEGREES)
 
 

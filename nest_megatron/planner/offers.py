@@ -12,6 +12,7 @@ from nest_megatron.cost_model.formats import beside_buffers
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM
 from nest_megatron.errors import UserInputError
+from nest_megatron.layout.dims import LAYER_DEGREES
 from nest_megatron.layout.estimate import Estimate
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import Layout
@@ -233,9 +234,7 @@ def _space_with(offer: NumericOffer, layout: Layout, space: SearchSpace) -> Sear
 
     Degrees inside a layer are the plan's: a search over all of them takes as long as its own.
     """
-    inside = ("tensor_model", "context", "expert_model", "expert_tensor")
-    names = [f"{name}_parallel_size" for name in inside]
-    fixed = {**space.fixed, **{name: layout.sizes[name] for name in names}}
+    fixed = {**space.fixed, **{name: layout.sizes[name] for name in LAYER_DEGREES}}
     return replace(offer.space_of(space), fixed=fixed)
 
 

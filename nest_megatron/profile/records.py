@@ -11,6 +11,7 @@ from datetime import datetime
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import ProfileError
+from nest_megatron.layout.dims import LAYER_DEGREES
 from nest_megatron.layout.plan_file import digest
 from nest_megatron.model.execution import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock
@@ -113,14 +114,7 @@ _MAY_BE_ZERO = frozenset(
     {"recompute_s", "optimizer_s", "spread", "parameters", "saved_bytes", "peak_memory_bytes"}
 )
 #: What tells two timings of a block apart.
-SHAPE = (
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "micro_batch_size",
-    "sequence_parallel",
-)
+SHAPE = (*LAYER_DEGREES, "micro_batch_size", "sequence_parallel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

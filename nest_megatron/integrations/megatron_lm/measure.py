@@ -27,7 +27,6 @@ from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.cluster_detection import JobCluster, processes_per_host
 from nest_megatron.config.job import Job
-from nest_megatron.config.space import LAYER_DEGREES
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.documents import read_json
 from nest_megatron.errors import NestError, ProfileError, UserInputError, require_seconds
@@ -40,6 +39,7 @@ from nest_megatron.integrations.megatron_lm.own_layers import job_arguments
 from nest_megatron.integrations.megatron_lm.planning import decide
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from nest_megatron.integrations.process_variables import Environment
+from nest_megatron.layout.dims import LAYER_DEGREES
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.megatron_core.stage import Where

@@ -23,7 +23,6 @@ from nest_megatron.config.space import (
     read_recompute,
     read_zero,
 )
-from nest_megatron.config.train import REPLICA_DEGREES
 from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.cost_model.target_defaults import DEFAULT_TARGET, target_named
 from nest_megatron.errors import UserInputError
@@ -32,7 +31,7 @@ from nest_megatron.integrations.megatron_lm.parser import read_argv
 from nest_megatron.integrations.megatron_lm.present_layout import refusal_text
 from nest_megatron.integrations.plan_job import rates_of, reliability_of
 from nest_megatron.layout.dims import DEGREES as LAYOUT_DEGREES
-from nest_megatron.layout.dims import SHORT_DEGREES, ParallelDims, RankOrder
+from nest_megatron.layout.dims import REPLICA_DEGREES, SHORT_DEGREES, ParallelDims, RankOrder
 from nest_megatron.layout.estimate import Difference
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.knobs import KnobConditions, always_on

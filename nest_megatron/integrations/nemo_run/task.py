@@ -28,6 +28,7 @@ from nest_megatron.integrations.nemo import (
 )
 from nest_megatron.integrations.recipe_plan import fields_assumed_harmless, pinned_recipe
 from nest_megatron.layout.diff import Change
+from nest_megatron.layout.dims import REPLICA_DEGREES
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.packages import install_command
 from nest_megatron.units import Seconds
@@ -48,16 +49,9 @@ class DividedRanks(NamedTuple):
     pipelined: bool
 
 
-_DEGREES = (
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "pipeline_model_parallel_size",
-)
-
-
 def divided_ranks(recipe: Any) -> DividedRanks:
     """The layout that a recipe states now."""
-    return _ranks_of_sizes(find(recipe, f"trainer.strategy.{name}") for name in _DEGREES)
+    return _ranks_of_sizes(find(recipe, f"trainer.strategy.{name}") for name in REPLICA_DEGREES)
 
 
 def _ranks_of_sizes(sizes: Iterable[object]) -> DividedRanks:
@@ -76,7 +70,7 @@ def adapt(
     Returns:
         What was changed and why, and what another plugin may still undo, one sentence each.
     """
-    now = _ranks_of_sizes(getattr(plan.layout.dims, name) for name in _DEGREES)
+    now = _ranks_of_sizes(getattr(plan.layout.dims, name) for name in REPLICA_DEGREES)
     old, fsdp = variables.get(_CONNECTIONS), plan.layout.uses_megatron_fsdp
     said = []
     if now.splits and not fsdp:  # kernels of a layer in program order, where traffic hides
