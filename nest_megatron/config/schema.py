@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from nest_megatron.plain import is_number
 
@@ -241,8 +241,18 @@ def stated_values(section: Any) -> dict[str, Any]:
     """The values of a composed section that are there, lists as they are typed."""
     from omegaconf import OmegaConf
 
-    values: Any = OmegaConf.to_container(section)
+    values: Any = OmegaConf.to_container(section, resolve=True)
     return {name: value for name, value in values.items() if value is not None}
+
+
+Section = TypeVar("Section")
+
+
+def with_values(section: Section, **values: object) -> Section:
+    """A composed section with other values."""
+    from omegaconf import OmegaConf
+
+    return cast(Section, OmegaConf.merge(cast(Any, section), values))
 
 
 def section_keys() -> tuple[str, ...]:

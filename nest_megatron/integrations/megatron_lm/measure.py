@@ -27,6 +27,7 @@ from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.cluster_detection import JobCluster, processes_per_host
 from nest_megatron.config.job import Job
+from nest_megatron.config.schema import with_values
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.documents import read_json
 from nest_megatron.errors import NestError, ProfileError, UserInputError, require_seconds
@@ -184,7 +185,7 @@ def _orders(
 
 def with_profile(place: JobCluster, mode: ProfileMode, name: str | None = None) -> JobCluster:
     """The same place, its layer times from elsewhere."""
-    profile = replace(place.settings.profile, mode=mode.value, name=name)
+    profile = with_values(place.settings.profile, mode=mode.value, name=name)
     return replace(place, settings=replace(place.settings, profile=profile))
 
 
