@@ -18,7 +18,7 @@ import yaml
 from nest_megatron.config.overrides import Setting, leaves, quoted, refuse_resolvers, value_text
 from nest_megatron.config.schema import launch_keys, section_keys
 from nest_megatron.documents import DESCRIPTION, LOADER, parse_yaml
-from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.errors import UserInputError, nearest, typed_setting
 from nest_megatron.files import expanded, read_text, user_folder
 
 #: The operators' folder, which no user can write to.
@@ -131,7 +131,7 @@ def naming_defaults(settings: Sequence[Setting]) -> Iterator[None]:
     try:
         yield
     except UserInputError as error:
-        origin = origins.get(error.what.removeprefix("nest."))
+        origin = origins.get(error.what.removeprefix(typed_setting("")).removeprefix("nest."))
         if origin is None or origin in error.limit or type(error) is not UserInputError:
             raise
         raise UserInputError(

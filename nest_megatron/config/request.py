@@ -68,6 +68,7 @@ from nest_megatron.errors import (
     UserInputError,
     require_at_least,
     require_seconds,
+    typed_setting,
 )
 from nest_megatron.layout.batch_schedule import BatchSchedule
 from nest_megatron.layout.estimate import Rates
@@ -154,7 +155,6 @@ def request_for(
     offer: Offer | None = None,
     freed: Collection[str] = (),
     choose_execution: bool = True,
-    prefix: str = "",
     versions: Mapping[str, str] | None = None,
     begun_s: Seconds | None = None,
     shortlist: bool = False,
@@ -166,7 +166,6 @@ def request_for(
         offer: another data-parallel sharding than the job's own.
         freed: Megatron's arguments that the job states and a plan may change.
         choose_execution: a plan may choose how layers are carried out.
-        prefix: what stands before the names of settings where the user types them.
         versions: of the running job; ``None`` on a laptop, where none are known.
         begun_s, shortlist: as of ``Request``.
 
@@ -192,7 +191,7 @@ def request_for(
                 "Leave it out.",
             )
         if job.target is not None:
-            _require_own_words(settings, job, prefix)
+            _require_own_words(settings, job)
         policy, target = read_policy(), read_target(settings, job.target)
         spec = with_images(with_seq_length(job.spec, train.seq_length), train)
         spec, attention_notes = attention_of(spec, target)
@@ -262,16 +261,15 @@ def request_for(
         defaults = tuple(f"{each} from {each.origin}" for each in settings.defaults)
         if defaults:
             notes.append(f"Defaults of this site: {'; '.join(defaults)}.")
-        mode = choice(f"{prefix}profile.mode", settings.profile.mode, ProfileMode)
-        require_seconds(f"{prefix}profile.max_seconds", settings.profile.max_seconds)
+        mode = choice(typed_setting("profile.mode"), settings.profile.mode, ProfileMode)
+        require_seconds(typed_setting("profile.max_seconds"), settings.profile.max_seconds)
         named = f"model={spec.name} cluster={cluster.name}"
         timed = TimedJob(
             spec=spec,
             accelerator=cluster.accelerator,
             precision=costs.precision,
             versions=versions or {},
-            prefix=prefix,
-            command="--from <your script and its flags>" if prefix else named,
+            command=named if versions is None else "--from <your script and its flags>",
             implementation=job.transformer_impl,
         )
         times, profile_notes = choose_times(timed, mode, settings.profile.name)
@@ -358,7 +356,7 @@ def _other_spaces(
     return spaces
 
 
-def _require_own_words(settings: Settings, job: Job, prefix: str) -> None:
+def _require_own_words(settings: Settings, job: Job) -> None:
     """Refuse settings that would price another job than the one that runs."""
     if read_adapters(settings) is not None:
         raise UserInputError(
@@ -376,7 +374,7 @@ def _require_own_words(settings: Settings, job: Job, prefix: str) -> None:
         asked = getattr(settings.train, name)
         if asked not in (None, value):
             raise UserInputError(
-                f"{prefix}train.{name}",
+                typed_setting(f"train.{name}"),
                 asked,
                 f"the job says {value}, and a plan does not change that",
                 fix="Change the job itself.",

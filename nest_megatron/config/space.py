@@ -17,7 +17,12 @@ from nest_megatron.config.schema import ParallelConfig
 from nest_megatron.config.train import assumed_batch
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM, NEMO, newest_stable, target_named
 from nest_megatron.cost_model.targets import Target
-from nest_megatron.errors import UnplannableModelError, UserInputError, require_at_least
+from nest_megatron.errors import (
+    UnplannableModelError,
+    UserInputError,
+    require_at_least,
+    typed_setting,
+)
 from nest_megatron.layout.dims import LAYER_DEGREES, REPLICA_DEGREES, ParallelDims, RankOrder
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import PartialLayout
@@ -252,16 +257,19 @@ def limits_for_length(limits: Mapping[str, int], seq_length: int) -> Mapping[str
     return {name: most, **limits} if most > DEFAULT_LIMITS[name] else limits
 
 
-def require_all_gpus(settings: Settings, who: str, prefix: str = "") -> None:
+def require_all_gpus(settings: Settings, who: str) -> None:
     """Refuse a search that may leave GPUs idle where every one of them runs a rank.
 
     Args:
         who: what takes them all.
-        prefix: before the setting where the user types it.
     """
     if not settings.search.use_all_gpus:
-        name, fix = f"{prefix}search.use_all_gpus", "Leave it out, or plan with --from or a model."
-        raise UserInputError(name, False, f"{who} runs a rank on each of its GPUs", fix)
+        raise UserInputError(
+            typed_setting("search.use_all_gpus"),
+            False,
+            f"{who} runs a rank on each of its GPUs",
+            "Leave it out, or plan with --from or a model.",
+        )
 
 
 def builds_mtp_beside_layer(spec: TransformerSpec, target: Target) -> bool:

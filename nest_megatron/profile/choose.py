@@ -13,7 +13,7 @@ from datetime import datetime
 
 from nest_megatron.cluster.discovery import LocalGpus, is_same_device
 from nest_megatron.cluster.records import Accelerator, Precision
-from nest_megatron.errors import ProfileError, UserInputError
+from nest_megatron.errors import ProfileError, UserInputError, typed_setting
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.profile.lookup import NAMES_BETWEEN, LayerTimes
 from nest_megatron.profile.records import (
@@ -34,16 +34,14 @@ class TimedJob:
     """A job whose layers a plan needs times of.
 
     ``versions`` are those of the running job, by the names of ``Machine``; none are known on a
-    laptop. ``prefix`` stands before ``profile.mode`` where the user types it (``nest.``);
-    ``command`` measures this job, for messages; ``implementation`` is its ``--transformer-impl``,
-    where that is known.
+    laptop. ``command`` measures this job, for messages; ``implementation`` is its
+    ``--transformer-impl``, where that is known.
     """
 
     spec: TransformerSpec
     accelerator: Accelerator
     precision: Precision
     versions: Mapping[str, str] = field(default_factory=dict)
-    prefix: str = ""
     command: str = "model=... cluster=..."
     implementation: str | None = None
 
@@ -60,7 +58,7 @@ def choose_times(job: TimedJob, mode: ProfileMode, name: str | None = None) -> _
     """
     if mode is ProfileMode.MEASURE:
         raise UserInputError(
-            f"{job.prefix}profile.mode",
+            typed_setting("profile.mode"),
             mode.value,
             limit="nothing is launched here that could be measured",
             fix=f"Measure first: {MEASURE_COMMAND} {job.command}; then use auto or require.",
@@ -69,7 +67,7 @@ def choose_times(job: TimedJob, mode: ProfileMode, name: str | None = None) -> _
         if name is None:
             return None, ()
         raise UserInputError(
-            f"{job.prefix}profile.name",
+            typed_setting("profile.name"),
             name,
             limit="profile.mode=analytic uses no profile",
             fix="Leave one of the two out.",
@@ -145,12 +143,12 @@ def _named(job: TimedJob, name: str) -> _Choice:
         entry = find_entry(name)
     except UserInputError as error:
         raise UserInputError(
-            f"{job.prefix}profile.name", name, limit=error.limit, fix=error.fix
+            typed_setting("profile.name"), name, limit=error.limit, fix=error.fix
         ) from error
     profile = entry.read()
     if decisive := layer_differences(profile, job):
         raise ProfileError(
-            f"{job.prefix}profile.name",
+            typed_setting("profile.name"),
             name,
             limit=f"it is not of this job's layers: {', '.join(decisive)}",
             fix=f"Name another, or measure these: {MEASURE_COMMAND} {job.command}.",
@@ -182,7 +180,7 @@ def _matching(job: TimedJob) -> _Choice:
             *machine_differences(profile.machine, job),
         ]
         if found:
-            fix = f"{job.prefix}profile.name={profile.name} uses it all the same"
+            fix = f"{typed_setting('profile.name')}={profile.name} uses it all the same"
             unused.append(f"Profile {profile.name} is not used: {', '.join(found)}; {fix}.")
         else:
             (shipped if entry.shipped else foreign if profile.imported else own).append(profile)
@@ -204,7 +202,7 @@ def _require_all(job: TimedJob, times: LayerTimes | None, notes: tuple[str, ...]
         return
     unused = f" ({' '.join(notes)})" if notes else ""
     raise UserInputError(
-        f"{job.prefix}profile.mode",
+        typed_setting("profile.mode"),
         ProfileMode.REQUIRE.value,
         limit=f"no profile has times of {', '.join(untimed)} on {job.accelerator.name}{unused}",
         fix=f"Measure them: {MEASURE_COMMAND} {job.command}",

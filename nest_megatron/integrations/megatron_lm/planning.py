@@ -16,7 +16,7 @@ from nest_megatron.config.job import Job, ReadCommand, installed_packages
 from nest_megatron.config.request import request_for
 from nest_megatron.config.space import require_all_gpus
 from nest_megatron.cost_model.target_defaults import newer_release_notes
-from nest_megatron.errors import NestError
+from nest_megatron.errors import NestError, settings_typed_as
 from nest_megatron.integrations.megatron_lm import checkpoint
 from nest_megatron.integrations.megatron_lm.attach import with_command
 from nest_megatron.integrations.megatron_lm.changed_command import with_degrees_as_flags
@@ -57,13 +57,11 @@ def job_request(
     cluster: Cluster,
     composed: Settings,
     *,
-    prefix: str = "",
     versions: Mapping[str, str] | None = None,
 ) -> Request:
     """What to plan for a job, wherever it was read from.
 
     Args:
-        prefix: what stands before the names of settings where the user types them.
         versions: of the running job; ``None`` on a laptop, where none are known.
 
     Raises:
@@ -75,7 +73,6 @@ def job_request(
         *(job, cluster, composed, space),
         offer=offer,
         freed=freed_flags(job),
-        prefix=prefix,
         versions=versions,
     )
     return with_present_layout(request, job, composed)
@@ -216,10 +213,11 @@ def plan_to_launch(request: Request, composed: Settings, choose: int = 0) -> Par
 
 def running_request(job: Job, place: JobCluster) -> Request:
     """What to search for a running job."""
-    require_all_gpus(place.settings, "a job that has started", "nest.")
     cluster, notes = place.cluster, (*job.notes, *place.notes)
     job = replace(job, notes=notes, num_gpus=cluster.num_gpus)
-    return job_request(job, cluster, place.settings, prefix="nest.", versions=installed_versions())
+    with settings_typed_as("nest."):
+        require_all_gpus(place.settings, "a job that has started")
+        return job_request(job, cluster, place.settings, versions=installed_versions())
 
 
 def launch_plan(
