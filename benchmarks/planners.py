@@ -38,7 +38,7 @@ from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.layout.plan import ParallelPlan  # noqa: E402
 from nest_megatron.planner import Request, estimate_for, plan  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
-from nest_megatron.research.baselines.job import on_flat_network  # noqa: E402
+from nest_megatron.research.baselines.job import with_network_levels  # noqa: E402
 from nest_megatron.research.comparison import compare  # noqa: E402
 
 RATIOS = (1, 2, 4, 8)
@@ -57,7 +57,7 @@ def request_of(model: str, ratio: float) -> Request:
 def blind(request: Request) -> ParallelPlan | None:
     """Our own plan for a network without levels, priced on the real one."""
     model = CostModel(request.spec, request.cluster, request.settings, request.times)
-    flat = on_flat_network(model).cluster
+    flat = with_network_levels(model, 1).cluster
     limits = {
         name: request.space.limit(name, request.cluster)
         for name in ("tensor_model_parallel_size", "expert_tensor_parallel_size")

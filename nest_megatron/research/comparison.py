@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from nest_megatron.cost_model.estimate import mean_terms
-from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import PeakLimit
 from nest_megatron.cost_model.uncertainty import predictive, probability_faster
-from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.layout.estimate import SURE
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import EndedEarly, NoPlan, Request, plan
@@ -193,20 +192,16 @@ def _theirs(request: Request, ours: Compared, baseline: Baseline) -> Compared:
     theirs = dataclasses.replace(theirs, plan=found, terms=terms)
     if ours.plan is None:
         return theirs
+    before, after = (
+        predictive(model, plan.layout, plan.predicted.iteration_time_s)
+        for plan in (ours.plan, found)
+    )
     return dataclasses.replace(
         theirs,
         relative_throughput=ours.plan.predicted.iteration_time_s / found.predicted.iteration_time_s,
         differences={name: terms[name] - ours.terms[name] for name in ours.terms},
-        chance_slower=_chance_slower(request.cost_model(), ours.plan, found),
+        chance_slower=probability_faster(before, after),
     )
-
-
-def _chance_slower(model: CostModel, ours: ParallelPlan, theirs: ParallelPlan) -> float:
-    """Chance that their step takes longer than ours."""
-    a, b = (
-        predictive(model, plan.layout, plan.predicted.iteration_time_s) for plan in (ours, theirs)
-    )
-    return probability_faster(a, b)
 
 
 def baselines_named(names: Iterable[str]) -> tuple[Baseline, ...]:
@@ -218,13 +213,7 @@ def baselines_named(names: Iterable[str]) -> tuple[Baseline, ...]:
     by_name = {baseline.name: baseline for baseline in BASELINES}
     wanted = tuple(names)
     for name in wanted:
-        if name not in by_name:
-            raise UserInputError(
-                "planners",
-                name,
-                limit=f"the planners are {', '.join(PLANNERS)}",
-                fix=nearest(name, PLANNERS),
-            )
+        require_known("planners", name, PLANNERS, f"the planners are {', '.join(PLANNERS)}")
     return tuple(by_name[name] for name in wanted)
 
 
@@ -241,10 +230,6 @@ def split_planners(overrides: Sequence[str]) -> tuple[tuple[str, ...], list[str]
     text = given[-1].partition("=")[2].strip().strip("[]()")
     names = tuple(name.strip().strip("'\"") for name in text.split(",") if name.strip())
     if not names:
-        raise UserInputError(
-            "planners",
-            given[-1],
-            limit="it names no planner",
-            fix=f"Name some of {', '.join(PLANNERS)}, or leave it out for all.",
-        )
+        fix = f"Name some of {', '.join(PLANNERS)}, or leave it out for all."
+        raise UserInputError("planners", given[-1], "it names no planner", fix)
     return names, rest

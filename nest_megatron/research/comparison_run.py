@@ -30,6 +30,7 @@ from nest_megatron.report.charts import (
     check_matplotlib,
     ink_on,
     write_chart,
+    write_legend,
 )
 from nest_megatron.report.console import Shown, say, show, show_json
 from nest_megatron.report.page import render_page
@@ -64,12 +65,8 @@ def run_compare(
         check_chart(chart)
     composed = compose(with_defaults(settings), config_dir)
     if composed.out is not None:
-        raise UserInputError(
-            "out",
-            composed.out,
-            limit="a comparison writes no plan",
-            fix="Use --chart for a picture, or `nest-megatron plan` for the plan.",
-        )
+        fix = "Use --chart for a picture, or `nest-megatron plan` for the plan."
+        raise UserInputError("out", composed.out, "a comparison writes no plan", fix)
     with _told() as on_planner:
         found = compare_composed(composed, names, on_planner)
     if chart is not None:
@@ -115,16 +112,11 @@ def compare_composed(
     on_planner: Callable[[str], None] = lambda name: None,
 ) -> PlannerComparison:
     """Compare planners on a composed job; arguments as of ``compare``."""
-    request = _without_site(RecipeJob().request(composed))  # as plan asks for it
+    request = RecipeJob().request(composed)  # as plan asks for it
+    if (site := request.site) is not None:  # every planner searches by the catalogue's constants
+        note = f"Planners are compared without the calibration of this site ({site.name})."
+        request = dataclasses.replace(request, site=None, notes=(*request.notes, note))
     return PlannerComparison(request=request, rows=compare(request, names, on_planner))
-
-
-def _without_site(request: Request) -> Request:
-    """The job by the catalogue's constants, by which every planner searches."""
-    if request.site is None:
-        return request
-    note = f"Planners are compared without the calibration of this site ({request.site.name})."
-    return dataclasses.replace(request, site=None, notes=(*request.notes, note))
 
 
 @contextlib.contextmanager
@@ -198,7 +190,10 @@ def comparison_report(rows: Sequence[Compared], rates: Rates | None = None) -> R
         pad_edge=False,
     )
     for row in ordered:
-        dollar = [_tokens_per_dollar(row, rates)] if rates is not None and has_price else []
+        dollar = []
+        if rates is not None and has_price:
+            found = None if row.plan is None else priced(row.plan, rates).tokens_per_dollar
+            dollar = ["-" if found is None else format_count(found)]
         table.add_row(*_cells(row), *dollar, style="bold" if row.name == NEST else "")
     reasons = pairs((row.name, why(row)) for row in ordered)
     return Group(table, heading("Why each is where it is"), reasons)
@@ -212,11 +207,6 @@ def fastest_first(rows: Sequence[Compared]) -> list[Compared]:
         return row.plan is None, step, row.name != NEST
 
     return sorted(rows, key=place)
-
-
-def _tokens_per_dollar(row: Compared, rates: Rates) -> str:
-    found = None if row.plan is None else priced(row.plan, rates).tokens_per_dollar
-    return "-" if found is None else format_count(found)
 
 
 def _cells(row: Compared) -> list[str]:
@@ -291,12 +281,8 @@ def check_chart(path: Path) -> None:
     """Refuse a file that is no picture and no page, or that cannot be drawn or written."""
     suffixes = (*SUFFIXES, _HTML)
     if path.suffix.lower() not in suffixes:
-        raise UserInputError(
-            "--chart",
-            str(path),
-            limit=f"a chart is one of {', '.join(suffixes)}",
-            fix="Give the file one of these suffixes.",
-        )
+        limit = f"a chart is one of {', '.join(suffixes)}"
+        raise UserInputError("--chart", str(path), limit, "Give the file one of these suffixes.")
     if path.suffix.lower() != _HTML:
         check_matplotlib("--chart")
     require_folder(path, "--chart")
@@ -317,15 +303,15 @@ def write_comparison(
     write_chart(lambda figure: draw_comparison(figure, rows, title), size, path, "--chart")
 
 
-def _seen_terms(rows: Sequence[Compared]) -> list[str]:
-    """Terms that a bar of some planner shows, in the order of the palette."""
+def _legend(rows: Sequence[Compared]) -> list[tuple[str, str]]:
+    """Words and colours of terms that a bar of some planner shows, in the order of the palette."""
     seen = {
         name
         for row in rows
         for name, seconds in row.terms.items()
         if seconds > _SEEN * sum(row.terms.values())
     }
-    return [name for name in TERM_COLOURS if name in seen]
+    return [(TERM_WORDS[name], colour) for name, colour in TERM_COLOURS.items() if name in seen]
 
 
 def _longest(rows: Sequence[Compared]) -> Seconds:
@@ -334,8 +320,6 @@ def _longest(rows: Sequence[Compared]) -> Seconds:
 
 def draw_comparison(figure: Any, rows: Sequence[Compared], title: str) -> None:
     """Fill a matplotlib figure."""
-    from matplotlib.patches import Patch
-
     ordered = fastest_first(rows)
     figure.set_layout_engine("constrained")
     figure.suptitle(title, x=0.02, ha="left", fontweight="bold", fontsize=11)
@@ -348,9 +332,7 @@ def draw_comparison(figure: Any, rows: Sequence[Compared], title: str) -> None:
     axes.set_yticks(range(len(ordered)), [row.name for row in ordered], fontweight="bold")
     axes.tick_params(left=False, bottom=False, labelbottom=False, labelsize=9)
     axes.spines[:].set_visible(False)
-    patches = [Patch(color=TERM_COLOURS[n], label=TERM_WORDS[n]) for n in _seen_terms(ordered)]
-    place = {"loc": "outside lower center", "ncols": 6, "fontsize": 8, "frameon": False}
-    figure.legend(handles=patches, **place)
+    write_legend(figure, _legend(ordered), "center", ncols=6)
 
 
 def _draw_row(axes: Any, row: Compared, at: int, scale: float) -> None:
@@ -383,7 +365,7 @@ def comparison_page(rows: Sequence[Compared], title: str, notes: Sequence[str] =
         title,
         package="nest_megatron.research",
         bars=[_bar(row, _longest(rows)) for row in ordered],
-        legend_entries=[(TERM_WORDS[name], TERM_COLOURS[name]) for name in _seen_terms(ordered)],
+        legend_entries=_legend(ordered),
         rows=[_page_cells(row) for row in ordered],
         notes=notes,
     )

@@ -37,6 +37,7 @@ from nest_megatron.research.baselines.job import (
     ComparisonJob,
     chosen,
     fastest,
+    layer_traffic,
     moved,
     restricted,
 )
@@ -211,12 +212,7 @@ def _time(
     """
     first, end = state.boundaries[stage : stage + 2]
     cost = chunk_cost(problem, first, end)
-    sequence, kinds = model.unit_kinds(state.grid)
-    inside = 0.0
-    for index in sequence[first:end]:
-        run = kinds[index].own.run
-        for one in (run.forward, run.backward):
-            inside += one.tp + one.cp + one.ep
+    inside = layer_traffic(model, state.grid, slice(first, end))
     sent = problem.send_forward[stage] + problem.send_backward[stage]
     edges = max(0, cost.gather_unhidden, cost.gather_hideable)
     edges += max(0, cost.reduce_unhidden, cost.reduce_hideable)

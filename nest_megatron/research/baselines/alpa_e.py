@@ -33,9 +33,10 @@ from nest_megatron.research.baselines.job import (
     PLAIN,
     BaselineChoice,
     ComparisonJob,
-    on_two_level_mesh,
+    layer_traffic,
     restricted,
     solved,
+    with_network_levels,
 )
 from nest_megatron.solver.outcome import NO_THRESHOLD
 from nest_megatron.solver.ranking import SolvedLayout
@@ -48,7 +49,7 @@ PARTITION_NODES = 100_000
 
 def find(job: ComparisonJob) -> BaselineChoice:
     """The fastest candidate on the mesh that turns out to fit, priced on the real cluster."""
-    mesh = on_two_level_mesh(job.model)
+    mesh = with_network_levels(job.model, 2)
     candidates = sorted(_candidates(job, mesh), key=lambda plan: plan.rank)
     for dropped, candidate in enumerate(candidates):
         plan = job.priced(candidate)
@@ -89,13 +90,11 @@ def communication(model: CostModel, grid: PartialLayout) -> Seconds:
     """
     sequence, kinds = model.unit_kinds(grid)
     traffic = model.traffic(grid.dims, grid.zero)
-    inside = between = 0.0
+    between = 0.0
     for index in sequence:
         unit = kinds[index]
-        for one in (unit.own.run.forward, unit.own.run.backward):
-            inside += one.tp + one.cp + one.ep
         reduced, summed, gathered = traffic.of_unit(unit.kind, unit.parameters)
         between += reduced + summed
         between += gathered
     stages = grid.dims.pipeline_model_parallel_size
-    return (grid.num_microbatches * inside + between) / stages
+    return (grid.num_microbatches * layer_traffic(model, grid) + between) / stages

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
 
-from nest_megatron.cluster.records import NetworkLevel
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import PeakLimit
 from nest_megatron.cost_model.pipeline import PipelineProblem
@@ -31,6 +30,7 @@ from nest_megatron.solver.outcome import (
 from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
+from nest_megatron.units import Seconds
 
 Option = TypeVar("Option")
 Boundaries = tuple[int, ...]
@@ -61,12 +61,11 @@ class ComparisonJob:
 
     def __post_init__(self) -> None:
         if self.space.partition is not None:
-            raise UserInputError(
-                "stage layout",
+            value, limit = (
                 self.space.partition.boundaries,
-                limit="planners are compared by their stages, too",
-                fix="Leave the layout out.",
+                "planners are compared by their stages, too",
             )
+            raise UserInputError("stage layout", value, limit, "Leave the layout out.")
 
     def grids(self, space: SearchSpace) -> GridSpace:
         """The legal grids of a space for this job."""
@@ -188,24 +187,26 @@ def _allowed(wanted: tuple[Option, ...], allowed: tuple[Option, ...]) -> tuple[O
     return tuple(option for option in wanted if option in allowed) or allowed
 
 
-def on_flat_network(model: CostModel) -> CostModel:
-    """A cost model to which all GPUs are neighbours: one level, with the innermost's figures."""
-    return _with_levels(model, (_endless(model.cluster.levels[0]),))
+def with_network_levels(model: CostModel, number: int) -> CostModel:
+    """A cost model with the innermost levels alone, of which the last one joins all devices.
 
-
-def on_two_level_mesh(model: CostModel) -> CostModel:
-    """A cost model to which all nodes are neighbours: two levels, inside and between nodes."""
-    inner, *outer = model.cluster.levels
-    return _with_levels(model, (inner, *map(_endless, outer[:1])))
-
-
-def _endless(level: NetworkLevel) -> NetworkLevel:
-    return dataclasses.replace(level, num_devices=None)
-
-
-def _with_levels(model: CostModel, levels: tuple[NetworkLevel, ...]) -> CostModel:
-    cluster = dataclasses.replace(model.cluster, levels=levels)
+    With one level all GPUs are neighbours, with two all nodes.
+    """
+    inner, last = model.cluster.levels[: number - 1], model.cluster.levels[number - 1 : number]
+    endless = (dataclasses.replace(level, num_devices=None) for level in last)
+    cluster = dataclasses.replace(model.cluster, levels=(*inner, *endless))
     return CostModel(model.spec, cluster, model.settings, model.times)
+
+
+def layer_traffic(model: CostModel, grid: PartialLayout, units: slice = slice(None)) -> Seconds:
+    """Traffic inside the layers of some units for one micro batch, none of it hidden."""
+    sequence, kinds = model.unit_kinds(grid)
+    traffic = 0.0
+    for index in sequence[units]:
+        run = kinds[index].own.run
+        for one in (run.forward, run.backward):
+            traffic += one.tp + one.cp + one.ep
+    return traffic
 
 
 def even_partition(spec: TransformerSpec, num_chunks: int) -> Boundaries | None:

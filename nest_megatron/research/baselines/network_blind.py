@@ -30,8 +30,8 @@ from nest_megatron.research.baselines.job import (
     ComparisonJob,
     chosen,
     fastest,
-    on_flat_network,
     restricted,
+    with_network_levels,
 )
 from nest_megatron.solver.space import SearchSpace
 
@@ -50,7 +50,7 @@ def find_mist(job: ComparisonJob) -> BaselineChoice:
 
 
 def _fastest_on_flat_network(job: ComparisonJob, spaces: Iterable[SearchSpace]) -> BaselineChoice:
-    flat = on_flat_network(job.model)
+    flat = with_network_levels(job.model, 1)
     results = [job.search(flat, space) for space in spaces]
     best = fastest(plan for plan, _ in results)
     candidates = sum(count for _, count in results)

@@ -192,11 +192,7 @@ def rule_without(switches: Iterable[str]) -> ArtifactRule:
     off: set[str] = set()
     for name in switches:
         if name not in (*SWITCHES, "all"):
-            raise UserInputError(
-                "--without",
-                name,
-                limit="the formula has no such switch",
-                fix=f"Known: {', '.join((*SWITCHES, 'all'))}.",
-            )
+            fix = f"Known: {', '.join((*SWITCHES, 'all'))}."
+            raise UserInputError("--without", name, "the formula has no such switch", fix)
         off |= set(SWITCHES) if name == "all" else {name}
     return ArtifactRule(**dict.fromkeys(off, False))

@@ -96,12 +96,8 @@ def _placement(
         return read_placement(path, instance, rule)
     if baseline is not None and path is None:
         return named_baseline(instance, baseline, rule), None
-    raise UserInputError(
-        "placement",
-        None if path is None else str(path),
-        limit="one plan is priced at a time",
-        fix="Give a file or --baseline NAME, not both.",
-    )
+    value, fix = path and str(path), "Give a file or --baseline NAME, not both."
+    raise UserInputError("placement", value, "one plan is priced at a time", fix)
 
 
 def _plain(

@@ -132,6 +132,10 @@ def _fill_by_kernel(
     chain, links = instance.chains[tp], links_of(instance, rule)
     layers, n = chain.layers, len(chain.layers)
     scratch = len(firsts) + (3 + 2 * len(links)) * n * n + n
+    edges = array("d", [-1.0]) * (n * n)  # bytes from each layer to each; -1 where there is none
+    for source, outgoing in enumerate(chain.outgoing):
+        for target, num_bytes in outgoing:
+            edges[source * n + target] = num_bytes
     _stage_boundaries.fill(
         deepest(instance, tp),
         array("d", [layer.forward for layer in layers]),
@@ -139,7 +143,7 @@ def _fill_by_kernel(
         array("d", [recomputed_forward(layer, rule) for layer in layers]),
         array("d", [layer.weight_bytes for layer in layers]),
         array("d", [layer.activation_bytes for layer in layers]),
-        _edge_matrix(chain),
+        edges,
         array("d", [link.bandwidth for link in links]),
         array("d", [link.latency for link in links]),
         array("d", [link.factor for link in links]),
@@ -154,16 +158,6 @@ def _fill_by_kernel(
         array("d", [math.inf]) * scratch,
         array("i", [0]) * (n * n),
     )
-
-
-def _edge_matrix(chain: Chain) -> array[float]:
-    """Bytes from each layer to each, row by row; -1 where there is no edge."""
-    n = len(chain.layers)
-    matrix = array("d", [-1.0]) * (n * n)
-    for source, edges in enumerate(chain.outgoing):
-        for target, num_bytes in edges:
-            matrix[source * n + target] = num_bytes
-    return matrix
 
 
 def _fill_by_reference(
@@ -350,7 +344,18 @@ def _no_solution(instance: Instance) -> NoSolution:
         least = instance.devices_per_stage(min(instance.chains))
         reason = f"a stage takes {least} devices, and there are {instance.num_devices}"
         return NoSolution(reason=reason, missing_bytes=0.0)
-    missing, tp, node_id = min(_largest_layer(instance, tp) for tp in degrees)
+    # what the largest layer of each degree lacks, alone in the last stage
+    missing, tp, node_id = min(
+        max(
+            (
+                stage_memory(instance, chain, at, at + 1).resident - instance.memory_bytes,
+                tp,
+                layer.node_id,
+            )
+            for at, layer in enumerate(chain.layers)
+        )
+        for tp, chain in ((tp, instance.chains[tp]) for tp in degrees)
+    )
     reason = "every layer fits alone, but not in the depth that the devices allow"
     if missing > 0:
         reason = (
@@ -358,12 +363,3 @@ def _no_solution(instance: Instance) -> NoSolution:
             "would try ZeRO now, priced by its network simulator, which is left out here"
         )
     return NoSolution(reason=reason, missing_bytes=max(missing, 0.0))
-
-
-def _largest_layer(instance: Instance, tp: int) -> tuple[float, int, int]:
-    """What the largest layer lacks at a tensor degree, alone in the last stage; degree; node."""
-    chain, memory = instance.chains[tp], instance.memory_bytes
-    return max(
-        (stage_memory(instance, chain, at, at + 1).resident - memory, tp, layer.node_id)
-        for at, layer in enumerate(chain.layers)
-    )

@@ -162,7 +162,11 @@ def research_job(
     Raises:
         UserInputError: if something is missing or wrong, or fixed that the recurrence has not.
     """
-    _refuse_unread(composed.given)
+    read = {"search.backend", *(f"search.max_{name}" for name in _FIXED)}
+    for key in sorted(composed.given):
+        if key == "out" or (key.startswith("search.") and key not in read):
+            fix = "Leave it out; --json prints the plan for programs."
+            raise UserInputError(key, None, limit=_UNKNOWN, fix=fix)
     request = request_of(composed, SearchSpace())
     limits = {name: getattr(composed.search, f"max_{name}") for name in _FIXED}
     choices = ResearchChoices(
@@ -181,15 +185,6 @@ def research_job(
     return job, request.notes
 
 
-def _refuse_unread(given: Iterable[str]) -> None:
-    """Refuse settings that would be passed over."""
-    read = {"search.backend", *(f"search.max_{name}" for name in _FIXED)}
-    for key in sorted(given):
-        if key == "out" or (key.startswith("search.") and key not in read):
-            fix = "Leave it out; --json prints the plan for programs."
-            raise UserInputError(key, None, limit=_UNKNOWN, fix=fix)
-
-
 def _fixed(settings: Settings) -> dict[str, int]:
     """Degrees fixed at a value; other settings of ``parallel`` are refused."""
     found = fixed_degrees(settings)
@@ -199,9 +194,8 @@ def _fixed(settings: Settings) -> dict[str, int]:
             raise UserInputError(f"parallel.{name}", value, limit=_UNKNOWN, fix=fix)
     for name, value in found.items():
         if value < 1:
-            raise UserInputError(
-                f"parallel.{name}", value, limit="it is at least 1", fix="Use 1 or more."
-            )
+            what, fix = f"parallel.{name}", "Use 1 or more."
+            raise UserInputError(what, value, "it is at least 1", fix)
     return found
 
 

@@ -407,12 +407,9 @@ def tables_of(problem: Problem) -> Tables:
         in_flight=array("q", [0, *flights]),
     )
     if (size := 8 * tables.table_size) > _MOST_TABLE_BYTES:
-        raise UserInputError(
-            "table of states",
-            size,
-            limit=f"it takes at most {_MOST_TABLE_BYTES} bytes",
-            fix="Use fewer devices, contract layers, or allow more replicas.",
-        )
+        fix = "Use fewer devices, contract layers, or allow more replicas."
+        limit = f"it takes at most {_MOST_TABLE_BYTES} bytes"
+        raise UserInputError("table of states", size, limit, fix)
     return tables
 
 

@@ -22,6 +22,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 from nest_megatron.errors import UserInputError
@@ -272,12 +273,10 @@ def cases(pricer: Pricer) -> list[Case]:
     """
     found = [case for together in _together(pricer.job) for case in _cases(pricer, together)]
     if not found:
-        raise UserInputError(
-            "parallel.* and train.*",
-            dict(pricer.job.choices.fixed),
-            limit="no strategy fits the model, the batch and the devices",
-            fix="Change the degrees that are fixed, the batch, or the number of GPUs.",
-        )
+        limit = "no strategy fits the model, the batch and the devices"
+        fix = "Change the degrees that are fixed, the batch, or the number of GPUs."
+        fixed = dict(pricer.job.choices.fixed)
+        raise UserInputError("parallel.* and train.*", fixed, limit, fix)
     return sorted(found, key=lambda case: case.least_total)
 
 
@@ -342,24 +341,23 @@ def _no_solution(pricer: Pricer, found: Sequence[Case]) -> NoSolution:
 def _shortage(pricer: Pricer, case: Case) -> tuple[Bytes, str, str]:
     """What the layer that is worst off lacks in a stage of its own, the last, at its best."""
     problem = pricer.problem(case, 1)
-    names = problem.downsets.dag.names
-    return max(
-        min((_lacking(problem, s, node), names[node], s.label) for s in problem.strategies)
-        for node in range(len(names))
-    )
-
-
-def _lacking(problem: Problem, strategy: PricedStrategy, node: int) -> Bytes:
     further = problem.schedule.in_flight(1, problem.num_microbatches) - 1
-    return min(
-        option.static_bytes[node]
-        + option.reserved_bytes
-        + policy.first_bytes[node]
-        + further * policy.further_bytes[node]
-        + policy.peak_bytes[node]
-        - problem.capacity_bytes
-        for option in strategy.options
-        for policy in strategy.policies
+    return max(
+        min(
+            (
+                option.static_bytes[node]
+                + option.reserved_bytes
+                + policy.first_bytes[node]
+                + further * policy.further_bytes[node]
+                + policy.peak_bytes[node]
+                - problem.capacity_bytes,
+                name,
+                strategy.label,
+            )
+            for strategy in problem.strategies
+            for option, policy in product(strategy.options, strategy.policies)
+        )
+        for node, name in enumerate(problem.downsets.dag.names)
     )
 
 
@@ -375,7 +373,10 @@ def best_pipeline(
             kernel where it is built, if not given.
     """
     t = tables_of(problem)
-    least_sync, sync_cap = _least_sync(problem), UNREACHABLE
+    # no sum stays below that of the node with the largest, at its best place
+    places = (times.sync for s in problem.strategies for o in s.options for times in o.times)
+    least_sync: Ticks = max(min(sums) for sums in zip(*places, strict=True))
+    sync_cap = UNREACHABLE
     found: FoundPipeline | None = None
     while least_sync < sync_cap and least_sync < limit:
         table = filled(t, _caps(problem, limit - least_sync), sync_cap, compiled=compiled)
@@ -431,10 +432,3 @@ def _best_depth(problem: Problem, t: Tables, table: Sequence[int]) -> int | None
         if least < UNREACHABLE and least * _num_steps(problem, depth) < best:
             best, found = least * _num_steps(problem, depth), depth
     return found
-
-
-def _least_sync(problem: Problem) -> Ticks:
-    """A sum that no plan stays below: that of the node with the largest, at its best place."""
-    places = (times.sync for s in problem.strategies for o in s.options for times in o.times)
-    least: Ticks = max(min(sums) for sums in zip(*places, strict=True))
-    return least

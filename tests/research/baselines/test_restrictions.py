@@ -20,9 +20,8 @@ from nest_megatron.research.baselines.job import (
     ComparisonJob,
     balanced_partition,
     even_partition,
-    on_flat_network,
-    on_two_level_mesh,
     restricted,
+    with_network_levels,
 )
 from nest_megatron.research.baselines.manual import published
 from nest_megatron.research.baselines.network_blind import find_mist, find_phaze
@@ -63,11 +62,11 @@ def test_a_method_that_sees_the_network_does_not() -> None:
 
 
 def test_networks_as_they_are_seen() -> None:
-    seen = on_flat_network(named_job(*LLAMA).model).cluster
+    seen = with_network_levels(named_job(*LLAMA).model, 1).cluster
     assert [level.num_devices for level in seen.levels] == [None]
     real = cluster("h100_spine_leaf", 128)
     assert seen.levels[0].bandwidth_bytes_per_s == real.levels[0].bandwidth_bytes_per_s
-    mesh = on_two_level_mesh(named_job(*LLAMA).model).cluster
+    mesh = with_network_levels(named_job(*LLAMA).model, 2).cluster
     assert [level.num_devices for level in mesh.levels] == [8, None]
     assert mesh.levels[1].bandwidth_bytes_per_s == real.levels[1].bandwidth_bytes_per_s
 
@@ -88,7 +87,7 @@ def test_phaze_recomputes_all_where_memory_asks() -> None:
 def test_alpa_shards_by_traffic_alone_inside_one_pipeline() -> None:
     job = named_job("llama3_8b", "dgx_h100", 16, 64)
     plan = found(alpa_e.find(job).plan)
-    mesh, chosen = on_two_level_mesh(job.model), plan.layout
+    mesh, chosen = with_network_levels(job.model, 2), plan.layout
     assert chosen.dims.rank_order is RankOrder.TP_CP_EP_DP_PP  # replicas inside the sub-mesh
     assert chosen.dims.ranks_per_stage * chosen.dims.pipeline_model_parallel_size == 16
     bare = dataclasses.replace(chosen, recompute=NO_RECOMPUTE)
