@@ -96,12 +96,8 @@ def _opened(module: Any, path: str) -> Iterator[str]:
     repeated = _repeated_classes(module)
     for name, child in module.named_children():
         inner = f"{path}.{name}" if path else name
-        if type(child) not in repeated and _holds_a_list(child):
+        if type(child) not in repeated and any(map(_repeated_classes, child.modules())):
             yield from _opened(child, inner)
-
-
-def _holds_a_list(module: Any) -> bool:
-    return any(_repeated_classes(part) for part in module.modules())
 
 
 def _repeated_classes(module: Any) -> frozenset[type]:
@@ -251,8 +247,15 @@ def build(name: str) -> Any:
         limit = "it names a Python module and what to call in it, with a colon between them"
         raise _wrong(name, limit, "Write for example mypackage.mymodule:build.")
     made = _found(name, _imported(name, path), attribute)
-    if not isinstance(made, nn.Module):
-        made = _called(name, made)
+    if isinstance(made, nn.Module):
+        return made
+    if not callable(made):
+        limit = f"it is {type(made).__name__}, which cannot be called"
+        raise _wrong(name, limit, "Name a function that takes nothing and returns the model.")
+    try:
+        made = made()
+    except Exception as error:  # whatever the user's own code raises
+        raise _fails(name, error, "calling it without arguments fails") from error
     if not isinstance(made, nn.Module):
         limit = f"it returns {type(made).__name__}, not a torch.nn.Module"
         raise _wrong(name, limit, "Return the model itself.")
@@ -285,16 +288,6 @@ def _found(name: str, module: Any, attribute: str) -> Any:
         fix = nearest(attribute, known) if known else "It has nothing that can be called."
         raise _wrong(name, f"{module.__name__} has no {attribute}", fix)
     return getattr(module, attribute)
-
-
-def _called(name: str, function: Any) -> Any:
-    if not callable(function):
-        limit = f"it is {type(function).__name__}, which cannot be called"
-        raise _wrong(name, limit, "Name a function that takes nothing and returns the model.")
-    try:
-        return function()
-    except Exception as error:  # whatever the user's own code raises
-        raise _fails(name, error, "calling it without arguments fails") from error
 
 
 def _fails(name: str, error: Exception, what: str) -> UserInputError:

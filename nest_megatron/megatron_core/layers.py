@@ -75,12 +75,15 @@ def extract_layer(
         for setting in settings
     }
     part = functools.partial(part_of, kind=kind, latent_attention=spec.multi_latent_attention)
+    saved: defaultdict[Part, float] = defaultdict(float)
+    for path, num_bytes in record.saved.items():
+        saved[part(path)] += num_bytes
     return ExtractedLayer(
         graph=LayerGraph(
             operators=tuple(_operators(record, part)),
             collectives=tuple(_collectives(record, part, groups)),
             input_bytes=record.input_bytes,
-            saved_bytes=tuple(_by_part(record.saved, part).items()),
+            saved_bytes=tuple(saved.items()),
             working_bytes=0.0,
         ),
         parameters=parameters,
@@ -245,13 +248,6 @@ def _collectives(
         )
         for call, count in Counter(record.calls).items()
     ]
-
-
-def _by_part(saved: Mapping[str, int], part: _PartOf) -> dict[Part, float]:
-    parts: defaultdict[Part, float] = defaultdict(float)
-    for path, num in saved.items():
-        parts[part(path)] += num
-    return parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 
+from nest_megatron.megatron_core.shapes import FusedNorm
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.operators.mamba import DELTA_CHUNK
 
@@ -62,7 +63,7 @@ def _mamba_kernels() -> Iterator[None]:
         import megatron.core.ssm.mamba_mixer as mixer
     replaced: dict[str, Any] = {
         "HAVE_MAMBA_SSM": True,
-        "ExtendedRMSNorm": _GroupNorm,
+        "ExtendedRMSNorm": _group_norm,
         "mamba_split_conv1d_scan_combined": _scan,
     }
     with mock.patch.multiple(mixer, create=True, **replaced):
@@ -82,33 +83,9 @@ def _triton() -> Iterator[None]:
             del sys.modules["triton"], sys.modules["triton.language"]
 
 
-class _GroupNorm(torch.nn.Module):
+def _group_norm(width: int, *, group_size: int, dtype: torch.dtype, **_: object) -> FusedNorm:
     """mamba_ssm's norm over groups of channels: it keeps its input and a figure of each group."""
-
-    def __init__(self, width: int, *, group_size: int, dtype: torch.dtype, **_: object) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(width, dtype=dtype))
-        self.group_size = group_size
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states ``[tokens, batch, width]``."""
-        return _NormOfGroups.apply(hidden, self.weight, self.group_size)
-
-
-class _NormOfGroups(torch.autograd.Function):
-    """Shapes of the norm, forward and backward."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Tensor:
-        groups = hidden.shape[-1] // size
-        rows = hidden.new_empty((*hidden.shape[:-1], groups), dtype=torch.float32)
-        ctx.save_for_backward(hidden, weight, rows)
-        return torch.ops.aten.mul.Tensor(hidden, weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        hidden, weight, _ = ctx.saved_tensors
-        return torch.ops.aten.mul.Tensor(gradient, hidden), torch.empty_like(weight), None
+    return FusedNorm(width, dtype, is_rms=True, num_groups=width // group_size)
 
 
 def _scan(projected: torch.Tensor, weight: Any, bias: Any, *_: Any, **sizes: Any) -> torch.Tensor:

@@ -14,18 +14,24 @@ import torch
 class FusedNorm(torch.nn.Module):
     """LayerNorm or RMSNorm as one kernel: it keeps its input and float32 figures of each row.
 
+    Args:
+        num_groups: of channels, each of which is normed by itself.
+
     Source: ``aten::_fused_rms_norm`` and ``aten::native_layer_norm`` on CUDA.
     """
 
-    def __init__(self, width: int, dtype: torch.dtype, *, is_rms: bool) -> None:
+    def __init__(
+        self, width: int, dtype: torch.dtype, *, is_rms: bool, num_groups: int = 1
+    ) -> None:
         super().__init__()
+        self.num_groups = num_groups
         self.weight = torch.nn.Parameter(torch.empty(width, dtype=dtype))
         self.bias = None if is_rms else torch.nn.Parameter(torch.empty(width, dtype=dtype))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states ``[..., width]`` as they came."""
         if self.bias is None:
-            return _RmsNorm.apply(hidden, self.weight)
+            return _RmsNorm.apply(hidden, self.weight, self.num_groups)
         return torch.nn.functional.layer_norm(hidden, self.weight.shape, self.weight, self.bias)
 
 
@@ -33,15 +39,15 @@ class _RmsNorm(torch.autograd.Function):
     """One pass over the input forward; input and gradient read, gradient written back."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        row = hidden.new_empty((*hidden.shape[:-1], 1), dtype=torch.float32)
-        ctx.save_for_backward(hidden, weight, row)
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, groups: int) -> torch.Tensor:
+        rows = hidden.new_empty((*hidden.shape[:-1], groups), dtype=torch.float32)
+        ctx.save_for_backward(hidden, weight, rows)
         return torch.ops.aten.mul.Tensor(hidden, weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         hidden, weight, _ = ctx.saved_tensors
-        return torch.ops.aten.mul.Tensor(gradient, hidden), torch.empty_like(weight)
+        return torch.ops.aten.mul.Tensor(gradient, hidden), torch.empty_like(weight), None
 
 
 #: What the ring of context parallelism is called where its group does not exist.
@@ -143,9 +149,8 @@ def _flash_backward(_: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tens
 
 #: Collectives by whether they return the tensors of their first argument beside their handle.
 COLLECTIVES = {
-    **dict.fromkeys(("allreduce_", "broadcast_", "alltoall_"), True),
-    **dict.fromkeys(("allgather_", "_allgather_base_"), True),
-    **dict.fromkeys(("reduce_scatter_", "_reduce_scatter_base_"), True),
+    **dict.fromkeys(("allreduce_", "broadcast_", "alltoall_", "allgather_"), True),
+    **dict.fromkeys(("_allgather_base_", "reduce_scatter_", "_reduce_scatter_base_"), True),
     **dict.fromkeys(("alltoall_base_", "barrier"), False),
 }
 

@@ -200,10 +200,14 @@ def transformer_config(
         TransformerConfig,
     )
 
+    layout = None
+    if dims.pipeline_model_parallel_size > 1 and partition is not None:
+        layout = layout_string(spec, partition)
     fields = {
         **_shape_fields(spec),
         **_expert_fields(spec),
-        **_parallel_fields(spec, dims, partition),
+        **_degrees(spec, dims),
+        "pipeline_model_parallel_layout": layout,
         "sequence_parallel": sequence_parallel,
         **_recompute_fields(recompute),
         **changes,
@@ -266,15 +270,6 @@ def _expert_fields(spec: TransformerSpec) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
     }
-
-
-def _parallel_fields(
-    spec: TransformerSpec, dims: ParallelDims, partition: StagePartition | None
-) -> dict[str, Any]:
-    layout = None
-    if dims.pipeline_model_parallel_size > 1 and partition is not None:
-        layout = layout_string(spec, partition)
-    return {**_degrees(spec, dims), "pipeline_model_parallel_layout": layout}
 
 
 def _degrees(spec: TransformerSpec, dims: ParallelDims) -> dict[str, Any]:

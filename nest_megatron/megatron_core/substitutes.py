@@ -10,6 +10,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -34,7 +35,7 @@ def without_gpu() -> Iterator[None]:
         "empty_cache": lambda: None,
         "current_stream": _NoStream,
         "default_stream": _NoStream,
-        "stream": lambda *_: contextlib.nullcontext(),
+        "stream": _no_context,
         "Stream": _NoStream,
         "Event": _NoStream,
         "get_rng_state": get_state,
@@ -98,18 +99,10 @@ def without_transformer_engine(*, shapes_only: bool) -> Iterator[None]:
     from megatron.core.transformer.moe import moe_layer, moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    class NoState:
-        """Stands for the engine's fp8 state: there is none."""
-
-        is_fp8_enabled = staticmethod(lambda: False)
-
-    def nothing(*_: object, **__: object) -> Any:
-        return contextlib.nullcontext()
-
     of_engine = {
-        "activation_recompute_forward": nothing,
-        "fp8_autocast": nothing,
-        "FP8GlobalStateManager": NoState,
+        "activation_recompute_forward": _no_context,
+        "fp8_autocast": _no_context,
+        "FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False),
     }
     with (
         _replaced(megatron_random, _missing(megatron_random, of_engine)),
@@ -123,6 +116,10 @@ def without_transformer_engine(*, shapes_only: bool) -> Iterator[None]:
         yield
 
 
+def _no_context(*_: object, **__: object) -> Any:
+    return contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def balanced_routing() -> Iterator[None]:
     """Give every expert the same number of tokens, as far as they divide.
@@ -133,10 +130,10 @@ def balanced_routing() -> Iterator[None]:
     """
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-    def counts_as_given(_: object, __: object, counts: Any = None) -> Any:
-        return counts
-
-    known = {"preprocess": _balanced_counts, "_maybe_dtoh_and_synchronize": counts_as_given}
+    known = {
+        "preprocess": _balanced_counts,
+        "_maybe_dtoh_and_synchronize": lambda _, __, counts=None: counts,
+    }
     with _replaced(MoEAlltoAllTokenDispatcher, known):
         yield
 
@@ -168,17 +165,13 @@ def fused_kernels(*, flash: bool, context_ranks: int = 1) -> Iterator[None]:
         return torch.zeros((), dtype=torch.bool)  # one mask serves all layers: it is not kept
 
     masks = ("get_default_causal_mask", "get_sliding_window_causal_mask")
-
     # nothing is drawn, and the states are tensors that hold numbers
-    def no_fork(*_: object, **__: object) -> Any:
-        return contextlib.nullcontext()
-
     states = {"_get_all_rng_states": lambda: (), "_set_all_rng_states": lambda *_: None}
     with (
         _replaced(DotProductAttention, {"forward": forward} if flash else {}),
         _replaced(torch.nn.functional, {"dropout": _dropout}),
         _replaced(fused_softmax, dict.fromkeys(masks, one_mask)),
-        _replaced(megatron_random.CudaRNGStatesTracker, {"fork": no_fork}),
+        _replaced(megatron_random.CudaRNGStatesTracker, {"fork": _no_context}),
         _replaced(megatron_random, states),
     ):
         yield

@@ -107,11 +107,17 @@ def build(
     if kind is LayerKind.MTP:
         return _mtp(layers, stretch)
     if kind is LayerKind.MAMBA:
-        return _mamba_layer(layers)
+        from nest_megatron.megatron_core.scans import mamba_layer
+
+        layer = mamba_layer(layers.config, layers.norm)
+        return Unit(layer, lambda: (_hidden(layers),), layer)
     if kind in (LayerKind.ENCODER, LayerKind.CROSS):
         return _stack_layer(layers, kind, recompute)
-    if LayerBlock.GATED_DELTA_NET in kind.blocks:
-        layers = _with_delta_net(layers)
+    if LayerBlock.GATED_DELTA_NET in kind.blocks:  # where attention would be
+        from nest_megatron.megatron_core.scans import gated_delta_net
+
+        described = _with(layers.layer, self_attention=gated_delta_net())
+        layers = dataclasses.replace(layers, layer=described)
     return _decoder_layer(layers, _HALVES.get(kind, stretch), recompute)
 
 
@@ -179,7 +185,6 @@ def _with(described: Any, **submodules: Any) -> Any:
 
 
 def _decoder_layer(layers: Layers, stretch: Stretch, recompute: Recompute | None) -> Unit:
-    from megatron.core import tensor_parallel
     from megatron.core.transformer.spec_utils import build_module
 
     described = _only(layers.layer, stretch)
@@ -199,26 +204,20 @@ def _decoder_layer(layers: Layers, stretch: Stretch, recompute: Recompute | None
     def feed_forward(hidden: Any, *_: Any) -> Any:
         return layer._forward_mlp(hidden)
 
-    def recomputed(*given: Any) -> Any:
-        return tensor_parallel.checkpoint(whole, False, *given)
-
     chosen = {Stretch.ATTENTION: attention, Stretch.FEED_FORWARD: feed_forward}.get(stretch, whole)
-    is_full = recompute is not None and recompute.granularity is FULL_RECOMPUTE.granularity
-    return Unit(layer, inputs, _in_format(layers.config, recomputed if is_full else chosen))
+    forward = _recomputed(whole, recompute) or chosen
+    return Unit(layer, inputs, _in_format(layers.config, forward))
 
 
-def _mamba_layer(layers: Layers) -> Unit:
-    from nest_megatron.megatron_core.scans import mamba_layer
+def _recomputed(
+    forward: Callable[..., Any], recompute: Recompute | None
+) -> Callable[..., Any] | None:
+    """A forward pass that the backward pass repeats, where whole layers are recomputed."""
+    if recompute is None or recompute.granularity is not FULL_RECOMPUTE.granularity:
+        return None
+    from megatron.core import tensor_parallel
 
-    layer = mamba_layer(layers.config, layers.norm)
-    return Unit(layer, lambda: (_hidden(layers),), layer)
-
-
-def _with_delta_net(layers: Layers) -> Layers:
-    """Decoder layers with a gated delta net where attention would be."""
-    from nest_megatron.megatron_core.scans import gated_delta_net
-
-    return dataclasses.replace(layers, layer=_with(layers.layer, self_attention=gated_delta_net()))
+    return lambda *given: tensor_parallel.checkpoint(forward, False, *given)
 
 
 def _stack_layer(layers: Layers, kind: LayerKind, recompute: Recompute | None) -> Unit:
@@ -227,7 +226,6 @@ def _stack_layer(layers: Layers, kind: LayerKind, recompute: Recompute | None) -
     Without fused attention its masks are ``[1, 1, queries, keys]``.
     """
     import torch
-    from megatron.core import tensor_parallel
     from megatron.core.models.T5 import t5_spec as specs
     from megatron.core.transformer.spec_utils import build_module
 
@@ -261,11 +259,7 @@ def _stack_layer(layers: Layers, kind: LayerKind, recompute: Recompute | None) -
             rotary_pos_emb=rotary,
         )[0]
 
-    def recomputed(*given: Any) -> Any:
-        return tensor_parallel.checkpoint(whole, False, *given)
-
-    is_full = recompute is not None and recompute.granularity is FULL_RECOMPUTE.granularity
-    return Unit(layer, inputs, recomputed if is_full else whole)
+    return Unit(layer, inputs, _recomputed(whole, recompute) or whole)
 
 
 def _in_format(config: Any, forward: Callable[..., Any], *, fp4: bool = True) -> Callable[..., Any]:
