@@ -8,6 +8,7 @@ Megatron-LM core_v0.16.1, ``b`` 0.20; ``ckpt`` is ``training/checkpointing.py``,
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 from collections.abc import Mapping
@@ -42,6 +43,7 @@ _BUCKET_KEY = re.compile(r"(.*)\.bucket_idx_\d+\.param")
 _TP, _PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 _VPP, _LAYOUT = "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout"
 _EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+_DEGREES = (_TP, _PP, _VPP, _EP, _ETP)
 _FSDP, _DIST_OPT = "use_megatron_fsdp", "use_distributed_optimizer"
 _FIXED_LAYOUT = ("dp_reshardable", "dp_zero_gather_scatter")
 _NO_OPTIM = "add --no-load-optim to start the optimizer afresh"
@@ -232,13 +234,13 @@ def _check_rng(saved: SavedCheckpoint, arguments: Values, values: Values, releas
     unsaved = saved.weights_only or saved.arguments.get("no_save_rng")
     if unsaved or any(map(values.get, ("finetune", "freeze_all_layers", "no_load_rng"))):
         return
-    asked = [arguments["pipeline_model_parallel_size"], arguments["tensor_model_parallel_size"]]
+    asked = [arguments[_PP], arguments[_TP]]
     stored = [saved.pipeline_model_parallel_size, saved.tensor_model_parallel_size]
     if saved.format == "fsdp_dtensor":
         broken = values.get("strict_fsdp_dtensor_load", True) and asked[1] > (stored[1] or asked[1])
     else:
         same, stored = asked == stored, list(saved.rng_shape or ())
-        if release == (0, 16) and arguments["expert_model_parallel_size"] > 1:
+        if release == (0, 16) and arguments[_EP] > 1:
             asked.append(arguments["data_parallel_size"] * arguments["context_parallel_size"])
         broken = same and saved.rng_shape is not None and asked != stored
     if broken:
@@ -257,13 +259,15 @@ def _check_opt(saved: SavedCheckpoint, arguments: Values, values: Values, releas
     kind, count = saved.distrib_optim_sharding_type, saved.num_optimizers
     if saved.use_distributed_optimizer and kind not in ("fully_reshardable", *_FIXED_LAYOUT):
         _refuse("distrib_optim_sharding_type", kind, "0.15 was the last to read it", _NO_OPTIM)
-    sizes = (arguments["expert_model_parallel_size"], arguments["expert_tensor_parallel_size"])
-    apart = sizes[0] > 1 or (
-        release >= (0, 19) and sizes[1] != arguments["tensor_model_parallel_size"]
-    )
+    sizes, apart = (arguments[_EP], arguments[_ETP]), _is_apart(arguments, release)
     if values.get("num_experts") and count is not None and apart != (count > 1):
         fix = f"fix an expert-parallel size {'of 1' if apart else 'above 1'}, or {_NO_OPTIM}"
         _refuse(f"{_EP}, {_ETP}", sizes, f"{saved.directory} holds {count} optimizer(s)", fix)
+
+
+def _is_apart(sizes: Values, release: Release) -> bool:
+    """Whether experts have an optimizer besides that of the rest."""
+    return sizes[_EP] > 1 or (release >= (0, 19) and sizes[_ETP] != sizes[_TP])
 
 
 def _check_buckets(saved: SavedCheckpoint, arguments: Values, values: Values) -> None:
@@ -314,7 +318,6 @@ def _describe(folder: Path, iteration: int, weights_only: bool, values: Values) 
         format=kind,
         weights_only=weights_only,
         **_degrees(folder, kind, arguments, values),
-        pipeline_model_parallel_layout=stated_layout(arguments),
         use_distributed_optimizer=True if sharding else arguments.get(_DIST_OPT),
         distrib_optim_sharding_type=sharding,
         num_optimizers=sum(not isinstance(n, str) for n in parts) or 1 if parts else None,
@@ -329,43 +332,28 @@ def _plain(values: Values) -> dict[str, Any]:
     return {str(name): v if is_plain(v) else Inert() for name, v in values.items()}
 
 
-def _degrees(folder: Path, kind: str, arguments: Values, values: Values) -> dict[str, int | None]:
-    """Saved degrees: from the arguments, else from legacy folder names.
+def _degrees(folder: Path, kind: str, arguments: Values, values: Values) -> dict[str, Any]:
+    """Saved degrees and stages: from the arguments, else from legacy folder names.
 
     With experts, ``mp_rank_00_000`` may be their rank or the pipeline's: that stays unknown. TP and
     PP that torch_dist does not say are 1 to Megatron (a ckpt:1542; b:2559).
     """
-    found: dict[str, int | None] = dict.fromkeys((_TP, _PP, _VPP, _EP, _ETP))
     if arguments:
-        found = {name: arguments.get(name) or 1 for name in found}
-        return {**found, _ETP: arguments.get(_ETP) or found[_TP]}
+        return sizes_of(arguments)
     if kind != "torch":
-        return {**found, _TP: 1, _PP: 1} if kind == "torch_dist" else found
+        return {_TP: 1, _PP: 1} if kind == "torch_dist" else {}
     ranks = [m.groups("-1") for m in (_RANKS.fullmatch(p.name) for p in folder.iterdir()) if m]
     tp, second, third = (max((int(rank[i]) for rank in ranks), default=-1) + 1 for i in range(3))
     if second and not third and values.get("num_experts"):
-        return {**found, _TP: tp}
-    return {**found, _TP: tp or None, _PP: second or 1, _EP: third or 1}
+        return {_TP: tp}
+    return {_TP: tp or None, _PP: second or 1, _EP: third or 1}
 
 
 def sizes_of(arguments: Values) -> dict[str, Any]:
     """The degrees and stages that arguments state, by fields of ``SavedCheckpoint``."""
-    tp, pp = (arguments.get(name) or 1 for name in (_TP, _PP))
-    layout = stated_layout(arguments)
-    return {
-        _TP: tp,
-        _PP: pp,
-        _VPP: None if layout is None else len(expand_layout(layout)) // pp,
-        _EP: arguments.get(_EP) or 1,
-        _ETP: arguments.get(_ETP) or tp,
-        _LAYOUT: layout,
-    }
-
-
-def stated_layout(arguments: Values) -> str | None:
-    """The stages that arguments make, as ``--pipeline-model-parallel-layout`` takes them."""
-    pp, vpp = arguments.get(_PP) or 1, arguments.get(_VPP) or 1
-    try:
+    found = {name: arguments.get(name) or 1 for name in _DEGREES}
+    layout, pp = None, found[_PP]
+    with contextlib.suppress(UserInputError, LookupError, TypeError):
         if pattern := saved_pattern(arguments):
             layers, _, depths = hybrid_kinds(pattern)
             spec = replace(
@@ -378,10 +366,11 @@ def stated_layout(arguments: Values) -> str | None:
         else:
             depth, mtp = arguments["num_layers"], arguments.get("mtp_num_layers") or None
             spec = replace(_MODEL, num_layers=depth, mtp_num_layers=mtp)
-        partition = partition_of_values(spec, arguments, pp) or uniform_partition(spec, pp, vpp)
-    except (UserInputError, LookupError, TypeError):
-        return None
-    return layout_string(spec, partition)
+        stages = partition_of_values(spec, arguments, pp) or uniform_partition(
+            spec, pp, found[_VPP]
+        )
+        layout, found[_VPP] = layout_string(spec, stages), stages.num_chunks // pp
+    return {**found, _ETP: arguments.get(_ETP) or found[_TP], _LAYOUT: layout}
 
 
 def _format(folder: Path) -> str:
@@ -461,8 +450,8 @@ def checkpoint_of_plan(
         version: of Megatron-LM.
         name: for errors.
     """
-    layout, dims, experts = plan.layout, plan.layout.dims, plan.model.is_moe
-    ep, tp = dims.expert_model_parallel_size, dims.tensor_model_parallel_size
+    layout, dims = plan.layout, plan.layout.dims
+    saved = {name: getattr(dims, name) for name in _DEGREES}
     replicas = dims.data_parallel_size * dims.context_parallel_size
     release = release_number(version)
     kind = (
@@ -473,23 +462,20 @@ def checkpoint_of_plan(
         sharding = kind
     elif values.get("dist_ckpt_optim_fully_reshardable"):
         sharding = "fully_reshardable"
-    apart = ep > 1 or (release >= (0, 19) and dims.expert_tensor_parallel_size != tp)
-    stages = dims.pipeline_model_parallel_size
+    shape = [saved[_PP], saved[_TP]]
+    if release == (0, 16) and saved[_EP] > 1:
+        shape.append(replicas)
     return SavedCheckpoint(
         directory=Path(name),
         iteration=0,
         format=kind,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=stages,
-        virtual_pipeline_model_parallel_size=dims.virtual_pipeline_model_parallel_size,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
-        pipeline_model_parallel_layout=plan.arguments["pipeline_model_parallel_layout"],
+        **saved,
+        pipeline_model_parallel_layout=plan.arguments[_LAYOUT],
         use_distributed_optimizer=layout.shards_optimizer,
         distrib_optim_sharding_type=sharding if layout.shards_optimizer else None,
-        num_optimizers=1 + (experts and apart),
+        num_optimizers=1 + (plan.model.is_moe and _is_apart(saved, release)),
         largest_buffer=max(stage.parameters for stage in plan.predicted.stages),
-        rng_shape=(stages, tp, replicas) if release == (0, 16) and ep > 1 else (stages, tp),
+        rng_shape=tuple(shape),
         arguments={
             **{name: values.get(name) for name in _KEPT},
             "data_parallel_size": dims.data_parallel_size,
