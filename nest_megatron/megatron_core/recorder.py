@@ -15,6 +15,7 @@ from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -98,8 +99,8 @@ class Record:
 
 def record(
     module: torch.nn.Module,
-    forward: Callable[..., torch.Tensor],
-    inputs: Sequence[torch.Tensor | None],
+    forward: Callable[..., Tensor],
+    inputs: Sequence[Tensor | None],
     *,
     selected_share: float = 1.0,
 ) -> Record:
@@ -138,7 +139,7 @@ class _Recorder(TorchDispatchMode):
         self._kept: dict[int, tuple[Any, str]] = {}
 
     @contextlib.contextmanager
-    def watching(self, inputs: Sequence[torch.Tensor | None]) -> Iterator[None]:
+    def watching(self, inputs: Sequence[Tensor | None]) -> Iterator[None]:
         """Watch the module's parts, and know the storages that are not kept for its sake."""
         first, *shared = inputs
         assert first is not None
@@ -171,7 +172,7 @@ class _Recorder(TorchDispatchMode):
     def mark(self, output: Any, path: str) -> None:
         """Remember which module made the nodes that lead to its output."""
         tensors = output if isinstance(output, tuple | list) else (output,)
-        waiting = [t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn]
+        waiting = [t.grad_fn for t in tensors if isinstance(t, Tensor) and t.grad_fn]
         while waiting:
             node = waiting.pop()
             if node in self._paths:
@@ -179,7 +180,7 @@ class _Recorder(TorchDispatchMode):
             self._paths[node] = path
             waiting += [before for before, _ in node.next_functions if before is not None]
 
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+    def keep(self, tensor: Tensor) -> Tensor:
         """Called for each tensor that autograd keeps; a storage counts once."""
         key = _storage(tensor)
         if key not in self._own and key not in self._kept and not self.is_backward:
@@ -252,19 +253,19 @@ class _Recorder(TorchDispatchMode):
         )
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
         for item in value:
             yield from _tensors(item)
 
 
-def _num_bytes(tensor: torch.Tensor) -> int:
+def _num_bytes(tensor: Tensor) -> int:
     """Bytes that a tensor covers; what is repeated by a stride of 0 is read once."""
     shown = (n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return int(math.prod(shown) * tensor.element_size())

@@ -17,8 +17,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
-from nest_megatron.megatron_core.shapes import FusedNorm
+from nest_megatron.megatron_core.shapes import FusedNorm, multiply
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.operators.mamba import DELTA_CHUNK
 
@@ -64,7 +65,10 @@ def _mamba_kernels() -> Iterator[None]:
     replaced: dict[str, Any] = {
         "HAVE_MAMBA_SSM": True,
         "ExtendedRMSNorm": _group_norm,
-        "mamba_split_conv1d_scan_combined": _scan,
+        # ``[batch, tokens, channels]`` to the inner width
+        "mamba_split_conv1d_scan_combined": lambda projected, weight, *_, **sizes: _Scan.apply(
+            projected, weight, sizes["chunk_size"], sizes["headdim"], sizes["ngroups"]
+        ),
     }
     with mock.patch.multiple(mixer, create=True, **replaced):
         yield
@@ -88,18 +92,13 @@ def _group_norm(width: int, *, group_size: int, dtype: torch.dtype, **_: object)
     return FusedNorm(width, dtype, is_rms=True, num_groups=width // group_size)
 
 
-def _scan(projected: torch.Tensor, weight: Any, bias: Any, *_: Any, **sizes: Any) -> torch.Tensor:
-    """``mamba_split_conv1d_scan_combined``: ``[batch, tokens, channels]`` to the inner width."""
-    return _Scan.apply(projected, weight, sizes["chunk_size"], sizes["headdim"], sizes["ngroups"])
-
-
 class _Scan(torch.autograd.Function):
     """The scan as products of whole chunks; of its gradient the shapes alone."""
 
     @staticmethod
     def forward(
-        ctx: Any, projected: torch.Tensor, weight: torch.Tensor, chunk: int, width: int, groups: int
-    ) -> torch.Tensor:
+        ctx: Any, projected: Tensor, weight: Tensor, chunk: int, width: int, groups: int
+    ) -> Tensor:
         batch, tokens, channels = projected.shape
         inner_and_heads = channels - weight.shape[0]
         heads = inner_and_heads // (width + 1)
@@ -119,7 +118,7 @@ class _Scan(torch.autograd.Function):
         return projected.new_empty((batch, tokens, inner))
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         projected, weight, _before_gate = ctx.saved_tensors
         return torch.empty_like(projected), torch.empty_like(weight), None, None, None
 
@@ -141,12 +140,12 @@ def gated_delta_net() -> Any:
 def _delta_rule_kernels() -> Iterator[None]:
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
-    def gated_norm(self: Any, values: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def gated_norm(self: Any, values: Tensor, gate: Tensor) -> Tensor:
         normed = self.out_norm(values.reshape(-1, values.shape[-1]))
-        product: torch.Tensor = _Gated.apply(normed, gate.reshape(normed.shape))
+        product: Tensor = _Gated.apply(normed, gate.reshape(normed.shape))
         return product
 
-    def rule(*given: torch.Tensor, g: Any, beta: Any, **_: object) -> tuple[torch.Tensor, None]:
+    def rule(*given: Tensor, g: Any, beta: Any, **_: object) -> tuple[Tensor, None]:
         return _DeltaRule.apply(*given, g, beta), None
 
     replaced: dict[str, Any] = {
@@ -170,44 +169,44 @@ class _Convolution(torch.autograd.Function):
     """``causal_conv1d_fn`` keeps its input; with its activation it is one kernel."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         return torch.empty_like(hidden)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         hidden, weight = ctx.saved_tensors
-        return torch.ops.aten.mul.Tensor(gradient, hidden), torch.empty_like(weight)
+        return multiply(gradient, hidden), torch.empty_like(weight)
 
 
 class _UnitLength(torch.autograd.Function):
     """``l2norm`` keeps its output and a figure of each row."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
         row = hidden.new_empty((*hidden.shape[:-1], 1), dtype=torch.float32)
-        output = torch.ops.aten.mul.Tensor(hidden, hidden)
+        output = multiply(hidden, hidden)
         ctx.save_for_backward(output, row)
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         output, _ = ctx.saved_tensors
-        return torch.ops.aten.mul.Tensor(gradient, output)
+        return multiply(gradient, output)
 
 
 class _Gated(torch.autograd.Function):
     """A normed output times its gate's activation, which ``jit_fuser`` makes one kernel."""
 
     @staticmethod
-    def forward(ctx: Any, normed: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, normed: Tensor, gate: Tensor) -> Tensor:
         ctx.save_for_backward(normed, gate)
-        return torch.ops.aten.mul.Tensor(normed, gate)
+        return multiply(normed, gate)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         normed, gate = ctx.saved_tensors
-        return tuple(torch.ops.aten.mul.Tensor(gradient, other) for other in (gate, normed))
+        return tuple(multiply(gradient, other) for other in (gate, normed))
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -216,12 +215,12 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        decay: torch.Tensor,
-        strength: torch.Tensor,
-    ) -> torch.Tensor:
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        strength: Tensor,
+    ) -> Tensor:
         q, k, v = (_in_chunks(each) for each in (query, key, value))
         inside = torch.bmm(k, k.transpose(1, 2))
         w, u = torch.bmm(inside, k), torch.bmm(inside, v)
@@ -233,11 +232,11 @@ class _DeltaRule(torch.autograd.Function):
         return torch.empty_like(value)
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.empty_like(each) for each in ctx.saved_tensors[:5])
 
 
-def _in_chunks(vectors: torch.Tensor) -> torch.Tensor:
+def _in_chunks(vectors: Tensor) -> Tensor:
     """``[batch, tokens, heads, width]`` as a matrix for each head and chunk."""
     batch, tokens, heads, width = vectors.shape
     return vectors.new_empty((batch * heads * tokens // DELTA_CHUNK, DELTA_CHUNK, width))

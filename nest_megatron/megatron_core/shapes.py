@@ -9,6 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+
+#: One kernel over all elements.
+multiply = torch.ops.aten.mul.Tensor
 
 
 class FusedNorm(torch.nn.Module):
@@ -28,7 +32,7 @@ class FusedNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(width, dtype=dtype))
         self.bias = None if is_rms else torch.nn.Parameter(torch.empty(width, dtype=dtype))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """Hidden states ``[..., width]`` as they came."""
         if self.bias is None:
             return _RmsNorm.apply(hidden, self.weight, self.num_groups)
@@ -39,15 +43,15 @@ class _RmsNorm(torch.autograd.Function):
     """One pass over the input forward; input and gradient read, gradient written back."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, groups: int) -> torch.Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, groups: int) -> Tensor:
         rows = hidden.new_empty((*hidden.shape[:-1], groups), dtype=torch.float32)
         ctx.save_for_backward(hidden, weight, rows)
-        return torch.ops.aten.mul.Tensor(hidden, weight)
+        return multiply(hidden, weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         hidden, weight, _ = ctx.saved_tensors
-        return torch.ops.aten.mul.Tensor(gradient, hidden), torch.empty_like(weight), None
+        return multiply(gradient, hidden), torch.empty_like(weight), None
 
 
 #: What the ring of context parallelism is called where its group does not exist.
@@ -55,13 +59,13 @@ CONTEXT_GROUP = "cp"
 
 
 def flash_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     *,
     span: float,
     ring_steps: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """Attention that keeps no scores: inputs, output and one float32 figure for each query row.
 
     Args:
@@ -86,12 +90,12 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         span: float,
         ring_steps: int,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         tokens, batch, heads, _ = query.shape
         for _ in range(ring_steps):
             torch.ops.nest.pass_on([key, value], CONTEXT_GROUP)
@@ -101,7 +105,7 @@ class _Flash(torch.autograd.Function):
         return context.view(tokens, batch, heads * value.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, context, rows = ctx.saved_tensors
         for _ in range(ctx.ring_steps):
             torch.ops.nest.pass_on([key, value, key, value], CONTEXT_GROUP)
@@ -128,21 +132,19 @@ torch.library.define(
 
 
 @torch.library.register_fake("nest::pass_on")
-def _pass_on(tensors: list[torch.Tensor], _: str) -> torch.Tensor:
+def _pass_on(tensors: list[Tensor], _: str) -> Tensor:
     return tensors[0].new_empty(())
 
 
 @torch.library.register_fake("nest::flash_forward")
-def _flash_forward(
-    query: torch.Tensor, _: torch.Tensor, value: torch.Tensor, __: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _flash_forward(query: Tensor, _: Tensor, value: Tensor, __: float) -> tuple[Tensor, Tensor]:
     tokens, batch, heads, _ = query.shape
     rows = query.new_empty((batch, heads, tokens), dtype=torch.float32)
     return query.new_empty((tokens, batch, heads, value.shape[-1])), rows
 
 
 @torch.library.register_fake("nest::flash_backward")
-def _flash_backward(_: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _flash_backward(_: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The gradients of query, key and value are of their size."""
     return tuple(torch.empty_like(tensor) for tensor in tensors[:3])
 

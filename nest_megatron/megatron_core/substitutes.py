@@ -130,7 +130,7 @@ def balanced_routing() -> Iterator[None]:
     """
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-    known = {
+    known: dict[str, Any] = {
         "preprocess": _balanced_counts,
         "_maybe_dtoh_and_synchronize": lambda _, __, counts=None: counts,
     }

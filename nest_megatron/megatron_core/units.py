@@ -5,9 +5,8 @@ Call these where the groups of ``groups.as_rank`` exist.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nest_megatron.errors import UserInputError
@@ -117,7 +116,7 @@ def build(
         from nest_megatron.megatron_core.scans import gated_delta_net
 
         described = _with(layers.layer, self_attention=gated_delta_net())
-        layers = dataclasses.replace(layers, layer=described)
+        layers = replace(layers, layer=described)
     return _decoder_layer(layers, _HALVES.get(kind, stretch), recompute)
 
 
@@ -180,8 +179,8 @@ def _only(layer: Any, stretch: Stretch) -> Any:
 
 def _with(described: Any, **submodules: Any) -> Any:
     """A ``ModuleSpec`` with some submodules replaced."""
-    changed = dataclasses.replace(described.submodules, **submodules)
-    return dataclasses.replace(described, submodules=changed)
+    changed = replace(described.submodules, **submodules)
+    return replace(described, submodules=changed)
 
 
 def _decoder_layer(layers: Layers, stretch: Stretch, recompute: Recompute | None) -> Unit:
@@ -235,7 +234,7 @@ def _stack_layer(layers: Layers, kind: LayerKind, recompute: Recompute | None) -
     )
     layer = build_module(describe(), config=layers.config, layer_number=1)
     encoder, decoder = (
-        dataclasses.replace(layers, spec=stack) for stack in (encoder_of(spec), decoder_of(spec))
+        replace(layers, spec=stack) for stack in (encoder_of(spec), decoder_of(spec))
     )
 
     def mask(queries: Layers, keys: Layers) -> Any:

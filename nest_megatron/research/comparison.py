@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nest_megatron.cost_model.estimate import mean_terms
 from nest_megatron.cost_model.peak_limit import PeakLimit
@@ -123,7 +123,7 @@ def compare(
 
 def _ours(request: Request) -> Compared:
     """Our own answer: what ``plan`` answers."""
-    found = plan(dataclasses.replace(request, remedies=False))
+    found = plan(replace(request, remedies=False))
     own = found if isinstance(found, ParallelPlan) else None
     terms = {} if own is None else mean_terms(request.cost_model(), own.layout)
     return Compared(
@@ -183,20 +183,20 @@ def _theirs(request: Request, ours: Compared, baseline: Baseline) -> Compared:
         return theirs
     chosen = choice.plan.layout
     if request.space.sharding is not None:
-        chosen = dataclasses.replace(chosen, sharding=request.space.sharding)
+        chosen = replace(chosen, sharding=request.space.sharding)
     bare = Request(
         spec=request.spec, cluster=request.cluster, global_batch_size=request.global_batch_size
     )
     found = assemble(bare, model, predict(bare, model, chosen), nothing_searched())
     terms = mean_terms(model, chosen)
-    theirs = dataclasses.replace(theirs, plan=found, terms=terms)
+    theirs = replace(theirs, plan=found, terms=terms)
     if ours.plan is None:
         return theirs
     before, after = (
         predictive(model, plan.layout, plan.predicted.iteration_time_s)
         for plan in (ours.plan, found)
     )
-    return dataclasses.replace(
+    return replace(
         theirs,
         relative_throughput=ours.plan.predicted.iteration_time_s / found.predicted.iteration_time_s,
         differences={name: terms[name] - ours.terms[name] for name in ours.terms},

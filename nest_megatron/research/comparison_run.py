@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,17 @@ def run_compare(
     if chart is not None:
         write_comparison(found.rows, chart, found.title, found.request.notes)
     if as_json:
-        show_json(_plain(found.request, found.rows))
+        request = found.request
+        show_json(
+            {
+                "model": request.spec.name,
+                "cluster": request.cluster.name,
+                "num_gpus": request.cluster.num_gpus,
+                "global_batch_size": request.global_batch_size,
+                "planners": [_plain_row(row, request.rates) for row in found.rows],
+                "notes": list(request.notes),
+            }
+        )
     else:
         show(*found.report())
         if chart is not None:
@@ -115,7 +126,7 @@ def compare_composed(
     request = RecipeJob().request(composed)  # as plan asks for it
     if (site := request.site) is not None:  # every planner searches by the catalogue's constants
         note = f"Planners are compared without the calibration of this site ({site.name})."
-        request = dataclasses.replace(request, site=None, notes=(*request.notes, note))
+        request = replace(request, site=None, notes=(*request.notes, note))
     return PlannerComparison(request=request, rows=compare(request, names, on_planner))
 
 
@@ -129,17 +140,6 @@ def _told() -> Iterator[Callable[[str], None]]:
 
     with Console(stderr=True).status("planning") as status:
         yield lambda name: status.update(f"planning: {name}")
-
-
-def _plain(request: Request, rows: Sequence[Compared]) -> dict[str, Any]:
-    return {
-        "model": request.spec.name,
-        "cluster": request.cluster.name,
-        "num_gpus": request.cluster.num_gpus,
-        "global_batch_size": request.global_batch_size,
-        "planners": [_plain_row(row, request.rates) for row in rows],
-        "notes": list(request.notes),
-    }
 
 
 def _plain_row(row: Compared, rates: Rates | None) -> dict[str, Any]:

@@ -436,7 +436,18 @@ def _replacement(
         if OnMismatch.REPLAN in allowed
         else "pin a plan for these machines"
     )
-    kept = _requirements_of(pinned.plan.arguments, way_out, has_experts=job.spec.is_moe)
+    kept = {
+        name: Requirement(
+            value=1 if value is None else value,
+            reason="nest.on_mismatch=nearest keeps its degrees and stages",
+            fix=way_out,
+            who="the pinned plan",
+        )
+        for name, value in pinned.plan.arguments.items()
+        if name in _KEPT
+        and (job.spec.is_moe or not name.startswith("expert"))
+        and (value is not None or name.startswith("virtual"))  # which stands for a size of 1
+    }
     job = replace(job, required={**job.required, **kept})
     try:
         return planning.decide(job, place, free=_ALL, made_by=made_by)
@@ -477,20 +488,3 @@ def _place(launched: LaunchedJob, planned: Cluster, actual: ActualJob) -> JobClu
         cluster = with_hosts_of(cluster, per_host)
     note = f"The network is taken to be that of the pinned plan ({planned.name})."
     return JobCluster(cluster=cluster, settings=compose(words), notes=(note,))
-
-
-def _requirements_of(
-    arguments: Mapping[str, Any], way_out: str, *, has_experts: bool
-) -> Mapping[str, Requirement]:
-    """What ``nearest`` keeps of a plan; a virtual size of 1 stands for none."""
-    names = [name for name in _KEPT if has_experts or not name.startswith("expert")]
-    return {
-        name: Requirement(
-            value=1 if value is None and name.startswith("virtual") else value,
-            reason="nest.on_mismatch=nearest keeps its degrees and stages",
-            fix=way_out,
-            who="the pinned plan",
-        )
-        for name in names
-        if (value := arguments[name]) is not None or name.startswith("virtual")
-    }

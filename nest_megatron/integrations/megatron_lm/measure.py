@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -34,7 +34,7 @@ from nest_megatron.errors import NestError, ProfileError, UserInputError, requir
 from nest_megatron.files import now
 from nest_megatron.integrations.megatron_lm import agreement
 from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore
-from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error
+from nest_megatron.integrations.megatron_lm.layout_arguments import Values, flag_error
 from nest_megatron.integrations.megatron_lm.measure_child import Answer, Orders
 from nest_megatron.integrations.megatron_lm.own_layers import job_arguments
 from nest_megatron.integrations.megatron_lm.planning import decide
@@ -86,7 +86,7 @@ def measure_job(
     job: Callable[[], tuple[Job, JobCluster]],
     *,
     store: RendezvousStore | None = None,
-    defaults: Mapping[str, Any] | None = None,
+    defaults: Values | None = None,
     free: Sequence[str] = (),
 ) -> tuple[Job, JobCluster] | None:
     """Time the layers that a job will build, as far as the profile store lacks them.
@@ -151,7 +151,7 @@ def measure_job(
 
 
 def _orders(
-    job: Job, place: JobCluster, defaults: Mapping[str, Any], free: Sequence[str]
+    job: Job, place: JobCluster, defaults: Values, free: Sequence[str]
 ) -> tuple[Orders, LayerProfile | None]:
     """What to measure, and the profile that has the rest."""
     seconds = place.settings.profile.max_seconds

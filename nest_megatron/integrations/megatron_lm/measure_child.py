@@ -19,7 +19,6 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
-from typing import TextIO
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import ProfileError
@@ -77,7 +76,9 @@ def main() -> None:
     """Carry out the orders on standard input; the parent and torch's threads are arguments."""
     parent, num_threads = map(int, sys.argv[1:])
     end_with_parent(parent)
-    with _answer_stream() as out:
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
+        os.dup2(2, 1)  # what others print goes to standard error
         orders = from_plain(Orders, json.load(sys.stdin))
         json.dump(to_plain(measure(orders, num_threads)), out)
     os._exit(0)  # a framework's own way out may take long, or fail
@@ -116,14 +117,6 @@ def measure(orders: Orders, num_threads: int) -> Answer:
     timings = tuple(each for each in done if isinstance(each, Timing))
     skipped = tuple(each for each in done if isinstance(each, Skipped))
     return Answer(machine=with_clocks(machine), timings=timings, skipped=skipped)
-
-
-def _answer_stream() -> TextIO:
-    """Standard output for the answer alone; what others print goes to standard error."""
-    sys.stdout.flush()
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return out
 
 
 if __name__ == "__main__":

@@ -381,26 +381,21 @@ class PlannedJob:
         except UserInputError as error:
             return f"{error.what} = {error.value}: {error.limit}"
 
-    def priced(self, variant: Variant) -> ParallelPlan:
-        """A layout as a plan, with its prediction."""
-        return estimate_for(self._job, variant.layout, settings=variant.settings)
-
-    @property
-    def own(self) -> Variant:
-        """The plan's layout."""
-        return Variant(settings=self._settings, layout=self._plan.layout)
-
     def versus(self, variant: Variant) -> Versus:
         """The plan beside a layout."""
-        own, other, prices = self.priced(self.own), self.priced(variant), Prices(self._job)
+        job, prices = self._job, Prices(self._job)
+        mine = Variant(settings=self._settings, layout=self._plan.layout)
+        own, other = (
+            estimate_for(job, each.layout, settings=each.settings) for each in (mine, variant)
+        )
         before, after = own.predicted, other.predicted
-        mine, theirs = peak_stage(own), peak_stage(other)
+        peak, theirs = peak_stage(own), peak_stage(other)
         return Versus(
             plan=own,
             other=other,
-            difference=difference(prices.of(self.own), prices.of(variant)),
+            difference=difference(prices.of(mine), prices.of(variant)),
             terms={name: s - before.terms.get(name, 0.0) for name, s in after.terms.items()},
-            memory={name: theirs.get(name, 0) - mine.get(name, 0) for name in {**mine, **theirs}},
+            memory={name: theirs.get(name, 0) - peak.get(name, 0) for name in {**peak, **theirs}},
             notes=tuple(_notes(self._plan, own)),
         )
 
@@ -442,14 +437,11 @@ def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> W
     }
     try:
         found = find_plan(job.request(space))
-    except PolicyError as error:
-        rule = f"a policy forbids it: {error.what} = {error.value}: {error.limit}"
-        return replace(_nearest(job, space, asked), rule=rule)
     except UserInputError as error:
-        rule = (
-            job.rule(composed)
-            or f"Megatron refuses it: {error.what} = {error.value}: {error.limit}"
-        )
+        broken = f"{error.what} = {error.value}: {error.limit}"
+        rule = f"a policy forbids it: {broken}"
+        if not isinstance(error, PolicyError):
+            rule = job.rule(composed) or f"Megatron refuses it: {broken}"
         return replace(_nearest(job, space, asked), rule=rule)
     if isinstance(found, EndedEarly):
         raise UserInputError(

@@ -166,7 +166,15 @@ def _layers(spec: TransformerSpec, shard: LayerShard, args: Namespace) -> Layers
     mtp = None
     if spec.family is ModelFamily.BERT:
         config = core_transformer_config_from_args(args)
-        described = _bert_layer(args)
+        # ``pretrain_bert.model_provider`` (0.16.1)
+        from megatron.core.models.bert import bert_layer_specs
+
+        if args.spec is None:
+            described = bert_layer_specs.get_bert_layer_with_transformer_engine_spec()
+        elif args.spec[0] == "local":
+            described = bert_layer_specs.bert_layer_local_spec
+        else:
+            described = _import_spec(args.spec)
     elif (builders := _builders()) is not None:
         given: dict[str, Any] = {}
         with mock.patch.object(builders, "GPTModel", lambda **model: given.update(model)):
@@ -201,15 +209,6 @@ def _builders() -> ModuleType | None:
         if error.name != "gpt_builders":
             raise
         return None
-
-
-def _bert_layer(args: Namespace) -> Any:
-    """The layer of BERT's script. Source: ``pretrain_bert.model_provider`` (0.16.1)."""
-    from megatron.core.models.bert import bert_layer_specs as specs
-
-    if args.spec is None:
-        return specs.get_bert_layer_with_transformer_engine_spec()
-    return specs.bert_layer_local_spec if args.spec[0] == "local" else _import_spec(args.spec)
 
 
 def _import_spec(spec: Sequence[str]) -> Any:

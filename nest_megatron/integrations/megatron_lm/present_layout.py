@@ -8,7 +8,6 @@ from dataclasses import replace
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import CostInputs, Job
-from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import (
     OF_THE_COMMAND_LINE,
@@ -126,7 +125,6 @@ def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Varian
     pp = dims.pipeline_model_parallel_size
     stages = partition_of_values(spec, values, pp) or uniform_partition(spec, pp)
     virtual = stages.num_chunks // pp
-    zero = read_zero(values)
     if (micro := values.get(_MICRO)) is None:
         raise flag_error(
             _MICRO, None, "Megatron-LM does not start without it", "Add it to the command."
@@ -139,13 +137,21 @@ def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Varian
         sequence_parallel=bool(values.get("sequence_parallel"))
         and dims.tensor_model_parallel_size > 1,
         recompute=read_recompute(values) or NO_RECOMPUTE,
-        zero=ZeroStage.NONE if zero is None else zero,
+        zero=read_zero(values) or ZeroStage.NONE,
     )
     asked = _execution(job, request, composed)
     grid = replace(grid, execution=allowed_execution(asked, grid))
-    settings = request.settings
+    settings, zero = request.settings, grid.zero
     if "cost.dp_overlap" not in composed.given:
-        settings = _settings_with_overlaps(settings, values, grid.zero)
+        # of the traffic between replicas that hides which the flags have overlapped, and no more;
+        # FSDP overlaps gradients by itself (0.16.1 megatron_fsdp.py:277)
+        gathers = zero in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS)
+        if not values.get("overlap_grad_reduce") and not zero.is_fsdp:
+            settings = replace(settings, dp_overlap=0.0)
+        elif gathers and not values.get("overlap_param_gather"):
+            settings = replace(
+                settings, traits=replace(settings.traits, overlap_param_gather=False)
+            )
     layout = replace(
         grid.with_stages(stages, job.sharding),
         overlap_grad_reduce=bool(values.get("overlap_grad_reduce")),
@@ -153,21 +159,6 @@ def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Varian
     )
     variant = Variant(settings=settings, layout=layout)
     return variant, refusal(request, job, asked)(variant)
-
-
-def _settings_with_overlaps(
-    settings: CostSettings, values: Values, zero: ZeroStage
-) -> CostSettings:
-    """What hides of the traffic between replicas: what the flags have overlapped, and no more.
-
-    FSDP overlaps gradients by itself (0.16.1 megatron_fsdp.py:277).
-    """
-    if not values.get("overlap_grad_reduce") and not zero.is_fsdp:
-        return replace(settings, dp_overlap=0.0)
-    gathers = zero in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS)
-    if not gathers or values.get("overlap_param_gather"):
-        return settings
-    return replace(settings, traits=replace(settings.traits, overlap_param_gather=False))
 
 
 def refusal(request: Request, job: Job, asked: Execution | None = None) -> Refusal:

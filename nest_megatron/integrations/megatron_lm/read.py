@@ -155,6 +155,12 @@ def job_from_values(
     flags, schedule = memory_flags(stated), schedule_of_values(values, spec.seq_length, version)
     if not overlaps_gradients(str(values.get("optimizer") or "adam"), version):
         flags = {**flags, "overlap_grad_reduce": False}
+    required = {}
+    # ``validate_args`` does not check it; since 0.19 the packs of a micro batch are joined
+    # (``flatten_batch_for_packed_sequences``)
+    if values.get("sft") and release_number(version) < (0, 19):
+        why, fix = "a micro batch is one pack of sequences", "train without --sft"
+        required = {"micro_batch_size": Requirement(value=1, reason=why, fix=fix, who="--sft")}
     if rounds := values.get(_ROUNDS):
         flags = {**flags, _ROUNDS: rounds}
     return Job(
@@ -179,7 +185,7 @@ def job_from_values(
         graphs=cuda_graphs(values),
         capturable=not (schedule or is_packed(values) or own_layers(values)),
         packs=is_packed(values),
-        required=needs_of_packs(values, version),
+        required=required,
         closed=closed_fields(values.get("deterministic_mode"), packs=is_packed(values)),
         counts_on_host=any(map(values.get, _COUNTED_ON_HOST)),
         ckpt_format=values.get("ckpt_format") if "ckpt_format" in explicit else None,
@@ -344,18 +350,6 @@ PACKED = ("sft", "dataloader_inter_document_masking")
 def is_packed(values: Values) -> bool:
     """Whether a job with these arguments packs several sequences into one."""
     return any(map(values.get, PACKED))
-
-
-def needs_of_packs(values: Values, version: str) -> Mapping[str, Requirement]:
-    """What packs fix of a layout, by the names of its degrees.
-
-    ``validate_args`` does not check it. Since 0.19 the packs of a micro batch are joined
-    (``flatten_batch_for_packed_sequences``).
-    """
-    if not (values.get("sft") and release_number(version) < (0, 19)):
-        return {}
-    why, fix = "a micro batch is one pack of sequences", "train without --sft"
-    return {"micro_batch_size": Requirement(value=1, reason=why, fix=fix, who="--sft")}
 
 
 def pipeline_limits(values: Values, script: str, version: str) -> Mapping[str, int]:

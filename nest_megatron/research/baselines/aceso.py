@@ -71,20 +71,16 @@ _RELIEF: dict[Resource, tuple[str, ...]] = {
 def find(job: ComparisonJob, *, evaluations: int = EVALUATIONS) -> BaselineChoice:
     """The best state that fits over all numbers of stages."""
     layouts = Layouts(job, restricted(job, PLAIN, zero_stages=(ZeroStage.NONE,)))
-    starts = _starts(layouts)
-    share = evaluations // max(1, len(starts))
-    best = fastest([_Climb(layouts, share).run(start) for start in starts])
-    reason = f"the best end of local searches from {len(starts)} balanced pipelines"
-    return chosen(best, layouts.priced, reason)
-
-
-def _starts(layouts: Layouts) -> list[PartialLayout]:
-    """For each number of stages the grid with the smallest degrees and micro batch."""
+    # for each number of stages the grid with the smallest degrees and micro batch
     found: dict[int, PartialLayout] = {}
     for shard in sorted(layouts.shards):
         for grid in layouts.families(shard):
             found.setdefault(pipeline_of(grid).stages, grid)
-    return [found[stages] for stages in sorted(found)]
+    starts = [found[stages] for stages in sorted(found)]
+    share = evaluations // max(1, len(starts))
+    best = fastest([_Climb(layouts, share).run(start) for start in starts])
+    reason = f"the best end of local searches from {len(starts)} balanced pipelines"
+    return chosen(best, layouts.priced, reason)
 
 
 class _Climb:

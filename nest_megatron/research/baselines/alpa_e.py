@@ -20,9 +20,9 @@ Budget: the stages of each candidate are searched among ``PARTITION_NODES`` part
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.stage_problems import stage_problem
@@ -76,8 +76,8 @@ def _candidates(job: ComparisonJob, mesh: CostModel) -> Iterator[SolvedLayout]:
     least = [min(grids, key=lambda grid: communication(mesh, grid)) for grids in submeshes.values()]
     for recompute in job.all_or_no_recompute():
         for bare in least:
-            grid = dataclasses.replace(bare, recompute=recompute)
-            problem = dataclasses.replace(stage_problem(mesh, grid), capacity_bytes=UNLIMITED)
+            grid = replace(bare, recompute=recompute)
+            problem = replace(stage_problem(mesh, grid), capacity_bytes=UNLIMITED)
             plan = solved(grid, job.solve_stages(problem, NO_THRESHOLD, PARTITION_NODES))
             if plan is not None:
                 yield plan

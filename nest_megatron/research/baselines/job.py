@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TypeVar
 
@@ -86,7 +85,7 @@ class ComparisonJob:
     def problem(self, grid: PartialLayout) -> PipelineProblem:
         """The stage problem of a grid on the real cluster, under the limit of its memory."""
         problem = stage_problem(self.model, grid)
-        return dataclasses.replace(problem, capacity_bytes=self.peaks.of(grid))
+        return replace(problem, capacity_bytes=self.peaks.of(grid))
 
     def search(self, model: CostModel, space: SearchSpace) -> tuple[SolvedLayout | None, int]:
         """The fastest plan of a space under a cost model, and how many candidates there are."""
@@ -172,7 +171,7 @@ def restricted(
         for name in ("tensor_model_parallel_size", "expert_tensor_parallel_size")
         if name not in space.fixed
     }
-    return dataclasses.replace(
+    return replace(
         space,
         fixed={**dict.fromkeys(without, 1), **space.fixed},
         limits={**limits, **space.limits},
@@ -193,8 +192,8 @@ def with_network_levels(model: CostModel, number: int) -> CostModel:
     With one level all GPUs are neighbours, with two all nodes.
     """
     inner, last = model.cluster.levels[: number - 1], model.cluster.levels[number - 1 : number]
-    endless = (dataclasses.replace(level, num_devices=None) for level in last)
-    cluster = dataclasses.replace(model.cluster, levels=(*inner, *endless))
+    endless = (replace(level, num_devices=None) for level in last)
+    cluster = replace(model.cluster, levels=(*inner, *endless))
     return CostModel(model.spec, cluster, model.settings, model.times)
 
 

@@ -19,10 +19,9 @@ source advises, among it uneven stages and the second rank order.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 
 from nest_megatron.cluster.records import Cluster, Precision
@@ -83,17 +82,17 @@ def _from_recipe(job: ComparisonJob, recipe: Recipe) -> SolvedLayout | None:
     for name, value in recipe.degrees.items():
         if space.fixed.get(name, value) != value or value > space.limits.get(name, value):
             return None
-    own = dataclasses.replace(space, fixed={**space.fixed, **recipe.degrees})
+    own = replace(space, fixed={**space.fixed, **recipe.degrees})
     return fastest(
         _laid_out(job, grid, recompute)
-        for grid in job.families(restricted(dataclasses.replace(job, space=own), zero_stages=_ZERO))
+        for grid in job.families(restricted(replace(job, space=own), zero_stages=_ZERO))
         for recompute in job.grids(own).recompute_settings(grid)
     )
 
 
 def _laid_out(job: ComparisonJob, grid: PartialLayout, recompute: Recompute) -> SolvedLayout | None:
     """A recipe's grid in even stages, in the fastest ones where the layers do not divide."""
-    grid = dataclasses.replace(grid, recompute=recompute)
+    grid = replace(grid, recompute=recompute)
     boundaries = even_partition(job.model.spec, grid.dims.num_chunks)
     if boundaries is not None:
         return job.price(grid, boundaries)
@@ -107,7 +106,7 @@ def _from_rule(job: ComparisonJob) -> tuple[SolvedLayout | None, int]:
     for recompute in _ladder(job, [grid for grids in steps.values() for grid in grids]):
         for step in sorted(steps):
             plans = [
-                job.price(dataclasses.replace(grid, recompute=recompute), boundaries)
+                job.price(replace(grid, recompute=recompute), boundaries)
                 for grid in steps[step]
                 if (boundaries := even_partition(job.model.spec, grid.dims.num_chunks)) is not None
             ]

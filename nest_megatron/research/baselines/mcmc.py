@@ -76,15 +76,14 @@ class _Walk:
         best = self.state.plan
         for _ in range(steps):
             proposed = self._propose()
-            if proposed is not None and self._accepts(proposed):
+            if proposed is None:
+                continue
+            now = self._cost(self.state)
+            loss = (self._cost(proposed) - now) / now
+            if loss <= 0 or self.rng.random() < math.exp(-loss / TEMPERATURE):
                 self.state = proposed
                 best = fastest([best, proposed.plan])
         return best
-
-    def _accepts(self, proposed: State) -> bool:
-        now = self._cost(self.state)
-        loss = (self._cost(proposed) - now) / now
-        return loss <= 0 or self.rng.random() < math.exp(-loss / TEMPERATURE)
 
     def _cost(self, state: State) -> float:
         lacking = state.missing_bytes / self.layouts.job.model.capacity_bytes
@@ -94,7 +93,10 @@ class _Walk:
         """A state one move away, or ``None`` where the move drawn is not there."""
         grid, move = self.state.grid, self.rng.randrange(4)
         if move == 0:
-            partitions = self._other_partitions()
+            partitions = []
+            # virtual stages stay balanced, as Megatron's own are
+            if grid.dims.virtual_pipeline_model_parallel_size == 1:
+                partitions = shifted(self.layouts.job.model.spec.num_layers, self.state.boundaries)
             return self.layouts.state(grid, self.rng.choice(partitions)) if partitions else None
         if move == 1:
             return self.layouts.state(self._with_some_recompute(grid))
@@ -123,12 +125,6 @@ class _Walk:
     def _with_some_recompute(self, grid: PartialLayout) -> PartialLayout:
         settings = self.layouts.grids.recompute_settings(grid)
         return self.layouts.recomputed(grid, self.rng.choice(settings))
-
-    def _other_partitions(self) -> list[Boundaries]:
-        """Partitions with one unit moved; virtual stages stay balanced, as Megatron's own are."""
-        if self.state.grid.dims.virtual_pipeline_model_parallel_size > 1:
-            return []
-        return shifted(self.layouts.job.model.spec.num_layers, self.state.boundaries)
 
 
 def shifted(num_layers: int, boundaries: Boundaries) -> list[Boundaries]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -103,7 +102,7 @@ class Layouts:
     def recomputed(self, grid: PartialLayout, wanted: Recompute) -> PartialLayout:
         """A grid with the setting wanted, or with the first one that the grid allows."""
         settings = self.grids.recompute_settings(grid)
-        return dataclasses.replace(grid, recompute=wanted if wanted in settings else settings[0])
+        return replace(grid, recompute=wanted if wanted in settings else settings[0])
 
     def state(self, grid: PartialLayout, boundaries: Boundaries | None = None) -> State:
         """A grid with a partition, the balanced one if none is given, and its price."""
@@ -114,7 +113,7 @@ class Layouts:
         one = joined(self.job.problem(grid), boundaries)
         found, missing = self._solve(one), 0
         if not found.boundaries:
-            found = self._solve(dataclasses.replace(one, capacity_bytes=UNLIMITED))
+            found = self._solve(replace(one, capacity_bytes=UNLIMITED))
             missing = _needed_bytes(one) - one.capacity_bytes
         return State(
             grid=grid, boundaries=boundaries, iteration=found.iteration, missing_bytes=missing
@@ -131,7 +130,7 @@ def _needed_bytes(one: PipelineProblem) -> Bytes:
     are much quicker to count.
     """
     rounds = min(one.num_microbatches, 2 * one.num_stages)
-    one = dataclasses.replace(one, num_microbatches=rounds)
+    one = replace(one, num_microbatches=rounds)
     chunks = [chunk_cost(one, index, index + 1) for index in range(one.num_chunks)]
     ranks = range(one.num_stages)
     return max(rank_memory(one, rank, chunks[rank :: one.num_stages]).total for rank in ranks)

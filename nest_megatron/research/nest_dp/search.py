@@ -258,7 +258,10 @@ def _round(
         if pricer.lacks_memory(case):
             continue
         solved.add(case)
-        problem = pricer.problem(case, _most_stages(pricer, case))
+        name, choices = "pipeline_model_parallel_size", pricer.job.choices
+        most = min(len(pricer.kinds), case.replicas.stride // case.narrowest)
+        most = min(most, choices.fixed.get(name, most), choices.limits.get(name, most))
+        problem = pricer.problem(case, most)
         pipeline = best_pipeline(problem, limit, compiled=compiled)
         if pipeline is not None:
             best, limit = (case, problem, pipeline), pipeline.total
@@ -293,6 +296,7 @@ def _together(job: ResearchJob) -> Iterator[tuple[Strategy, ...]]:
 def _cases(pricer: Pricer, together: tuple[Strategy, ...]) -> Iterator[Case]:
     job, choices = pricer.job, pricer.job.choices
     least = list(map(min, zip(*map(pricer.layers.least, together), strict=True)))
+    whole, largest = sum(least), max(least)
     devices, batches = job.cluster.num_gpus, job.global_batch_size // together[0].samples
     narrowest = min(strategy.block.num_devices for strategy in together)
     most = choices.limits.get("data_parallel_size", devices)
@@ -306,23 +310,12 @@ def _cases(pricer: Pricer, together: tuple[Strategy, ...]) -> Iterator[Case]:
             strategies=tuple(s for s in together if s.block.num_devices <= stride),
             replicas=Replicas(count=count, stride=stride),
             num_microbatches=each,
-            least_total=_least_total(least, each, min(len(least), stride // narrowest)),
+            # some stage has the largest layer, and one has its share of all
+            least_total=min(
+                max(largest, -(-whole // depth)) * (each + depth - 1)
+                for depth in range(1, min(len(least), stride // narrowest) + 1)
+            ),
         )
-
-
-def _least_total(least: Sequence[Ticks], batches: int, most_stages: int) -> Ticks:
-    """No pipeline takes less: some stage has the largest layer, and one has its share of all."""
-    whole, largest = sum(least), max(least)
-    return min(
-        max(largest, -(-whole // depth)) * (batches + depth - 1)
-        for depth in range(1, most_stages + 1)
-    )
-
-
-def _most_stages(pricer: Pricer, case: Case) -> int:
-    name, choices = "pipeline_model_parallel_size", pricer.job.choices
-    most = min(len(pricer.kinds), case.replicas.stride // case.narrowest)
-    return min(most, choices.fixed.get(name, most), choices.limits.get(name, most))
 
 
 def _no_solution(pricer: Pricer, found: Sequence[Case]) -> NoSolution:

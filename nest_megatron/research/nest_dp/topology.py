@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -46,7 +45,7 @@ class LinkLevel:
         """Ticks of a transfer; none for nothing."""
         if not num_bytes:
             return 0
-        level = dataclasses.replace(self.level, latency_s=self.hops * self.level.latency_s)
+        level = replace(self.level, latency_s=self.hops * self.level.latency_s)
         return to_ticks(send_time(num_bytes, level))
 
 
