@@ -1,12 +1,11 @@
 """megatron-core's own layers, built for one rank on any machine: on a GPU, on a CPU, or as shapes.
 
-Building: ``config`` makes megatron-core's configuration, ``groups`` the process groups of one rank,
-``substitutes`` what a machine without a GPU or Transformer Engine lacks, ``stage`` all three
-together; ``units`` builds the embedding, the layers and the head. The profiler times these units.
+Building: ``stage`` makes megatron-core's configuration and the process groups of one rank, with what
+a machine without a GPU or Transformer Engine lacks (``substitutes``); ``units`` builds the embedding,
+the layers and the head. The profiler times these units.
 
 Recording: ``layers`` runs a unit under ``recorder`` and returns its ``LayerGraph`` (``cache`` keeps
-it in a file); ``chain`` does the same for any PyTorch module, by ``fx_trace``, ``fx_operators`` and
-``fx_blocks``, and returns a ``ChainGraph``.
+it in a file); ``chain`` does the same for any PyTorch module, by ``fx``: its ``ChainGraph``.
 
 torch and megatron-core are imported inside functions, so that importing this package costs nothing.
 """

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.megatron_core.fx_operators import ChainWork, chain_work
-from nest_megatron.megatron_core.fx_trace import Place, traced
+from nest_megatron.megatron_core.fx import ChainWork, Place, chain_work, traced
 from nest_megatron.model.graph import ChainBlock, ChainGraph, ChainOperator, TensorShape
 from nest_megatron.packages import require_package
 

@@ -1,6 +1,6 @@
 """The units of a layer sequence, built from megatron-core's own modules and run with made-up input.
 
-Call these where the groups of ``groups.as_rank`` exist.
+Call these where the groups of ``stage.as_rank`` exist.
 """
 
 from __future__ import annotations

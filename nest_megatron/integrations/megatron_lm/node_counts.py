@@ -65,7 +65,8 @@ def settings_for_nodes(composed: Settings, counts: Sequence[int]) -> Settings:
     """
     require_all_gpus(composed, "each row of --for-nodes")
     cluster = read_cluster(composed)
-    size, most = gpus_per_host(cluster), max(counts) * gpus_per_host(cluster)
+    size = gpus_per_host(cluster)
+    most = max(counts) * size
     if "cluster.num_gpus" in composed.given and cluster.num_gpus < most:
         raise UserInputError(
             _WHAT,

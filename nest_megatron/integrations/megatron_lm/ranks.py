@@ -228,17 +228,15 @@ class Watch:
 
     def pretrain(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The whole of training; what ends it is kept."""
+        ended: BaseException | None = None
         try:
-            result = original(*args, **kwargs)
+            return original(*args, **kwargs)
         except BaseException as error:
-            self._end(error)
+            ended = error
             raise
-        self._end()
-        return result
-
-    def _end(self, error: BaseException | None = None) -> None:
-        if (job := self._job_of()) is not None and job.recorder is not None:
-            job.recorder.end(error)
+        finally:
+            if (job := self._job_of()) is not None and job.recorder is not None:
+                job.recorder.end(ended)
 
     def train_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """One step; of a batch that grows, one of the size that the plan is for."""

@@ -300,11 +300,8 @@ class TimedStore:
         """Block until a key has a value; ``None`` if it has none after a time."""
 
         def blocking() -> Any:
-            self._store.set_timeout(timedelta(seconds=limit_s))
-            try:
-                return self._store.get(key)
-            finally:
-                self._store.set_timeout(timedelta(seconds=self._limit_s))
+            self._store.wait([key], timedelta(seconds=limit_s))
+            return self._store.get(key)
 
         started = time.monotonic()
         try:
