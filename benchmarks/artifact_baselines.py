@@ -23,13 +23,13 @@ sys.path.insert(0, str(ROOT))
 from nest_megatron.errors import UserInputError  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.research.nest_artifact.files import named_baseline, read_instance  # noqa: E402
-from nest_megatron.research.nest_artifact.price import price  # noqa: E402
-from nest_megatron.research.nest_artifact.records import (  # noqa: E402
+from nest_megatron.research.nest_artifact.price import (  # noqa: E402
     AS_ARTIFACT,
     FixedPlan,
     Instance,
     Stage,
     StagePlacement,
+    price,
     rule_without,
 )
 from nest_megatron.research.nest_artifact.search import (  # noqa: E402

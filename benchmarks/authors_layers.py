@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from benchmarks.paper.ablation import NUM_GPUS
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.research.nest_artifact.records import Chain, Instance, Layer
+from nest_megatron.research.nest_artifact.price import Chain, Instance, Layer
 from nest_megatron.research.nest_dp.records import (
     CheckpointPolicy,
     Downsets,

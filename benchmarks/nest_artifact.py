@@ -37,8 +37,11 @@ from nest_megatron.research.nest_artifact.files import (  # noqa: E402
     read_instance,
     read_placement,
 )
-from nest_megatron.research.nest_artifact.price import price  # noqa: E402
-from nest_megatron.research.nest_artifact.records import Instance, rule_without  # noqa: E402
+from nest_megatron.research.nest_artifact.price import (  # noqa: E402
+    Instance,
+    price,
+    rule_without,
+)
 from nest_megatron.research.nest_artifact.search import (  # noqa: E402
     ArtifactSolution,
     has_kernel,
@@ -240,7 +243,7 @@ PAGE = """\
 The authors' solver (scai-tech/Nest at 3e163ad) and `nest-megatron nest solve`, on the same inputs,
 in the same space (tensor degree, replicas, stage boundaries; stages packed on the devices, the last
 one first) and by the artifact's own formula with all its peculiarities, which
-`nest_megatron/research/nest_artifact/records.py` lists. Times per batch are in the instances' unit,
+`nest_megatron/research/nest_artifact/price.py` lists. Times per batch are in the instances' unit,
 which the authors take as milliseconds. The artifact's time is the lower of what it printed and its
 stage list priced again; its CPU seconds (-O2, user) and peak memory were recorded beside its
 results, on a machine of two shared cores; they include its own pricing of the

@@ -44,7 +44,7 @@ from nest_megatron.report.tables import (
     word_columns,
 )
 from nest_megatron.report.terminal import notes_report
-from nest_megatron.report.words import TERM_WORDS
+from nest_megatron.report.words import TERM_WORDS, degrees
 from nest_megatron.research.comparison import (
     NEST,
     PLANNERS,
@@ -240,17 +240,12 @@ def layout_words(plan: ParallelPlan) -> list[str]:
     Example: ``TP 4 PP 4x7 DP 32``, ``MBS 1 ZeRO-1``, ``recompute full block 2``.
     """
     grid = plan.layout
-    dims = grid.dims
-    virtual = dims.virtual_pipeline_model_parallel_size
-    stages = f"{dims.pipeline_model_parallel_size}{f'x{virtual}' if virtual > 1 else ''}"
-    degrees = {
-        "TP": str(dims.tensor_model_parallel_size),
-        "PP": stages,
-        "CP": str(dims.context_parallel_size),
-        "EP": str(dims.expert_model_parallel_size),
-        "DP": str(dims.data_parallel_size),
-    }
-    shown = " ".join(f"{name} {value}" for name, value in degrees.items() if value != "1")
+    sizes, virtual = degrees(grid), grid.dims.virtual_pipeline_model_parallel_size
+    shown = " ".join(
+        f"{name} {sizes[name]}{f'x{virtual}' if name == 'PP' and virtual > 1 else ''}"
+        for name in ("TP", "PP", "CP", "EP", "DP")
+        if sizes[name] > 1 or (name == "PP" and virtual > 1)
+    )
     batch = f"MBS {grid.micro_batch_size} ZeRO-{int(grid.zero)}"
     recompute = grid.recompute.label()
     parts = (shown, batch, "" if recompute == "none" else f"recompute {recompute}")

@@ -2,6 +2,6 @@
 
 Source: scai-tech/Nest at 3e163ad (MIT), ``nest/Solver/device_placement/device_placement.cpp``, and
 the paper, arXiv 2603.06798. Times are in the instance's own unit, which its authors take as
-milliseconds; link terms are in seconds and are added to them (``records.ArtifactRule`` names this
+milliseconds; link terms are in seconds and are added to them (``price.ArtifactRule`` names this
 and the formula's other peculiarities, each with a switch).
 """

@@ -21,7 +21,7 @@ from nest_megatron.documents import read_json
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.files import write_text
 from nest_megatron.plain import Count, Index, NonNegative, Positive, Source, from_plain
-from nest_megatron.research.nest_artifact.records import (
+from nest_megatron.research.nest_artifact.price import (
     AS_ARTIFACT,
     ArtifactRule,
     Chain,

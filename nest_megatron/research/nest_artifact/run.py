@@ -21,12 +21,14 @@ from nest_megatron.research.nest_artifact.files import (
     read_placement,
     write_placement,
 )
-from nest_megatron.research.nest_artifact.price import Price, StagePrice, price
-from nest_megatron.research.nest_artifact.records import (
+from nest_megatron.research.nest_artifact.price import (
     SWITCHES,
     ArtifactRule,
     Instance,
+    Price,
     StagePlacement,
+    StagePrice,
+    price,
     rule_without,
 )
 from nest_megatron.research.nest_artifact.search import NoSolution, solve

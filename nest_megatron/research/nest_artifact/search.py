@@ -25,7 +25,13 @@ from typing import NamedTuple
 
 from nest_megatron.packages import is_built
 from nest_megatron.research.nest_artifact.price import (
+    AS_ARTIFACT,
+    ArtifactRule,
+    Chain,
+    Instance,
     Price,
+    Stage,
+    StagePlacement,
     links_of,
     price,
     recomputed_forward,
@@ -33,14 +39,6 @@ from nest_megatron.research.nest_artifact.price import (
     stage_time,
     sync_time,
     weights_of,
-)
-from nest_megatron.research.nest_artifact.records import (
-    AS_ARTIFACT,
-    ArtifactRule,
-    Chain,
-    Instance,
-    Stage,
-    StagePlacement,
 )
 
 has_kernel = functools.partial(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 
-from nest_megatron.research.nest_artifact.price import price
-from nest_megatron.research.nest_artifact.records import (
+from nest_megatron.research.nest_artifact.price import (
     AS_ARTIFACT,
     ArtifactRule,
     Instance,
     Stage,
     StagePlacement,
+    price,
 )
 from nest_megatron.research.nest_artifact.search import deepest
 

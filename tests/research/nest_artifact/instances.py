@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from nest_megatron.research.nest_artifact.files import chain_of, read_instance
-from nest_megatron.research.nest_artifact.records import Chain, Instance, Layer, Network, Optimizer
+from nest_megatron.research.nest_artifact.price import Chain, Instance, Layer, Network, Optimizer
 
 DATA = Path(__file__).parent / "data"
 #: The whole folder; it lies beside the checkout where it is there at all.

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from nest_megatron.research.nest_artifact.files import named_baseline, read_instance, read_placement
-from nest_megatron.research.nest_artifact.price import price
-from nest_megatron.research.nest_artifact.records import rule_without
+from nest_megatron.research.nest_artifact.price import price, rule_without
 from nest_megatron.research.nest_artifact.search import ArtifactSolution, solve
 from tests.research.nest_artifact.instances import FOLDER
 

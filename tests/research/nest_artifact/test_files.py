@@ -14,7 +14,7 @@ from nest_megatron.research.nest_artifact.files import (
     read_instance,
     read_placement,
 )
-from nest_megatron.research.nest_artifact.records import FixedPlan, Optimizer
+from nest_megatron.research.nest_artifact.price import FixedPlan, Optimizer
 from tests.research.nest_artifact.instances import DATA, plain, recorded
 
 

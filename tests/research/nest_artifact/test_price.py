@@ -13,15 +13,16 @@ from nest_megatron.research.nest_artifact.files import (
     read_placement,
     write_placement,
 )
-from nest_megatron.research.nest_artifact.price import price, sync_time
-from nest_megatron.research.nest_artifact.records import (
+from nest_megatron.research.nest_artifact.price import (
     AS_ARTIFACT,
     SWITCHES,
     ArtifactRule,
     Instance,
     Stage,
     StagePlacement,
+    price,
     rule_without,
+    sync_time,
 )
 from nest_megatron.research.nest_artifact.search import ArtifactSolution, solve
 from tests.research.nest_artifact.instances import DATA, recorded

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nest_megatron.research.nest_artifact.price import price
-from nest_megatron.research.nest_artifact.records import (
+from nest_megatron.research.nest_artifact.price import (
     AS_ARTIFACT,
     SWITCHES,
     ArtifactRule,
     Instance,
+    price,
 )
 from nest_megatron.research.nest_artifact.search import (
     ArtifactSolution,
