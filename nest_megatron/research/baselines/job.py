@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -15,7 +16,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, Recompute
-from nest_megatron.layout.stage_layout import StagePartition
+from nest_megatron.layout.stage_layout import StagePartition, uniform_partition
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.solver.grids import GridSpace
@@ -215,28 +216,21 @@ def even_partition(spec: TransformerSpec, num_chunks: int) -> Boundaries | None:
     (``--account-for-embedding-in-pipeline-split`` and ``--account-for-loss-in-pipeline-split``);
     ``None`` where that does not come out whole either.
     """
-    layers = spec.num_layers
-    if layers % num_chunks == 0:
-        return _boundaries(spec, [layers // num_chunks] * num_chunks)
-    size, rest = divmod(layers + 2, num_chunks)
-    if rest or size < 2:
-        return None
-    return _boundaries(spec, [size - 1, *[size] * (num_chunks - 2), size - 1])
+    for counted in (False, spec.num_layers + 2 >= 2 * num_chunks):
+        accounts = {"account_embedding": counted, "account_loss": counted}
+        with contextlib.suppress(UserInputError):
+            return uniform_partition(spec, num_chunks, **accounts).boundaries
+    return None
 
 
 def balanced_partition(spec: TransformerSpec, num_chunks: int) -> Boundaries:
     """Layers as evenly as they go, bigger chunks first; only end chunks may hold none."""
     size, rest = divmod(spec.num_layers, num_chunks)
-    if size:
-        return _boundaries(spec, [size + 1] * rest + [size] * (num_chunks - rest))
-    first = spec.num_layers - (num_chunks - 2)
-    return _boundaries(spec, [first, *[1] * (num_chunks - 2), 0])
-
-
-def _boundaries(spec: TransformerSpec, layers: list[int]) -> Boundaries:
-    """The embedding joins the first chunk; MTP layers and the head join the last."""
-    ends = [1 + count for count in accumulate(layers)]
-    return (0, *ends[:-1], spec.num_units)
+    layers = [size + 1] * rest + [size] * (num_chunks - rest)
+    if not size:
+        layers = [spec.num_layers - (num_chunks - 2), *[1] * (num_chunks - 2), 0]
+    # the embedding joins the first chunk, MTP layers and the head join the last
+    return (0, *(1 + count for count in accumulate(layers[:-1])), spec.num_units)
 
 
 def moved(boundaries: Boundaries, at: int, by: int) -> Boundaries:

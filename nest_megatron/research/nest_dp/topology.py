@@ -278,7 +278,7 @@ def fan_outs(fewest: Sequence[int], size: int) -> Shape:
     """Fan-outs from the fewest members at each level; the outermost takes the rest, rounded up.
 
     The product is at least the group's size and no member is put nearer than it is, as in
-    ``parallel.rank_order.group_shape``.
+    ``layout.rank_order.group_shape``.
 
     >>> fan_outs([2, 8, 8], 8), fan_outs([1, 3, 3], 3)
     ((2, 4, 1), (1, 3, 1))
