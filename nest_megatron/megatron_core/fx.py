@@ -154,24 +154,19 @@ class _Run:
     place: Place = field(default_factory=Place)
     calls: int = 0
     saved: list[tuple[Any, Place]] = field(default_factory=list)
-    graph: Any = None
     last: Any = None
 
     def begin(self) -> None:
-        """Find the graph that is being written."""
+        """Find the end of the graph that is being written."""
         from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-        self.graph = get_proxy_mode().tracer.graph
-        self.last = next(iter(reversed(self.graph.nodes)))
+        self.last = next(iter(reversed(get_proxy_mode().tracer.graph.nodes)))
 
     def mark(self) -> None:
         """Tell the nodes since the last call their module."""
-        if self.graph is None:
-            return
-        node = self.last.next
-        while node.op != "root":
+        while (node := self.last.next).op != "root":
             node.meta[PLACE] = self.place
-            self.last, node = node, node.next
+            self.last = node
 
     def save(self, tensor: Any) -> Any:
         """Note a tensor that autograd keeps."""
@@ -301,10 +296,28 @@ def chain_work(trace: Trace) -> ChainWork:
             for s, num_bytes in read.items()
             if s in makers
         ]
-        parameters = sum(unused.pop(storage, 0) for storage in read)
-        operators.append(_operator(node, read, parameters, makers, saved))
-        places.append(_place_of(node))
-        makers |= dict.fromkeys(map(_storage, _tensors(node)), node.name)
+        out = {_storage(t): _size(t) for t in _tensors(node)}
+        parameters, output_bytes = sum(unused.pop(s, 0) for s in read), sum(out.values())
+        if _name(node) in _GATHERS:
+            table = _tensors(node.args[0])
+            read |= {_storage(t): min(output_bytes, _size(t)) for t in table}
+        # an update in place keeps what it was
+        kept = [saved[s][1] for s in out if s in saved and s not in makers]
+        places.append(node.meta.get(PLACE, Place()))
+        operators.append(
+            ChainOperator(
+                name=node.name,
+                target=".".join(str(node.target).split(".")[:2]),  # "aten.mm" of "aten.mm.default"
+                module=places[-1].path,
+                kind=_kind(node),
+                flops=float(_flops(node)),
+                bytes_moved=sum(read.values()) + output_bytes,
+                parameters=parameters,
+                output_bytes=output_bytes,
+                saved_bytes=sum(kept),
+            )
+        )
+        makers |= dict.fromkeys(out, node.name)
     return ChainWork(
         operators=tuple(operators),
         places=tuple(places),
@@ -321,32 +334,6 @@ def _saved(trace: Trace) -> dict[int, tuple[Place, float]]:
         if (storage := _storage(tensor)) not in known:
             found.setdefault(storage, (place, float(tensor.untyped_storage().nbytes())))
     return found
-
-
-def _operator(
-    node: Any,
-    read: dict[int, float],
-    parameters: int,
-    makers: dict[int, str],
-    saved: dict[int, tuple[Place, float]],
-) -> ChainOperator:
-    out = {_storage(t): _size(t) for t in _tensors(node)}
-    output_bytes = sum(out.values())
-    if _name(node) in _GATHERS:
-        table = _tensors(node.args[0])
-        read = {**read, **{_storage(t): min(output_bytes, _size(t)) for t in table}}
-    written_before = [s for s in out if s in makers]  # an update in place keeps what it was
-    return ChainOperator(
-        name=node.name,
-        target=".".join(str(node.target).split(".")[:2]),  # "aten.mm" of "aten.mm.default"
-        module=_place_of(node).path,
-        kind=_kind(node),
-        flops=float(_flops(node)),
-        bytes_moved=sum(read.values()) + output_bytes,
-        parameters=parameters,
-        output_bytes=output_bytes,
-        saved_bytes=sum(saved[s][1] for s in out if s in saved and s not in written_before),
-    )
 
 
 def _is_operator(node: Any, makers: dict[int, str]) -> bool:
@@ -382,11 +369,6 @@ def _tensors(node: Any) -> list[Any]:
     if isinstance(value, tuple | list):
         return [each for each in value if isinstance(each, torch.Tensor)]
     return []
-
-
-def _place_of(node: Any) -> Place:
-    place: Place = node.meta.get(PLACE, Place())
-    return place
 
 
 def _storage(tensor: Any) -> int:

@@ -112,11 +112,11 @@ def record(
         selected_share: share of a mask's elements that are set, where one selects elements: the
             router's is a balanced one's.
     """
-    seen = _Recorder(module, selected_share)
-    with seen.watching(inputs):
+    seen = _Recorder(module, inputs, selected_share)
+    with seen.watching():
         with torch.autograd.graph.saved_tensors_hooks(seen.keep, lambda kept: kept):
             output = forward(*inputs)
-        seen.note_saved()
+        seen.count_saved()
         seen.mark(output, "")
         seen.is_backward = True
         output.backward(torch.empty_like(output))
@@ -126,28 +126,23 @@ def record(
 class _Recorder(TorchDispatchMode):
     """The mode, the hooks and the marks on autograd's nodes."""
 
-    def __init__(self, module: torch.nn.Module, selected_share: float) -> None:
+    def __init__(
+        self, module: torch.nn.Module, inputs: Sequence[Tensor | None], selected_share: float
+    ) -> None:
         super().__init__()
-        self.record = Record()
+        given = [tensor for tensor in inputs if tensor is not None]
+        self.record = Record(input_bytes=given[0].untyped_storage().nbytes())
         self.is_backward = False
-        self._module = module
-        self._share = selected_share
-        self._stack: list[str] = [""]
+        self._module, self._share = module, selected_share
+        self._stack = [""]
         self._paths: dict[Any, str] = {}
-        self._own: set[int] = set()
-        self._unit_input: int | None = None
+        # storages that are not kept for the module's sake
+        self._own = {*map(_storage, (*module.parameters(), *module.buffers(), *given))}
         self._kept: dict[int, tuple[Any, str]] = {}
 
     @contextlib.contextmanager
-    def watching(self, inputs: Sequence[Tensor | None]) -> Iterator[None]:
-        """Watch the module's parts, and know the storages that are not kept for its sake."""
-        first, *shared = inputs
-        assert first is not None
-        tensors = [*self._module.parameters(), *self._module.buffers()]
-        tensors += [tensor for tensor in shared if tensor is not None]
-        self._own = {_storage(tensor) for tensor in tensors}
-        self._unit_input = _storage(first)
-        self.record.input_bytes = first.untyped_storage().nbytes()
+    def watching(self) -> Iterator[None]:
+        """Watch the module's parts."""
         handles = []
         for path, part in self._module.named_modules():
             handles.append(part.register_forward_pre_hook(self._enter(path), with_kwargs=True))
@@ -187,11 +182,10 @@ class _Recorder(TorchDispatchMode):
             self._kept[key] = (tensor.untyped_storage(), self._stack[-1])
         return tensor
 
-    def note_saved(self) -> None:
+    def count_saved(self) -> None:
         """Count what is still there when the forward pass is over: some outputs are let go of."""
-        for key, (storage, path) in self._kept.items():
-            if key != self._unit_input:
-                self.record.saved[path] = self.record.saved.get(path, 0) + storage.nbytes()
+        for storage, path in self._kept.values():
+            self.record.saved[path] = self.record.saved.get(path, 0) + storage.nbytes()
 
     def __torch_dispatch__(
         self,
