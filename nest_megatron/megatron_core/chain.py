@@ -116,7 +116,9 @@ def chain_blocks(
     runs = _runs(work.places, block)
     names = _numbered([path for (path, _), _, _ in runs])
     kinds = _kinds(work.operators, runs, module)
-    saved = _saved(work, runs, block)
+    saved: defaultdict[_Call, float] = defaultdict(float)
+    for place, num_bytes in work.saved:
+        saved[_call(place, block)] += num_bytes
     crossing = _crossing(work, [last for _, _, last in runs])
     return tuple(
         ChainBlock(
@@ -127,10 +129,10 @@ def chain_blocks(
             flops=sum(op.flops for op in work.operators[first:last]),
             bytes_moved=sum(op.bytes_moved for op in work.operators[first:last]),
             parameters=sum(op.parameters for op in work.operators[first:last]),
-            saved_bytes=saved[at],
+            saved_bytes=saved.pop(call, 0.0),  # a call in pieces has them all at its first
             cut_bytes=crossing[at],
         )
-        for at, (_, first, last) in enumerate(runs)
+        for at, (call, first, last) in enumerate(runs)
     )
 
 
@@ -178,14 +180,6 @@ def _kinds(operators: Sequence[ChainOperator], runs: Sequence[_Run], module: Any
             works[name].append(work)
         kinds.append((name, works[name].index(work)))
     return [f"{name}.{at + 1}" if len(works[name]) > 1 else name for name, at in kinds]
-
-
-def _saved(work: ChainWork, runs: Sequence[_Run], block: Callable[[str], str]) -> list[float]:
-    """Bytes of each block's saved activations; a call in pieces has them all at its first."""
-    by_call: defaultdict[_Call, float] = defaultdict(float)
-    for place, num_bytes in work.saved:
-        by_call[_call(place, block)] += num_bytes
-    return [by_call.pop(call, 0.0) for call, _, _ in runs]
 
 
 def _crossing(work: ChainWork, ends: Sequence[int]) -> list[float]:

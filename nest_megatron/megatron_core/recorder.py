@@ -204,7 +204,18 @@ class _Recorder(TorchDispatchMode):
         if name in _COLLECTIVES:
             self._note_call(_COLLECTIVES[name], args)
         elif not (func.is_view or name in _FREE):
-            self._note_work(func, args, kwargs, output)
+            flops = _flops(func, args, kwargs, output)
+            moved = sum(map(_num_bytes, _tensors((args, tuple(kwargs.values()), output))))
+            path, is_recomputed = self._where()
+            table = self.record.recomputed if is_recomputed else self.record.work
+            work = table.setdefault((path, _kind(func, flops, path)), Work())
+            if self.is_backward and not is_recomputed:
+                work.backward_flops += flops
+                work.backward_bytes_moved += moved
+            else:
+                work.flops += flops
+                work.bytes_moved += moved
+                work.num_kernels += 1
         return output
 
     def _where(self) -> tuple[str, bool]:
@@ -214,23 +225,6 @@ class _Recorder(TorchDispatchMode):
         if len(self._stack) > 1:
             return self._stack[-1], True
         return self._paths.get(torch._C._current_autograd_node(), ""), False
-
-    def _note_work(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
-    ) -> None:
-        flops = _flops(func, args, kwargs, output)
-        moved = sum(map(_num_bytes, _tensors((args, tuple(kwargs.values()), output))))
-        path, is_recomputed = self._where()
-        kind = _kind(func, flops, path)
-        table = self.record.recomputed if is_recomputed else self.record.work
-        work = table.setdefault((path, kind), Work())
-        if self.is_backward and not is_recomputed:
-            work.backward_flops += flops
-            work.backward_bytes_moved += moved
-        else:
-            work.flops += flops
-            work.bytes_moved += moved
-            work.num_kernels += 1
 
     def _note_call(self, kind: str, args: Sequence[Any]) -> None:
         path, _ = self._where()

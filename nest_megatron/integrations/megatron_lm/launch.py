@@ -364,27 +364,11 @@ def pinned_plan(launched: LaunchedJob, job: Job) -> planning.LaunchPlan:
     pinned = read_launched(path, None if unsized else world_size)
     if unsized:
         world_size = pinned.plan.layout.num_gpus
-    actual = _actual(launched, job, cluster, world_size)
-    found = differences(pinned, actual)
-    if not found:
-        launched.signer = pinned.signer
-        return _pinned_launch(job, pinned)
-    if not all(each.is_of_moment for each in found):
-        raise refusal(found)
-    if allowed[0] is OnMismatch.REFUSE:
-        fix, others = "Launch the pinned job, or plan and pin this one", " or ".join(allowed[1:])
-        if others:
-            fix += f"; nest.on_mismatch={others} has another plan take its place"
-        raise refusal(found, f"{fix}.")
-    return _replacement(launched, job, pinned, actual, found, allowed)
-
-
-def _actual(launched: LaunchedJob, job: Job, cluster: Cluster | None, world_size: int) -> ActualJob:
     assert job.command is not None
-    dry_run, gpus = launched.launch.dry_run, None
+    gpus = None
     if cluster is None and not dry_run:
         gpus, _ = like_gpus(launched.hosts, local_gpus(), MixedGpus(launched.launch.mixed_gpus))
-    return ActualJob(
+    actual = ActualJob(
         spec=job.spec,
         num_gpus=world_size,
         cluster=cluster,
@@ -397,6 +381,18 @@ def _actual(launched: LaunchedJob, job: Job, cluster: Cluster | None, world_size
         megatron_lm=job.version,
         memory_flags=job.memory_flags,
     )
+    found = differences(pinned, actual)
+    if not found:
+        launched.signer = pinned.signer
+        return _pinned_launch(job, pinned)
+    if not all(each.is_of_moment for each in found):
+        raise refusal(found)
+    if allowed[0] is OnMismatch.REFUSE:
+        fix, others = "Launch the pinned job, or plan and pin this one", " or ".join(allowed[1:])
+        if others:
+            fix += f"; nest.on_mismatch={others} has another plan take its place"
+        raise refusal(found, f"{fix}.")
+    return _replacement(launched, job, pinned, actual, found, allowed)
 
 
 def _pinned_launch(job: Job, pinned: PinnedPlan) -> planning.LaunchPlan:

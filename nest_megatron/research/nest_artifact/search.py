@@ -271,6 +271,7 @@ def _improvements(
 ) -> Iterator[_Candidate]:
     """Plans of one tensor degree that take less than ``limit``, each less than the one before."""
     chain, deepest_here = instance.chains[tp], deepest(instance, tp)
+    micro_batches = instance.num_micro_batches
     for most in _most_weights(chain, rule) if deepest_here else ():
         table = boundary_table(instance, tp, rule, most_weight_bytes=most, compiled=compiled)
         # what replicas sum, by where the first stage ends: its own weights, or the most allowed
@@ -282,9 +283,19 @@ def _improvements(
             return  # with lighter stages there are no boundaries either
         for depth, front in enumerate(fronts):
             stride = depth * instance.devices_per_stage(tp)
-            for time, replicas, end in _faster(instance, rule, front, summed, stride, depth, limit):
-                limit = time
-                yield _Candidate(time, tp, replicas, table.boundaries(depth, end))
+            most_replicas = min(instance.num_devices // stride, micro_batches) if front else 0
+            for replicas in range(most_replicas, 0, -1):
+                steps = -(-micro_batches // replicas) + depth - 1
+                if front[0][0] * steps >= limit:
+                    break  # with fewer replicas it only takes more steps
+                for bottleneck, end in front:
+                    if bottleneck * steps >= limit:
+                        break
+                    time = bottleneck * steps
+                    time += sync_time(instance, rule, replicas, stride, summed[end])
+                    if time < limit:
+                        limit = time
+                        yield _Candidate(time, tp, replicas, table.boundaries(depth, end))
 
 
 def _most_weights(chain: Chain, rule: ArtifactRule) -> list[float]:
@@ -309,31 +320,6 @@ def _front(first_stages: list[tuple[float, int]], summed: list[float]) -> list[t
             front.pop()
         front.append((bottleneck, end))
     return front[::-1]
-
-
-def _faster(
-    instance: Instance,
-    rule: ArtifactRule,
-    front: list[tuple[float, int]],
-    summed: list[float],
-    stride: int,
-    depth: int,
-    limit: float,
-) -> Iterator[tuple[float, int, int]]:
-    """Times below ``limit``, each below the one before it, with replicas and first stage's end."""
-    micro_batches = instance.num_micro_batches
-    most = min(instance.num_devices // stride, micro_batches) if front else 0
-    for replicas in range(most, 0, -1):
-        steps = -(-micro_batches // replicas) + depth - 1
-        if front[0][0] * steps >= limit:
-            return  # with fewer replicas it only takes more steps
-        for bottleneck, end in front:
-            if bottleneck * steps >= limit:
-                break
-            time = bottleneck * steps + sync_time(instance, rule, replicas, stride, summed[end])
-            if time < limit:
-                limit = time
-                yield time, replicas, end
 
 
 def _no_solution(instance: Instance) -> NoSolution:

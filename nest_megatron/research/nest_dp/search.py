@@ -231,7 +231,19 @@ def solve(job: ResearchJob, *, compiled: bool | None = None) -> RecurrenceSoluti
     solved: set[Case] = set()
     for factor in (*_ROUNDS, None):
         limit = UNREACHABLE if factor is None else round(found[0].least_total * factor)
-        best = _round(pricer, found, limit, solved, compiled)
+        best = None
+        for case in found:
+            if case.least_total >= limit:
+                break
+            if pricer.lacks_memory(case):
+                continue
+            solved.add(case)
+            name, choices = "pipeline_model_parallel_size", job.choices
+            most = min(len(pricer.kinds), case.replicas.stride // case.narrowest)
+            most = min(most, choices.fixed.get(name, most), choices.limits.get(name, most))
+            problem = pricer.problem(case, most)
+            if (pipeline := best_pipeline(problem, limit, compiled=compiled)) is not None:
+                best, limit = (case, problem, pipeline), pipeline.total
         if best is not None:
             case, problem, pipeline = best
             return RecurrenceSolution(
@@ -242,30 +254,6 @@ def solve(job: ResearchJob, *, compiled: bool | None = None) -> RecurrenceSoluti
                 num_solved=len(solved),
             )
     return _no_solution(pricer, found)
-
-
-def _round(
-    pricer: Pricer,
-    found: Sequence[Case],
-    limit: Ticks,
-    solved: set[Case],
-    compiled: bool | None,
-) -> tuple[Case, Problem, FoundPipeline] | None:
-    best: tuple[Case, Problem, FoundPipeline] | None = None
-    for case in found:
-        if case.least_total >= limit:
-            break
-        if pricer.lacks_memory(case):
-            continue
-        solved.add(case)
-        name, choices = "pipeline_model_parallel_size", pricer.job.choices
-        most = min(len(pricer.kinds), case.replicas.stride // case.narrowest)
-        most = min(most, choices.fixed.get(name, most), choices.limits.get(name, most))
-        problem = pricer.problem(case, most)
-        pipeline = best_pipeline(problem, limit, compiled=compiled)
-        if pipeline is not None:
-            best, limit = (case, problem, pipeline), pipeline.total
-    return best
 
 
 def cases(pricer: Pricer) -> list[Case]:
