@@ -110,30 +110,12 @@ def divided_gpus(what: str, slices: str) -> UserInputError:
     return UserInputError(what, slices, limit, fix)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NcclTopology:
-    """A host as NCCL sees it; ``adapters`` are those below a PCIe switch with a GPU, if any are.
-
-    Args:
-        are_near: whether they are.
-    """
-
-    num_gpus: int
-    nvlinks: int
-    adapters: tuple[Adapter, ...]
-    are_near: bool
-
-    @property
-    def matrix(self) -> GpuMatrix | None:
-        """Its GPUs and the adapters near them; nothing of a process that sees one GPU."""
-        if self.num_gpus < 2:
-            return None
-        near = tuple(each.name for each in self.adapters) if self.are_near else ()
-        return GpuMatrix(num_gpus=self.num_gpus, nvlinks=None, near_adapters=near)
-
-
-def parse_nccl_topology(text: str) -> NcclTopology:
+def parse_nccl_topology(text: str) -> tuple[tuple[Adapter, ...], GpuMatrix | None]:
     """The file that NCCL writes to ``NCCL_TOPO_DUMP_FILE``; it gives rates in Mb/s.
+
+    Returns:
+        The adapters below a PCIe switch with a GPU, or all where none is; and the GPUs of the host,
+        or nothing of a process that sees one.
 
     Raises:
         UserInputError: for another text, or one that defines entities.
@@ -147,20 +129,12 @@ def parse_nccl_topology(text: str) -> NcclTopology:
         raise _unreadable(what, f"it is no XML: {error}") from error
     if system.tag != "system":
         raise _unreadable(what, f"it begins with <{system.tag}>, not <system>")
-    gpus = list(system.iter("gpu"))
+    num_gpus = sum(1 for _ in system.iter("gpu"))
     near = [pci for pci in system.iterfind("cpu/pci") if pci.find(".//gpu") is not None]
-    adapters = [each for pci in near for each in _nets(pci)]
-    found = adapters or list(_nets(system))
-    return NcclTopology(
-        num_gpus=len(gpus),
-        nvlinks=min((_sum_of_counts(gpu) for gpu in gpus), default=0),
-        adapters=tuple({each.name: each for each in found}.values()),
-        are_near=bool(adapters),
-    )
-
-
-def _sum_of_counts(gpu: ET.Element) -> int:
-    return sum(int(link.get("count", "1")) for link in gpu.iterfind("nvlink"))
+    found = {each.name: each for pci in near for each in _nets(pci)}
+    matrix = GpuMatrix(num_gpus=num_gpus, nvlinks=None, near_adapters=tuple(found))
+    adapters = found or {each.name: each for each in _nets(system)}
+    return tuple(adapters.values()), matrix if num_gpus > 1 else None
 
 
 def _nets(element: ET.Element) -> Iterator[Adapter]:

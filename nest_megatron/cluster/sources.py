@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from nest_megatron.cluster.discovery import LocalGpus
 from nest_megatron.cluster.hosts import (
     Adapter,
     GpuMatrix,
@@ -23,13 +24,12 @@ from nest_megatron.cluster.hosts import (
     this_host,
 )
 from nest_megatron.cluster.topology import (
-    SlurmNodes,
+    LEVELS,
     Topology,
     hosts_of,
+    level_names,
     parse_host_file,
     parse_ibnetdiscover,
-    parse_kubernetes_nodes,
-    parse_slurm_nodes,
     parse_slurm_topology,
 )
 from nest_megatron.documents import parse_json
@@ -39,6 +39,15 @@ from nest_megatron.plain import from_plain
 
 #: Every host answers within this; ``srun`` may first wait for a step that ends.
 _REPORTS_S = 180.0
+#: A slice of a GPU, as MIG and Slurm's GRES call it: 1g.10gb, a100_3g.20gb.
+_MIG = re.compile(r"\d+g\.\d+gb")
+#: Labels of nodes that say where a node is, innermost first; the first family that all have counts.
+_FAMILIES = (
+    tuple(f"network.topology.nvidia.com/{level}" for level in LEVELS),
+    tuple(f"topology.k8s.aws/network-node-layer-{layer}" for layer in (3, 2, 1)),
+    ("cloud.google.com/gce-topology-subblock", "cloud.google.com/gce-topology-block"),
+    ("topology.kubernetes.io/zone",),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +68,8 @@ class Sources:
         topology: which hosts share switches.
         adapters, matrix: of one host, taken for those that tell nothing of their own.
         gpu_names: of the GPUs of one host, by ``nvidia-smi -L``.
-        slurm: what the scheduler knows of nodes.
+        slurm_gpus, slurm_gpu_types: whole GPUs of nodes, by Slurm, and what it calls them, where
+            it names them.
         divided: slices of hosts whose GPUs MIG divides.
         unseen: what could not be asked, and why.
         outputs: the files that were read, in their order.
@@ -70,7 +80,8 @@ class Sources:
     adapters: tuple[Adapter, ...] = ()
     matrix: GpuMatrix | None = None
     gpu_names: tuple[str, ...] = ()
-    slurm: SlurmNodes | None = None
+    slurm_gpus: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    slurm_gpu_types: Mapping[str, str] = dataclasses.field(default_factory=dict)
     divided: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unseen: tuple[str, ...] = ()
     outputs: tuple[Output, ...] = ()
@@ -88,9 +99,8 @@ class Sources:
             adapters=later.adapters or self.adapters,
             matrix=later.matrix or self.matrix,
             gpu_names=later.gpu_names or self.gpu_names,
-            slurm=self.slurm.joined(later.slurm)
-            if self.slurm and later.slurm
-            else later.slurm or self.slurm,
+            slurm_gpus={**self.slurm_gpus, **later.slurm_gpus},
+            slurm_gpu_types={**self.slurm_gpu_types, **later.slurm_gpu_types},
             divided={**self.divided, **later.divided},
             unseen=(*self.unseen, *later.unseen),
             outputs=(*self.outputs, *later.outputs),
@@ -103,12 +113,11 @@ class Sources:
             num_gpus: of a host of which no program says it.
         """
         seen = {host.name: host for host in self.hosts}
-        nodes = self.slurm.gpu_counts if self.slurm else {}
         groups = () if self.topology is None else tuple(self.topology.groups)
-        with_gpus = tuple(name for name, count in nodes.items() if count)
+        with_gpus = tuple(name for name, count in self.slurm_gpus.items() if count)
         listed = names or tuple(seen) or with_gpus or groups
         return tuple(
-            self._completed(seen.get(name, Host(name=name)), nodes.get(name), num_gpus)
+            self._completed(seen.get(name, Host(name=name)), self.slurm_gpus.get(name), num_gpus)
             for name in listed
         )
 
@@ -166,7 +175,7 @@ def kubernetes_nodes() -> Sources:
     Raises:
         UserInputError: if it cannot be asked, or no node says what GPUs it has.
     """
-    return _nodes(output_of(["kubectl", "get", "nodes", "-o", "json"]))
+    return parse_kubernetes_nodes(output_of(["kubectl", "get", "nodes", "-o", "json"]))
 
 
 def local_host() -> Sources:
@@ -192,40 +201,124 @@ def reports(text: str) -> Sources:
     return Sources(hosts=tuple(hosts))
 
 
-def _slurm_nodes(text: str) -> Sources:
-    found = parse_slurm_nodes(text)
-    unseen = (f"scontrol show node: {n} is left out: {w}" for n, w in found.left_out.items())
-    return Sources(slurm=found, divided=found.divided, unseen=tuple(unseen))
-
-
-def _nodes(text: str) -> Sources:
-    found = parse_kubernetes_nodes(text)
-    hosts = tuple(Host(name=name, gpus=gpus) for name, gpus in found.gpus.items())
-    lacking = "kubectl get nodes: {} has GPUs, but no labels of GPU feature discovery: left out"
+def parse_slurm_nodes(text: str) -> Sources:
+    """``scontrol show node``: what GPUs each node has."""
+    counts, types = dict[str, int](), dict[str, str]()
+    divided, left_out = dict[str, str](), dict[str, str]()
+    for node in re.split(r"(?=\bNodeName=)", text):
+        name = re.match(r"NodeName=(\S+)", node)
+        gres = re.search(r"\bGres=(\S+)", node)
+        if not name or not gres:
+            continue
+        found = re.findall(r"\bgpu:(?:([^:,(]+):)?(\d{1,9})(?!\w)", gres[1])
+        slices = [f"{count} x {kind}" for kind, count in found if _MIG.search(kind)]
+        if slices:
+            divided[name[1]] = ", ".join(slices)
+            continue
+        state = re.search(r"\bState=(\S*(?:DOWN|DRAIN|FAIL)\S*)", node)
+        if state or len({kind for kind, _ in found}) > 1:
+            unlike = " and ".join(f"{count} x {kind or 'GPU'}" for kind, count in found)
+            why = state[1] if state else f"unlike GPUs, {unlike}"
+            left_out[name[1]] = f"scontrol show node: {name[1]} is left out: {why}"
+            continue
+        counts[name[1]] = sum(int(count) for _, count in found)
+        if named := [kind for kind, _ in found if kind]:
+            types[name[1]] = ", ".join(named)
     return Sources(
-        hosts=hosts,
-        topology=found.topology,
-        divided=found.divided,
-        unseen=tuple(map(lacking.format, found.unlabelled)),
+        slurm_gpus=counts,
+        slurm_gpu_types=types,
+        divided=divided,
+        unseen=tuple(left_out.values()),
     )
 
 
+def parse_kubernetes_nodes(text: str) -> Sources:
+    """``kubectl get nodes -o json``: nodes that NVIDIA's GPU feature discovery has labelled.
+
+    Raises:
+        UserInputError: for another text, or where no node has the labels.
+    """
+    what = "kubectl get nodes -o json"
+    try:
+        items = parse_json(text, what)["items"]
+        labels = {str(n["metadata"]["name"]): dict(n["metadata"].get("labels", {})) for n in items}
+        with_gpus = [str(n["metadata"]["name"]) for n in items if _has_gpus(n)]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        limit, fix = f"it is no list of nodes ({error})", "Save its output again."
+        raise UserInputError(what, None, limit, fix) from error
+    divided = {name: slices for name, each in labels.items() if (slices := _slices(each))}
+    whole = {name: each for name, each in labels.items() if name not in divided}
+    gpus = {name: found for name, each in whole.items() if (found := _labelled_gpus(each))}
+    if not gpus and not divided:
+        fix = "Install NVIDIA's GPU feature discovery, or give reports of the hosts (--read)."
+        limit = "no node has the labels nvidia.com/gpu.product and .count"
+        raise UserInputError(what, None, limit, fix)
+    topology = None
+    for family in _FAMILIES:
+        known = [key for key in family if gpus and all(key in labels[name] for name in gpus)]
+        if known:
+            groups = {name: tuple(labels[name][key] for key in known) for name in gpus}
+            names = tuple(key.rpartition("/")[2].rpartition("-")[2] for key in known)
+            names = level_names(len(known)) if family is _FAMILIES[1] else names
+            source = f"{what}: {', '.join(known)}"
+            topology = Topology(source=source, level_names=names, groups=groups)
+            break
+    return Sources(
+        hosts=tuple(Host(name=name, gpus=found) for name, found in gpus.items()),
+        topology=topology,
+        divided=divided,
+        unseen=tuple(
+            f"kubectl get nodes: {name} has GPUs, but no labels of GPU feature discovery: left out"
+            for name in with_gpus
+            if name not in gpus and name not in divided
+        ),
+    )
+
+
+def _has_gpus(node: Mapping[str, Any]) -> bool:
+    """Whether the device plugin offers GPUs of a node."""
+    offered = node.get("status", {}).get("allocatable", {}).get("nvidia.com/gpu", "0")
+    return str(offered).isdigit() and int(offered) > 0
+
+
+def _slices(labels: Mapping[str, Any]) -> str:
+    """The MIG slices of a node; empty where its GPUs are whole.
+
+    With MIG's strategy ``single`` slices stand in for GPUs; with ``mixed`` each kind is counted.
+    """
+    product = str(labels.get("nvidia.com/gpu.product", ""))
+    if "-MIG-" in product:
+        return f"{labels.get('nvidia.com/gpu.count', '?')} x {product}"
+    counted = ((re.fullmatch(r"nvidia\.com/(mig-.+)\.count", key), n) for key, n in labels.items())
+    return ", ".join(f"{count} x {kind[1]}" for kind, count in counted if kind)
+
+
+def _labelled_gpus(labels: Mapping[str, Any]) -> LocalGpus | None:
+    product, count, memory = (
+        str(labels.get(f"nvidia.com/gpu.{name}", "")) for name in ("product", "count", "memory")
+    )
+    if not product or not count.isdigit() or not memory.isdigit():
+        return None
+    name = product.removesuffix("-SHARED").replace("-", " ")
+    return LocalGpus(device_name=name, memory_bytes=int(memory) << 20, count=int(count))
+
+
 def _nccl(text: str) -> Sources:
-    found = parse_nccl_topology(text)
-    return Sources(adapters=found.adapters, matrix=found.matrix)
+    adapters, matrix = parse_nccl_topology(text)
+    return Sources(adapters=adapters, matrix=matrix)
 
 
 _FABRIC: Final = "ibnetdiscover"
 #: By program how its output begins, or what it alone holds, and what reads it.
 _PROGRAMS: Mapping[str, tuple[str, Callable[[str], Sources]]] = {
     "nest-megatron cluster report": (r'\s*\{"name"', reports),
-    "kubectl get nodes -o json": (r"\s*\{", _nodes),
+    "kubectl get nodes -o json": (r"\s*\{", parse_kubernetes_nodes),
     "NCCL_TOPO_DUMP_FILE": (r"\s*<system\b|\s*<\?xml", _nccl),
     "scontrol show topology": (
         r"(?s).*^(SwitchName|BlockName)=",
         lambda text: Sources(topology=parse_slurm_topology(text)),
     ),
-    "scontrol show node": (r"(?s).*^NodeName=", _slurm_nodes),
+    "scontrol show node": (r"(?s).*^NodeName=", parse_slurm_nodes),
     _FABRIC: (
         r'(?s).*^Switch\s+\d+\s+"S-',
         lambda text: Sources(topology=parse_ibnetdiscover(text)),
@@ -293,7 +386,7 @@ def _unused(
     names = {host.name for host in hosts}
     own = {host.name: host for host in sources.hosts}
     later = "a file after it tells them too"
-    named = {host.name for host in found.hosts}.union(found.slurm.gpu_counts if found.slurm else ())
+    named = {host.name for host in found.hosts}.union(found.slurm_gpus)
     if named and not named & names:
         yield "hosts", "none of them is among those of the job"
     elif found.hosts and not any(host in sources.hosts for host in found.hosts):

@@ -7,29 +7,17 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
 
-from nest_megatron.cluster.discovery import LocalGpus
-from nest_megatron.documents import parse_json
 from nest_megatron.errors import UserInputError
 
-_LEVELS = ("leaf", "spine", "core")
+LEVELS = ("leaf", "spine", "core")
 #: Hosts of one range; more is a slip, or nobody's cluster.
 _MOST_HOSTS = 100_000
-#: A slice of a GPU, as MIG and Slurm's GRES call it: 1g.10gb, a100_3g.20gb.
-_MIG = re.compile(r"\d+g\.\d+gb")
 #: Gb/s of one lane, by the names that ``ibnetdiscover`` prints.
 _LANES = {
     **{"SDR": 2.5, "DDR": 5.0, "QDR": 10.0, "FDR10": 10.0, "FDR": 14.0},
     **{"EDR": 25.0, "HDR": 50.0, "NDR": 100.0, "XDR": 200.0},
 }
-#: Labels of nodes that say where a node is, innermost first; the first family that all have counts.
-_FAMILIES = (
-    tuple(f"network.topology.nvidia.com/{level}" for level in _LEVELS),
-    tuple(f"topology.k8s.aws/network-node-layer-{layer}" for layer in (3, 2, 1)),
-    ("cloud.google.com/gce-topology-subblock", "cloud.google.com/gce-topology-block"),
-    ("topology.kubernetes.io/zone",),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +146,7 @@ def parse_slurm_topology(text: str) -> Topology:
         raise _unreadable(source, limit, "The topology plugin of this Slurm may be the flat one.")
     depth = min(map(len, paths.values()))
     groups = {host: path[:depth] for host, path in paths.items()}
-    return Topology(source=source, level_names=_names(depth), groups=groups)
+    return Topology(source=source, level_names=level_names(depth), groups=groups)
 
 
 def _path(switch: str, above: Mapping[str, str]) -> Iterator[str]:
@@ -169,59 +157,9 @@ def _path(switch: str, above: Mapping[str, str]) -> Iterator[str]:
         switch = above.get(switch, "")
 
 
-def _names(depth: int) -> tuple[str, ...]:
-    return tuple(_LEVELS[i] if i < len(_LEVELS) else f"level_{i + 1}" for i in range(depth))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmNodes:
-    """What Slurm knows of nodes.
-
-    Args:
-        gpu_counts: whole GPUs of each node.
-        gpu_types: what Slurm calls them, where it names them.
-        divided: slices of nodes whose GPUs MIG divides.
-        left_out: nodes that no job can have, and why.
-    """
-
-    gpu_counts: Mapping[str, int]
-    gpu_types: Mapping[str, str]
-    divided: Mapping[str, str]
-    left_out: Mapping[str, str] = field(default_factory=dict)
-
-    def joined(self, later: SlurmNodes) -> SlurmNodes:
-        """Both, where the later one wins."""
-        return SlurmNodes(
-            gpu_counts={**self.gpu_counts, **later.gpu_counts},
-            gpu_types={**self.gpu_types, **later.gpu_types},
-            divided={**self.divided, **later.divided},
-            left_out={**self.left_out, **later.left_out},
-        )
-
-
-def parse_slurm_nodes(text: str) -> SlurmNodes:
-    """``scontrol show node``: what GPUs each node has."""
-    counts, types = dict[str, int](), dict[str, str]()
-    divided, left_out = dict[str, str](), dict[str, str]()
-    for node in re.split(r"(?=\bNodeName=)", text):
-        name = re.match(r"NodeName=(\S+)", node)
-        gres = re.search(r"\bGres=(\S+)", node)
-        if not name or not gres:
-            continue
-        found = re.findall(r"\bgpu:(?:([^:,(]+):)?(\d{1,9})(?!\w)", gres[1])
-        slices = [f"{count} x {kind}" for kind, count in found if _MIG.search(kind)]
-        if slices:
-            divided[name[1]] = ", ".join(slices)
-            continue
-        state = re.search(r"\bState=(\S*(?:DOWN|DRAIN|FAIL)\S*)", node)
-        if state or len({kind for kind, _ in found}) > 1:
-            unlike = " and ".join(f"{count} x {kind or 'GPU'}" for kind, count in found)
-            left_out[name[1]] = state[1] if state else f"unlike GPUs, {unlike}"
-            continue
-        counts[name[1]] = sum(int(count) for _, count in found)
-        if named := [kind for kind, _ in found if kind]:
-            types[name[1]] = ", ".join(named)
-    return SlurmNodes(gpu_counts=counts, gpu_types=types, divided=divided, left_out=left_out)
+def level_names(depth: int) -> tuple[str, ...]:
+    """What so many levels of a network are called, innermost first."""
+    return tuple(LEVELS[i] if i < len(LEVELS) else f"level_{i + 1}" for i in range(depth))
 
 
 def parse_ibnetdiscover(text: str) -> Topology:
@@ -252,7 +190,7 @@ def parse_ibnetdiscover(text: str) -> Topology:
         notes.append(f"ports of hosts that tell no host's name, in no group: {unnamed}")
     return Topology(
         source=source,
-        level_names=_names(1),
+        level_names=level_names(1),
         groups=groups,
         uplink_shares=_uplink_shares(links, leaves, groups),
         notes=tuple(notes),
@@ -315,82 +253,6 @@ def _ib_links(text: str) -> Iterator[_Link]:
             yield _Link(switch=switch, peer=port[1], peer_name=port[2], rate_bits_per_s=rate)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KubernetesNodes:
-    """GPUs by node, and where the nodes are, if their labels say so.
-
-    Args:
-        divided: slices of nodes whose GPUs MIG divides.
-        unlabelled: nodes that have GPUs and no labels of them.
-    """
-
-    gpus: Mapping[str, LocalGpus]
-    topology: Topology | None
-    divided: Mapping[str, str]
-    unlabelled: tuple[str, ...]
-
-
-def parse_kubernetes_nodes(text: str) -> KubernetesNodes:
-    """``kubectl get nodes -o json``: nodes that NVIDIA's GPU feature discovery has labelled.
-
-    Raises:
-        UserInputError: for another text, or where no node has the labels.
-    """
-    what = "kubectl get nodes -o json"
-    try:
-        items = parse_json(text, what)["items"]
-        labels = {str(n["metadata"]["name"]): dict(n["metadata"].get("labels", {})) for n in items}
-        with_gpus = [str(n["metadata"]["name"]) for n in items if _has_gpus(n)]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _unreadable(what, f"it is no list of nodes ({error})", "") from error
-    divided = {name: slices for name, each in labels.items() if (slices := _slices(each))}
-    whole = {name: each for name, each in labels.items() if name not in divided}
-    gpus = {name: found for name, each in whole.items() if (found := _labelled_gpus(each))}
-    if not gpus and not divided:
-        fix = "Install NVIDIA's GPU feature discovery, or give reports of the hosts (--read)."
-        raise _unreadable(what, "no node has the labels nvidia.com/gpu.product and .count", fix)
-    unlabelled = tuple(n for n in with_gpus if n not in gpus and n not in divided)
-    topology = None
-    for family in _FAMILIES:
-        known = [key for key in family if gpus and all(key in labels[name] for name in gpus)]
-        if known:
-            groups = {name: tuple(labels[name][key] for key in known) for name in gpus}
-            names = tuple(key.rpartition("/")[2].rpartition("-")[2] for key in known)
-            names = _names(len(known)) if family is _FAMILIES[1] else names
-            source = f"{what}: {', '.join(known)}"
-            topology = Topology(source=source, level_names=names, groups=groups)
-            break
-    return KubernetesNodes(gpus=gpus, topology=topology, divided=divided, unlabelled=unlabelled)
-
-
-def _has_gpus(node: Mapping[str, Any]) -> bool:
-    """Whether the device plugin offers GPUs of a node."""
-    offered = node.get("status", {}).get("allocatable", {}).get("nvidia.com/gpu", "0")
-    return str(offered).isdigit() and int(offered) > 0
-
-
-def _slices(labels: Mapping[str, Any]) -> str:
-    """The MIG slices of a node; empty where its GPUs are whole.
-
-    With MIG's strategy ``single`` slices stand in for GPUs; with ``mixed`` each kind is counted.
-    """
-    product = str(labels.get("nvidia.com/gpu.product", ""))
-    if "-MIG-" in product:
-        return f"{labels.get('nvidia.com/gpu.count', '?')} x {product}"
-    counted = ((re.fullmatch(r"nvidia\.com/(mig-.+)\.count", key), n) for key, n in labels.items())
-    return ", ".join(f"{count} x {kind[1]}" for kind, count in counted if kind)
-
-
-def _labelled_gpus(labels: Mapping[str, Any]) -> LocalGpus | None:
-    product, count, memory = (
-        str(labels.get(f"nvidia.com/gpu.{name}", "")) for name in ("product", "count", "memory")
-    )
-    if not product or not count.isdigit() or not memory.isdigit():
-        return None
-    name = product.removesuffix("-SHARED").replace("-", " ")
-    return LocalGpus(device_name=name, memory_bytes=int(memory) << 20, count=int(count))
-
-
 def parse_host_file(text: str) -> Topology:
     """Lines of ``HOST GROUP...``: a host and its groups (rack, row, ...), innermost first.
 
@@ -411,7 +273,7 @@ def parse_host_file(text: str) -> Topology:
         limit = "its lines have unlike numbers of groups"
     if limit is not None:
         raise _unreadable("host file", limit, "Write HOST GROUP... with a line for each host.")
-    return Topology(source="host file", level_names=_names(len(rows[0]) - 1), groups=groups)
+    return Topology(source="host file", level_names=level_names(len(rows[0]) - 1), groups=groups)
 
 
 def host_file(topology: Topology, hosts: Sequence[str]) -> str:

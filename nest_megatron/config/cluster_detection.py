@@ -469,14 +469,12 @@ def _differences(sources: Sources, hosts: Sequence[Host], base: Cluster) -> Iter
     """Where the scheduler counts other GPUs than a host's driver, or calls them otherwise."""
     for name, slices in sources.divided.items():
         yield f"{name} is left out: MIG divides its GPUs ({slices})"
-    if sources.slurm is None:
-        return
     for host in hosts:
-        known = sources.slurm.gpu_counts.get(host.name)
+        known = sources.slurm_gpus.get(host.name)
         if host.gpus and known is not None and known != host.gpus.count:
             yield f"{host.name} shows {host.gpus.count} GPUs, and Slurm knows {known}"
     product = base.accelerator.name.partition("-")[0]
-    kinds_of = {sources.slurm.gpu_types.get(host.name, product) for host in hosts}
+    kinds_of = {sources.slurm_gpu_types.get(host.name, product) for host in hosts}
     for kind in sorted(kinds_of):
         if product.lower() not in kind.lower():
             yield f"Slurm calls the GPUs {kind}, and {base.name} has {base.accelerator.name}"

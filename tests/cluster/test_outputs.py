@@ -41,14 +41,14 @@ def test_escapes_of_a_terminal_are_no_part_of_the_matrix() -> None:
 
 
 def test_nccl_s_topology() -> None:
-    found = hosts.parse_nccl_topology(captured("nccl_h200.xml"))
-    assert (found.num_gpus, found.nvlinks) == (1, 18)
-    assert found.adapters == (Adapter(name="mlx5_0", rate_bits_per_s=4e11),)
+    found, matrix = hosts.parse_nccl_topology(captured("nccl_h200.xml"))
+    assert found == (Adapter(name="mlx5_0", rate_bits_per_s=4e11),)
+    assert matrix is None, "of a process that sees one GPU"
 
 
 def test_an_adapter_on_no_switch_with_a_gpu_is_left_out() -> None:
-    found = hosts.parse_nccl_topology(captured("nccl_a100_storage.xml"))
-    assert [each.name for each in found.adapters] == ["mlx5_0"]
+    found, _ = hosts.parse_nccl_topology(captured("nccl_a100_storage.xml"))
+    assert [each.name for each in found] == ["mlx5_0"]
 
 
 @pytest.mark.parametrize(
@@ -158,9 +158,9 @@ def test_gpus_that_slurm_knows_of() -> None:
         "NodeName=cg14 Arch=x86_64\n   Gres=gpu:nvidia_h100_80gb_hbm3:8(S:0-1)\n"
         "NodeName=binfservas07 Gres=(null)\nNodeName=n2 Gres=gpu:8\n"
     )
-    found = topology.parse_slurm_nodes(text)
-    assert found.gpu_counts == {"node-a1": 4, "cg14": 8, "binfservas07": 0, "n2": 8}
-    assert found.gpu_types == {"node-a1": "a100", "cg14": "nvidia_h100_80gb_hbm3"}
+    found = sources.parse_slurm_nodes(text)
+    assert found.slurm_gpus == {"node-a1": 4, "cg14": 8, "binfservas07": 0, "n2": 8}
+    assert found.slurm_gpu_types == {"node-a1": "a100", "cg14": "nvidia_h100_80gb_hbm3"}
     assert not found.divided
 
 
@@ -170,15 +170,18 @@ def test_nodes_that_no_job_can_have_are_left_out() -> None:
         "NodeName=n2 Gres=gpu:h100:8\n   State=DOWN*+DRAIN\n"
         "NodeName=n3 Gres=gpu:h100:4,gpu:a100:4\n   State=MIXED\n"
     )
-    found = topology.parse_slurm_nodes(text)
-    assert found.gpu_counts == {"n1": 8}
-    assert found.left_out == {"n2": "DOWN*+DRAIN", "n3": "unlike GPUs, 4 x h100 and 4 x a100"}
+    found = sources.parse_slurm_nodes(text)
+    assert found.slurm_gpus == {"n1": 8}
+    assert found.unseen == (
+        "scontrol show node: n2 is left out: DOWN*+DRAIN",
+        "scontrol show node: n3 is left out: unlike GPUs, 4 x h100 and 4 x a100",
+    )
 
 
 def test_slices_of_slurm_are_no_gpus() -> None:
     text = "NodeName=n1 Gres=gpu:a100_1g.5gb:7,gpu:a100_3g.20gb:2(S:0)\nNodeName=n2 Gres=gpu:8\n"
-    found = topology.parse_slurm_nodes(text)
-    assert found.gpu_counts == {"n2": 8}
+    found = sources.parse_slurm_nodes(text)
+    assert found.slurm_gpus == {"n2": 8}
     assert found.divided == {"n1": "7 x a100_1g.5gb, 2 x a100_3g.20gb"}
 
 
@@ -193,9 +196,11 @@ def test_the_list_of_gpus_names_slices() -> None:
 
 
 def test_labels_of_kubernetes() -> None:
-    found = topology.parse_kubernetes_nodes(captured("nodes_kubernetes.json"))
-    assert set(found.gpus) == {"Node201", "Node304"}
-    assert found.gpus["Node201"].describe() == "8 x NVIDIA H100 80GB HBM3 (79.6 GiB)"
+    found = sources.parse_kubernetes_nodes(captured("nodes_kubernetes.json"))
+    gpus = {host.name: host.gpus for host in found.hosts}
+    assert set(gpus) == {"Node201", "Node304"}
+    assert gpus["Node201"] is not None
+    assert gpus["Node201"].describe() == "8 x NVIDIA H100 80GB HBM3 (79.6 GiB)"
     assert found.topology is not None
     assert found.topology.level_names == ("leaf", "spine")
     assert found.topology.of("Node304") == ("xf946c4acef2d5939", "S1")
@@ -204,7 +209,7 @@ def test_labels_of_kubernetes() -> None:
 def test_nodes_without_labels_are_said() -> None:
     items = [{"metadata": {"name": "a", "labels": {}}}]
     with pytest.raises(UserInputError, match="no node has the labels"):
-        topology.parse_kubernetes_nodes(json.dumps({"items": items}))
+        sources.parse_kubernetes_nodes(json.dumps({"items": items}))
 
 
 def test_a_file_of_hosts() -> None:
@@ -236,9 +241,9 @@ def test_any_text_is_read_or_refused(text: str) -> None:
         hosts.parse_nccl_topology,
         hosts.parse_ibstat,
         topology.parse_slurm_topology,
-        topology.parse_slurm_nodes,
+        sources.parse_slurm_nodes,
         topology.parse_ibnetdiscover,
-        topology.parse_kubernetes_nodes,
+        sources.parse_kubernetes_nodes,
         topology.parse_host_file,
         sources.reports,
     ):
