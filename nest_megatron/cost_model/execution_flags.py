@@ -62,6 +62,7 @@ def execution_traits(flags: Mapping[str, Any], precision: Precision) -> Executio
         matrix_optimizer_bytes=of_matrices,
         optimizer_offload_fraction=moved,
         overlaps_optimizer_copies=bool(flags.get("overlap_cpu_optimizer_d2h_h2d")),
+        overlap_p2p_comm=flags.get("overlap_p2p_comm") is not False,
         microbatch_group_size_per_vp_stage=int(
             flags.get("microbatch_group_size_per_vp_stage") or 0
         ),

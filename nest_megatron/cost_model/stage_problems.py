@@ -43,11 +43,12 @@ class StageProblems(Caching):
     ) -> PipelineProblem:
         """Everything that a stage partition of the grid is judged by."""
         dims = self.grid.dims
+        p, v = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
         forward, backward = self._sends
         block = recompute.method is RecomputeMethod.BLOCK
         return PipelineProblem(
-            num_stages=dims.pipeline_model_parallel_size,
-            num_virtual=dims.virtual_pipeline_model_parallel_size,
+            num_stages=p,
+            num_virtual=v,
             num_microbatches=self._num_priced,
             unit_kinds=self._sequence,
             costs=self._unit_costs(*split_block(recompute), hidden_reduce),
@@ -55,7 +56,7 @@ class StageProblems(Caching):
             block_num_layers=(recompute.num_layers or 0) if block else 0,
             send_forward=forward,
             send_backward=backward,
-            overlap_p2p=dims.virtual_pipeline_model_parallel_size > 1,
+            overlap_p2p=v > 1 and (p == 2 or self.model.settings.traits.overlap_p2p_comm),
             capacity_bytes=self.capacity_bytes if capacity_bytes is None else capacity_bytes,
             constant=self._constant,
         )

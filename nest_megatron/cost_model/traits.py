@@ -95,6 +95,8 @@ class ExecutionTraits:
         overlaps_optimizer_copies: ``--overlap-cpu-optimizer-d2h-h2d``.
         overlap_param_gather: weights that replicas gather once a step travel beside the forward
             pass (``--overlap-param-gather``), not before it.
+        overlap_p2p_comm: virtual stages send beside their work, not in its time
+            (``--no-overlap-p2p-communication``, with more than two pipeline ranks).
         optimizer_instances: groups of replicas that each divide all optimizer states
             (``--num-distributed-optimizer-instances``).
         microbatch_group_size_per_vp_stage: micro batches of a round of virtual stages
@@ -149,6 +151,7 @@ class ExecutionTraits:
     optimizer_offload_fraction: float = 0.0
     overlaps_optimizer_copies: bool = False
     overlap_param_gather: bool = True
+    overlap_p2p_comm: bool = True
     optimizer_instances: int = ranged(1, 1)
     microbatch_group_size_per_vp_stage: int = ranged(0, 0)
     ddp_bucket_size: int = ranged(0, 0)

@@ -88,6 +88,9 @@ _NOT_FIXED = (
     "global_batch_size",
 )
 _ORDER = "use_tp_pp_dp_mapping"
+#: Virtual stages send beside their work; what says that there are some.
+_LINKS = "overlap_p2p_comm"
+_STAGES = ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout")
 _ONE_ORDER = Requirement(
     value=False,
     reason="it makes no groups in the other order",
@@ -272,6 +275,9 @@ class Recipe(Configuration, ABC):
             for name in ("overlap_grad_reduce", "overlap_param_gather")
             if places.overlap
         }
+        links = [self.find(f"{path}.{_LINKS}") for path in places.overlap or (self.model,)]
+        if False in links and any(map(stated.get, _STAGES)):
+            overlaps[_LINKS] = False
         return Job(
             spec=spec,
             target=self.target,

@@ -243,6 +243,8 @@ def _present_layout(
     if own is None:
         return None
     model, kept = searched.model, best == searched.result.present
+    if request.present_settings is not None:
+        model, kept = request.cost_model(request.present_settings), False
     found = estimate(model, own)
     others = {*searched.result.plans} - {best}
     least = min((other.iteration for other in others), default=None) if kept else None

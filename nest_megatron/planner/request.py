@@ -143,6 +143,7 @@ class Request:
         site: the site's calibration, by which plans are chosen; ``None`` for the catalogue's alone.
         present: what the job runs today, where it may be kept: a plan of the space, with the batch
             that is planned for.
+        present_settings: those under which it runs, where the plan's are others.
         rates: what a GPU costs, and the length of the run; ``None`` says nothing of prices.
     """
 
@@ -176,6 +177,7 @@ class Request:
     given: tuple[str, ...] = ()
     site: Site | None = None
     present: Layout | None = None
+    present_settings: CostSettings | None = None
     rates: Rates | None = None
 
     def __post_init__(self) -> None:

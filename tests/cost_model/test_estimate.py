@@ -19,6 +19,7 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost, evaluate, timeline
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import stage_problem
+from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
@@ -61,6 +62,17 @@ def test_terms_add_up_to_the_iteration() -> None:
         assert tuple(found.terms) == TERMS
         assert sum(found.terms.values()) == pytest.approx(found.iteration_time_s, rel=1e-12)
         assert min(found.terms.values()) >= -1e-9
+
+
+def test_virtual_stages_may_send_in_the_time_of_their_work() -> None:
+    """Without ``overlap_p2p_comm`` each chunk waits for what it sent, as stages without chunks."""
+    settings = CostSettings(traits=ExecutionTraits(overlap_p2p_comm=False))
+    beside, exposed = predicted(vpp=5), predicted(settings, vpp=5)
+    name = "pp_communication"
+    assert exposed.iteration_time_s > 1.01 * beside.iteration_time_s
+    assert exposed.terms[name] > 5 * beside.terms[name]
+    assert sum(exposed.terms.values()) == pytest.approx(exposed.iteration_time_s, rel=1e-12)
+    assert predicted(settings) == predicted()
 
 
 def test_nothing_waits_where_a_rank_is_busy_throughout() -> None:

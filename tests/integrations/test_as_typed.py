@@ -101,6 +101,19 @@ def test_gathered_weights_are_hidden_where_that_is_asked_for() -> None:
     assert change.step_s == both.predicted.iteration_time_s
 
 
+def test_what_stages_send_takes_time_where_a_command_overlaps_nothing() -> None:
+    batched = f"{STAGES} --no-overlap-p2p-communication"
+    beside, exposed = typed(STAGES), typed(batched)
+    name = "pp_communication"
+    assert exposed.predicted.terms[name] > beside.predicted.terms[name]
+    assert exposed.predicted.iteration_time_s > beside.predicted.iteration_time_s
+    found, compare = compared(batched, "parallel.pipeline_model_parallel_size=4")
+    assert not found.request.settings.traits.overlap_p2p_comm  # the plan keeps the flag
+    assert compare.changes is not None
+    assert "overlap_p2p_comm" not in {step.choices[0].name for step in compare.changes.alone}
+    assert typed(DENSE + "--no-overlap-p2p-communication").predicted == typed(DENSE).predicted
+
+
 @pytest.mark.parametrize(
     ("strategy", "asked"),
     [

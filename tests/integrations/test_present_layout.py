@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.config.policy import VARIABLE
 from nest_megatron.integrations import nemo, recipe_command
 from nest_megatron.integrations.megatron_lm.planning import job_request
+from nest_megatron.integrations.megatron_lm.present_layout import typed_plan
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters
 from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.layout.recompute import NO_RECOMPUTE, RecomputeGranularity
@@ -231,6 +233,28 @@ def test_a_recipe_that_is_kept_does_not_change() -> None:
     assert plan.present.is_kept
     names = ("recompute", "virtual", "layout", "parallel", "micro_batch", "mapping")
     assert not [each for each in changes if any(name in each.field for name in names)]
+
+
+def test_a_layout_is_not_kept_where_its_stages_send_otherwise() -> None:
+    """Plain recipes overlap nothing between virtual stages, and every plan does."""
+    recipe = llama()
+    recipe.trainer.strategy.pipeline_model_parallel_size = 4
+    recipe.trainer.strategy.virtual_pipeline_model_parallel_size = 2
+    same = deepcopy(recipe)
+    plan, changes = nemo.auto_recipe(recipe, cluster="dgx_h100", keep=["all"], vocab_size=128_256)
+    assert "model.config.overlap_p2p_comm" in {each.field for each in changes}
+    assert plan.present is not None
+    assert not plan.present.is_kept
+    assert plan.present.iteration_time_s > plan.predicted.iteration_time_s
+    assert "the present layout takes" in present_words(plan)
+    job = nemo.read_recipe(same, vocab_size=128_256)
+    composed = compose(parse(["cluster=dgx_h100", "cluster.num_gpus=16"]))
+    today, _ = typed_plan(job, of_job(job), composed)
+    assert today.predicted.iteration_time_s == plan.present.iteration_time_s
+    same.trainer.callbacks.append(frameworks.MegatronCommOverlapCallback())
+    plan, _ = nemo.auto_recipe(same, cluster="dgx_h100", keep=["all"], vocab_size=128_256)
+    assert plan.present is not None
+    assert plan.present.is_kept
 
 
 def test_tensor_parallelism_without_sequence_parallelism_is_kept() -> None:

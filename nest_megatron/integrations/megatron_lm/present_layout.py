@@ -68,8 +68,14 @@ def with_present_layout(request: Request, job: Job, composed: Settings) -> Reque
         plan = estimate_for(request, layout)
         if any(any(violations(plan, file)) for file in request.policy):
             return request
+    links = variant.settings.traits.overlap_p2p_comm
+    traits = replace(request.settings.traits, overlap_p2p_comm=links)
+    settings = replace(request.settings, traits=traits)
     return replace(
-        request, present=layout, space=_space_with(request.space, layout, request.cluster)
+        request,
+        present=layout,
+        present_settings=None if settings == request.settings else settings,
+        space=_space_with(request.space, layout, request.cluster),
     )
 
 
@@ -152,6 +158,8 @@ def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Varian
             settings = replace(
                 settings, traits=replace(settings.traits, overlap_param_gather=False)
             )
+    if virtual > 1 and values.get("overlap_p2p_comm") is False:
+        settings = replace(settings, traits=replace(settings.traits, overlap_p2p_comm=False))
     layout = replace(
         grid.with_stages(stages, job.sharding),
         overlap_grad_reduce=bool(values.get("overlap_grad_reduce")),

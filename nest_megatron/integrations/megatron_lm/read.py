@@ -163,6 +163,8 @@ def job_from_values(
         required = {"micro_batch_size": Requirement(value=1, reason=why, fix=fix, who="--sft")}
     if rounds := values.get(_ROUNDS):
         flags = {**flags, _ROUNDS: rounds}
+    if values.get(_LINKS) is False:
+        flags = {**flags, _LINKS: False}
     return Job(
         spec=spec,
         version=version,
@@ -198,6 +200,8 @@ def job_from_values(
 
 #: Micro batches that a virtual stage runs one after the other.
 _ROUNDS = "microbatch_group_size_per_vp_stage"
+#: Virtual stages send beside their work.
+_LINKS = "overlap_p2p_comm"
 #: Arguments with which the host waits for numbers of tokens (0.16.1 tc:1771).
 _COUNTED_ON_HOST = (
     "moe_expert_capacity_factor",
