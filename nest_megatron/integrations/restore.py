@@ -9,11 +9,13 @@ host's disks is looked at; of what is not, the format that the job states is bel
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -292,6 +294,7 @@ class Restored:
         is_seen: it lies on this host; otherwise only its format is known, as it is stated.
         format_source: where its format comes from if it was not seen, for the note.
         afresh: how the job starts its optimizer anew, where that is no flag.
+        fields: Megatron-LM's flags, and what says the same in the job, where it has no flags.
     """
 
     source: str
@@ -300,19 +303,21 @@ class Restored:
     is_seen: bool = False
     format_source: str = ""
     afresh: str = ""
+    fields: Mapping[str, str] = field(default_factory=dict)
 
     def required(self, version: str) -> Mapping[str, Requirement]:
         """What a plan must keep, by the names of ``layout_arguments``."""
         needs = checkpoint.requirements(self.saved, self.values, version)
         if self.is_seen:
-            return needs
+            return {n: replace(r, fix=_in_fields(r.fix, self.fields)) for n, r in needs.items()}
         known = {n: r for n, r in needs.items() if r.value is not None}
         return {n: replace(r, fix=self.afresh or r.fix) for n, r in known.items()}
 
     def check(self, plan: ParallelPlan, version: str) -> None:
         """Raise if a plan's layout is one that the checkpoint cannot be loaded into."""
         if self.is_seen:
-            checkpoint.check_loadable(self.saved, plan.arguments, self.values, version)
+            with _naming_fields(self.fields):
+                checkpoint.check_loadable(self.saved, plan.arguments, self.values, version)
 
     def note(self) -> str:
         """What is known of it, for the plan's notes."""
@@ -324,6 +329,37 @@ class Restored:
                 "be the recipe's; a run that was planned goes on under its own plan (pin it)."
             )
         return found
+
+
+def _in_fields(text: str, fields: Mapping[str, str]) -> str:
+    """A text with fields in the place of Megatron-LM's flags.
+
+    >>> _in_fields("Add --no-load-optim.", {"--no-load-optim": "checkpoint.load_optim=False"})
+    'Add checkpoint.load_optim=False.'
+    """
+    return re.sub(r"--[a-z-]+", lambda flag: fields.get(flag[0], flag[0]), text)
+
+
+@contextlib.contextmanager
+def _naming_fields(fields: Mapping[str, str]) -> Iterator[None]:
+    """Name fields in the place of Megatron-LM's flags in what is refused."""
+    try:
+        yield
+    except UserInputError as error:
+        what, fix = (_in_fields(text, fields) for text in (error.what, error.fix))
+        raise UserInputError(what, error.value, error.limit, fix) from error
+
+
+#: Megatron-LM's flags, and what says the same in Megatron-Bridge, which reads no torch checkpoint.
+_BRIDGE_FIELDS = {
+    "--ckpt-convert-format": "Megatron-LM's --ckpt-convert-format",
+    "--ckpt-format": "checkpoint.ckpt_format",
+    "--ckpt-step": "checkpoint.ckpt_step",
+    "--ddp-bucket-size": "ddp.bucket_size",
+    "--moe-grouped-gemm": "model.moe_grouped_gemm",
+    "--no-load-optim": "checkpoint.load_optim=False",
+    "--no-load-rng": "checkpoint.load_rng=False",
+}
 
 
 def restored_by_command(values: Mapping[str, Any]) -> Restored | None:
@@ -365,9 +401,13 @@ def restored_by_bridge(cfg: Any) -> Restored | None:
         "num_experts": value_or(cfg.model, "num_moe_experts"),
     }
     source = str(load if resumes else pretrained or load)
-    if _has_checkpoint(source) and (saved := read_checkpoint(values)) is not None:
+    named = "load" if resumes else "pretrained_checkpoint"
+    fields = {**_BRIDGE_FIELDS, "--load": f"checkpoint.{named}"}
+    with _naming_fields(fields):
+        saved = read_checkpoint(values) if _has_checkpoint(source) else None
+    if saved is not None:
         saved = replace(saved, **_saved_sizes(saved.directory))
-        return Restored(source=source, saved=saved, values=values, is_seen=True)
+        return Restored(source=source, saved=saved, values=values, is_seen=True, fields=fields)
     return _unseen_checkpoint(source, str(values["ckpt_format"]), values)
 
 

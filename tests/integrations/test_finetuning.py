@@ -232,6 +232,36 @@ def test_bridges_own_checkpoint_is_looked_at(tmp_path: Path) -> None:
     shutil.rmtree(folder)
 
 
+def test_what_bridges_checkpoint_asks_for_is_said_in_its_own_fields(tmp_path: Path) -> None:
+    cfg = bridge_config(catalogue.model("llama3_8b"), batch=128)
+    plan = _planned(cfg)
+    folder = tmp_path / "iter_0000010"
+    folder.mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10", encoding="utf-8")
+    cfg.checkpoint.load = str(tmp_path)
+    with pytest.raises(UserInputError, match="unknown") as unreadable:
+        restored_by_bridge(cfg)
+    assert unreadable.value.what == "checkpoint.load"
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}', encoding="utf-8")
+    found = restored_by_bridge(cfg)
+    assert found is not None
+    sizes = {"use_distributed_optimizer": True, "distrib_optim_sharding_type": "dp_reshardable"}
+    others = {"tensor_model_parallel_size": 64, "pipeline_model_parallel_size": 1}
+    saved = dataclasses.replace(found.saved, **sizes, **others)
+    found = dataclasses.replace(found, saved=saved)
+    fixes = {each.fix for each in found.required("0.19").values()}
+    assert "add checkpoint.load_optim=False to start the optimizer afresh" in fixes
+    assert not any("--" in fix for fix in fixes)
+    with pytest.raises(UserInputError, match="load_optim=False"):
+        found.check(plan, "0.19")
+    rng = dataclasses.replace(found.saved, **others, rng_shape=(7, 7))
+    dims = plan.layout.dims
+    same = {name: getattr(dims, name) for name in others}
+    rng = dataclasses.replace(rng, **same, distrib_optim_sharding_type="fully_reshardable")
+    with pytest.raises(UserInputError, match="load_rng=False"):
+        dataclasses.replace(found, saved=rng).check(plan, "0.19")
+
+
 @pytest.mark.parametrize(
     "resume",
     [
