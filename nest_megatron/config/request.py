@@ -175,7 +175,7 @@ def request_for(
     """
     with naming_defaults(settings.defaults):
         train, search = settings.train, settings.search
-        if settings.flags is not None and job.command is None:
+        if settings.flags is not None and job.command is None and not job.fields:
             raise UserInputError(
                 "flags",
                 settings.flags,

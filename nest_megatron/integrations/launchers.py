@@ -172,6 +172,11 @@ def is_secret(variable: str) -> bool:
     return _SECRET.search(variable) is not None
 
 
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a launch that a plan's file may hold."""
+    return {name: text for name, text in environment.items() if not is_secret(name)}
+
+
 def with_variables(
     words: Sequence[str], variables: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:

@@ -394,7 +394,10 @@ def _base_note(name: str, rows: int) -> str:
 
 
 def _vocabulary_error(value: str, limit: str) -> UserInputError:
-    fix = "Give vocab_size=, set model.config.vocab_size if there is one, or data.tokenizer."
+    fix = (
+        "Give vocab_size= (of a command --set --vocab-size=), set model.config.vocab_size if there "
+        "is one, or data.tokenizer."
+    )
     return UserInputError("recipe.data.tokenizer", value, limit, fix)
 
 

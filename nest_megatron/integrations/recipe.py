@@ -243,7 +243,7 @@ class Recipe(Configuration, ABC):
             "use_torch_fsdp2": self.find("dist.use_torch_fsdp2") is True,
             "megatron_fsdp_version": self.find(f"{self.ddp}.megatron_fsdp_version"),
         }
-        packs = packs_sequences(data)
+        packs, needs = packs_sequences(data), self.requirements(spec)
         micro = self.whole(self.items["micro_batch_size"])
         if (size := packed_sequence_size(data)) is not None and not family.packs:
             raise UserInputError(
@@ -289,7 +289,7 @@ class Recipe(Configuration, ABC):
             fixed={**fixed, **execution},
             required={
                 **({} if restored is None else restored.required(self.target.megatron_core)),
-                **self.requirements(spec),
+                **needs,
             },
             restored=restored,
             stated={
@@ -325,7 +325,8 @@ class Recipe(Configuration, ABC):
                 *newer_release_notes(self.installed_name),
                 *notes_on_unknown_fields({path: self.find(path) for path in self.training_parts}),
                 *(() if restored is None else (restored.note(),)),
-                *loss_notes(self, micro),
+                *self._ramp_notes(),
+                *loss_notes(self, needs),
                 *self.own_notes(restored),
                 *time_notes(flags),
             ),
@@ -342,13 +343,13 @@ class Recipe(Configuration, ABC):
         }
 
     def batch_schedule(self, seq_length: int) -> BatchSchedule | None:
-        """How the batch grows; megatron-core 0.20 takes no notice of a ramp.
+        """How the batch grows.
 
         Raises:
             UserInputError: for sizes that megatron-core refuses.
         """
         growth, steps = self.find(self.rampup_batch_size), self.find(self.iterations)
-        if growth is ABSENT or release_number(self.target.megatron_core) >= (0, 18):
+        if growth is ABSENT or self._ignores_ramp:
             return None
         return read_schedule(
             {RAMPUP: growth}.get,
@@ -356,6 +357,23 @@ class Recipe(Configuration, ABC):
             seq_length=seq_length,
             iterations=steps if isinstance(steps, int) and steps > 0 else None,
             name=lambda name: {**self.items, RAMPUP: self.rampup_batch_size}.get(name, name),
+        )
+
+    @property
+    def _ignores_ramp(self) -> bool:
+        """Whether megatron-core trains with the whole batch from the first step, ramp or not.
+
+        Source: ``init_num_microbatches_calculator`` since 0.18.
+        """
+        return release_number(self.target.megatron_core) >= (0, 18)
+
+    def _ramp_notes(self) -> tuple[str, ...]:
+        growth = self.find(self.rampup_batch_size)
+        if growth in (ABSENT, None) or not self._ignores_ramp:
+            return ()
+        return (
+            f"{self.rampup_batch_size} = {growth} is ignored by megatron-core "
+            f"{self.target.megatron_core}: every step has {self.items['global_batch_size']}.",
         )
 
     def item_values(self) -> dict[str, Any]:

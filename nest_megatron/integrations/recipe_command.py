@@ -37,13 +37,17 @@ _SWITCHES = (
 
 
 def read_recipe(
-    text: str | Sequence[str], place: LaunchPlace = NOWHERE, assume_harmless: Sequence[str] = ()
+    text: str | Sequence[str],
+    place: LaunchPlace = NOWHERE,
+    *,
+    assume_harmless: Sequence[str] = (),
+    vocab_size: int | None = None,
 ) -> Job | None:
     """The job of a command that trains a recipe; ``None`` for any other command.
 
     Args:
         place: where it is launched.
-        assume_harmless: as of ``read_recipe`` of each framework.
+        assume_harmless, vocab_size: as of ``read_recipe`` of each framework.
         text: ``nemo llm pretrain --factory llama3_8b trainer.num_nodes=4``, or
             ``torchrun --nproc-per-node 8 run_recipe.py --recipe llama3_8b_pretrain_config``.
 
@@ -53,9 +57,9 @@ def read_recipe(
     """
     words = list(dropwhile(_ASSIGNMENT.match, tokens(text)))
     if words and PurePath(words[0]).name == "nemo":
-        return _nemo_job(words[1:], assume_harmless)
+        return _nemo_job(words[1:], assume_harmless, vocab_size)
     if any(word.partition("=")[0] == _RECIPE for word in words):
-        return _bridge_job(split_command(words, place), assume_harmless)
+        return _bridge_job(split_command(words, place), assume_harmless, vocab_size)
     return None
 
 
@@ -93,7 +97,7 @@ def _fields(words: Sequence[str], where: str) -> list[str]:
     return list(words)
 
 
-def _nemo_job(words: Sequence[str], assume_harmless: Sequence[str]) -> Job:
+def _nemo_job(words: Sequence[str], assume_harmless: Sequence[str], vocab_size: int | None) -> Job:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("collection", choices=["llm"])
     parser.add_argument("task", choices=["pretrain", "finetune"])
@@ -105,7 +109,7 @@ def _nemo_job(words: Sequence[str], assume_harmless: Sequence[str]) -> Job:
     own = [word for word in rest if not word.startswith("run.")]  # the executor's, and plugins'
     recipe = _nemo_recipe(given.task, given.factory, _fields(own, "trainer.num_nodes"))
     return replace(
-        nemo.read_recipe(recipe, assume_harmless=assume_harmless),
+        nemo.read_recipe(recipe, vocab_size=vocab_size, assume_harmless=assume_harmless),
         script=given.factory,
         changes=partial(
             nemo.plan_changes,
@@ -137,7 +141,9 @@ def _nemo_recipe(task: str, factory: str, fields: list[str]) -> Any:
         ) from error
 
 
-def _bridge_job(command: SplitCommand, assume_harmless: Sequence[str]) -> Job:
+def _bridge_job(
+    command: SplitCommand, assume_harmless: Sequence[str], vocab_size: int | None
+) -> Job:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument(_RECIPE, required=True)
     parser.add_argument("--mode")  # what the recipe's own name says
@@ -145,7 +151,7 @@ def _bridge_job(command: SplitCommand, assume_harmless: Sequence[str]) -> Job:
     own = [word for word in rest if not word.lstrip("+").startswith(("nest=", "nest."))]
     cfg = _bridge_recipe(given.recipe, _fields(own, "model.tensor_model_parallel_size"))
     known: dict[str, Any] = {"environment": {}, "assume_harmless": assume_harmless}
-    job = megatron_bridge.read_recipe(cfg, **known)
+    job = megatron_bridge.read_recipe(cfg, vocab_size=vocab_size, **known)
     return replace(
         job,
         script=given.recipe,

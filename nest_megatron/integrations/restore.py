@@ -131,12 +131,15 @@ def data_requirements(recipe: Configuration, micro_batch_size: int) -> dict[str,
     return needs
 
 
-def loss_notes(recipe: Configuration, micro_batch_size: int) -> tuple[str, ...]:
+def loss_notes(recipe: Configuration, fixed: Collection[str]) -> tuple[str, ...]:
     """What a plan may change where the loss is taken over some tokens of a sequence.
+
+    Args:
+        fixed: what it may not, by the names of degrees.
 
     Source: ``forward_step_calc_loss`` of megatron-core, which averages within each micro batch.
     """
-    data, fixed = recipe.find(recipe.data), data_requirements(recipe, micro_batch_size)
+    data = recipe.find(recipe.data)
     by_token = recipe.find(f"{recipe.model}.calculate_per_token_loss") is True
     may_change = {
         "micro_batch_size": "another micro batch weighs samples otherwise",
@@ -295,6 +298,7 @@ class Restored:
         format_source: where its format comes from if it was not seen, for the note.
         afresh: how the job starts its optimizer anew, where that is no flag.
         fields: Megatron-LM's flags, and what says the same in the job, where it has no flags.
+        missing: why the job would not start on this host, where it has to restore something.
     """
 
     source: str
@@ -304,9 +308,12 @@ class Restored:
     format_source: str = ""
     afresh: str = ""
     fields: Mapping[str, str] = field(default_factory=dict)
+    missing: str = ""
 
     def required(self, version: str) -> Mapping[str, Requirement]:
         """What a plan must keep, by the names of ``layout_arguments``."""
+        if self.saved.format == _HUGGING_FACE:
+            return {}
         needs = checkpoint.requirements(self.saved, self.values, version)
         if self.is_seen:
             return {n: replace(r, fix=_in_fields(r.fix, self.fields)) for n, r in needs.items()}
@@ -321,6 +328,8 @@ class Restored:
 
     def note(self) -> str:
         """What is known of it, for the plan's notes."""
+        if self.missing:
+            return f"{self.missing} A plan counts on the format {self.saved.format}."
         how = "as was found there" if self.is_seen else self.format_source
         found = f"The job restores {self.source}, in the format {self.saved.format} ({how})."
         if self.afresh:
@@ -350,6 +359,8 @@ def _naming_fields(fields: Mapping[str, str]) -> Iterator[None]:
         raise UserInputError(what, error.value, error.limit, fix) from error
 
 
+#: What holds weights alone, of any layout.
+_HUGGING_FACE = "Hugging Face"
 #: Megatron-LM's flags, and what says the same in Megatron-Bridge, which reads no torch checkpoint.
 _BRIDGE_FIELDS = {
     "--ckpt-convert-format": "Megatron-LM's --ckpt-convert-format",
@@ -408,7 +419,16 @@ def restored_by_bridge(cfg: Any) -> Restored | None:
     if saved is not None:
         saved = replace(saved, **_saved_sizes(saved.directory))
         return Restored(source=source, saved=saved, values=values, is_seen=True, fields=fields)
-    return _unseen_checkpoint(source, str(values["ckpt_format"]), values)
+    if not resumes and _is_hugging_face(pretrained):
+        return _unseen_checkpoint(source, _HUGGING_FACE, values, "as was found there")
+    found = _unseen_checkpoint(source, str(values["ckpt_format"]), values)
+    if pretrained:
+        return found
+    missing = (
+        "Fine-tuning starts from a checkpoint: checkpoint.pretrained_checkpoint is not set, and "
+        f"checkpoint.load ({load}) holds none on this host. Set checkpoint.pretrained_checkpoint."
+    )
+    return replace(found, missing=missing)
 
 
 def restored_by_nemo(recipe: Any, stated: Values) -> Restored | None:
@@ -479,6 +499,17 @@ def _unseen_checkpoint(
         weights_only=bool(values.get("finetune")),
     )
     return Restored(source=path, saved=saved, values=values, format_source=how)
+
+
+def _is_hugging_face(folder: object) -> bool:
+    """Whether Megatron-Bridge 0.6 takes a folder for a model of Hugging Face.
+
+    Source: ``is_hf_checkpoint_dir``.
+    """
+    if not isinstance(folder, str | os.PathLike) or not Path(folder, "config.json").is_file():
+        return False
+    weights = ("model*.safetensors", "pytorch_model*.bin")
+    return any(any(Path(folder).glob(pattern)) for pattern in weights)
 
 
 def _has_checkpoint(folder: object) -> bool:

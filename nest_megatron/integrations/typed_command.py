@@ -36,8 +36,8 @@ from nest_megatron.integrations.dry_run import (
 from nest_megatron.integrations.launchers import (
     SLURM_VARIABLES,
     LaunchPlace,
-    is_secret,
     slurm_options,
+    without_secrets,
 )
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_command
 from nest_megatron.integrations.megatron_lm.changed_command import require_model, with_flags
@@ -181,7 +181,14 @@ def _read(composed: Settings, text: str | Sequence[str], version: str | None) ->
     if launch is None:
         from nest_megatron.integrations.recipe_command import read_recipe
 
-        if (recipe := read_recipe(text, place, composed.assume_harmless)) is not None:
+        recipe = read_recipe(
+            text,
+            place,
+            assume_harmless=composed.assume_harmless,
+            vocab_size=_vocabulary_set(composed),
+        )
+        if recipe is not None:
+            _require_vocabulary(recipe.spec, composed)
             return recipe
     try:
         words = text if launch is None else launch.words
@@ -228,6 +235,25 @@ def _read(composed: Settings, text: str | Sequence[str], version: str | None) ->
     if is_assumed(values, job.spec.family, job.version):  # Megatron pads what there is
         return job
     return replace(job, spec=job.spec.with_padded_vocab(values["tensor_model_parallel_size"]))
+
+
+def _vocabulary_set(composed: Settings) -> int | None:
+    """Rows of the vocabulary that ``--set --vocab-size`` says, and no other flag beside it."""
+    words = " ".join(shlex.split(composed.flags or ""))
+    found = re.fullmatch(r"--vocab-size[= ]([1-9]\d{0,8})", words)
+    return None if found is None else int(found[1])
+
+
+def _require_vocabulary(spec: TransformerSpec, composed: Settings) -> None:
+    """Raise for flags beside a recipe, but for the vocabulary that it leaves open."""
+    if composed.flags is None or spec.vocab_size == _vocabulary_set(composed):
+        return
+    raise UserInputError(
+        "--set",
+        composed.flags,
+        "of a recipe it sets --vocab-size alone, where the recipe does not say the size",
+        "Write the recipe's own fields behind its name.",
+    )
 
 
 def _release_of_tree(text: str | Sequence[str], folder: str) -> tuple[str | None, tuple[str, ...]]:
@@ -416,7 +442,7 @@ def estimate_command(
         launch[LAUNCHER] = LaunchCommand(
             script=command.script,
             argv=command.argv,
-            environment={k: v for k, v in command.environment.items() if not is_secret(k)},
+            environment=without_secrets(command.environment),
             launcher=command.launcher,
         )
         found = _with_size_note(found, command)

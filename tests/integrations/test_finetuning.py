@@ -17,7 +17,7 @@ from nest_megatron.integrations import megatron_bridge, nemo
 from nest_megatron.integrations.restore import restored_by_bridge, restored_by_nemo
 from nest_megatron.layout.plan import ParallelPlan
 from tests import catalogue
-from tests.integrations.frameworks import bridge_config, nemo_recipe
+from tests.integrations.frameworks import GPTModelProvider, bridge_config, nemo_recipe
 
 
 @dataclass
@@ -173,6 +173,49 @@ def test_what_bridge_restores_keeps_megatron_fsdp_away(field_name: str) -> None:
     assert _planned(cfg, free=["all"]).arguments["use_megatron_fsdp"] is False
     with pytest.raises(UserInputError, match="checkpoint to be loaded needs False: Megatron-FSDP"):
         _planned(cfg, free=["all"], overrides=["parallel.zero_stage=3"])
+
+
+@dataclass
+class Gemma2ModelProvider(GPTModelProvider):
+    """Megatron-Bridge's, whose attention splits no sequence."""
+
+    calculate_per_token_loss: bool = False
+
+
+def test_what_a_family_fixes_is_not_advised_to_be_kept() -> None:
+    cfg = _bridge()
+    assert "Keep micro_batch_size and context_parallel_size" in _notes(cfg)
+    cfg.model = Gemma2ModelProvider(**vars(cfg.model))
+    assert "another micro batch weighs samples otherwise. Keep micro_batch_size to" in _notes(cfg)
+    assert "context_parallel_size" not in _notes(cfg)
+
+
+def _notes(cfg: Any) -> str:
+    return " ".join(megatron_bridge.read_recipe(cfg, environment={}).notes)
+
+
+def test_fine_tuning_without_a_checkpoint_is_told_what_it_lacks() -> None:
+    """Recipes of Megatron-Bridge as they come name the folder that they save to, and no other."""
+    cfg = _bridge()
+    cfg.checkpoint.load = "/mine/nemo_experiments/default/checkpoints"
+    notes = _notes(cfg)
+    assert "checkpoint.pretrained_checkpoint is not set, and checkpoint.load (/mine/" in notes
+    assert "holds none on this host. Set checkpoint.pretrained_checkpoint." in notes
+    assert "The job restores" not in notes
+    cfg.checkpoint.pretrained_checkpoint = "/elsewhere"
+    notes = _notes(cfg)
+    assert "The job restores /elsewhere, in the format torch_dist (as the recipe states)" in notes
+
+
+def test_a_model_of_hugging_face_fits_every_layout(tmp_path: Path) -> None:
+    cfg = _bridge()
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    cfg.checkpoint.pretrained_checkpoint = str(tmp_path)
+    found = restored_by_bridge(cfg)
+    assert found is not None
+    assert "in the format Hugging Face (as was found there)" in found.note()
+    assert not found.required("0.19")
 
 
 def test_an_empty_folder_to_load_from_restores_nothing(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,6 +113,38 @@ def test_changes_are_named_by_the_fields_of_the_recipe(command: str) -> None:
     changed = found.layout.micro_batch_size != 1
     assert changed == (micro in names)
     assert f"{tensor} 4 ->" in " ".join(str(found.explain()).split())
+
+
+@dataclasses.dataclass
+class PreTrainingDataModule(frameworks.MockDataModule):
+    """NeMo's, whose tokenizer the recipe of a Mamba model leaves open."""
+
+
+def test_the_vocabulary_that_a_recipe_leaves_open_is_set_beside_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def without_tokenizer(*_: object) -> Any:
+        recipe = frameworks.nemo_recipe(catalogue.model("llama3_8b"), num_nodes=2)
+        recipe.data, recipe.model.config.vocab_size = PreTrainingDataModule(), None
+        return recipe
+
+    monkeypatch.setattr(recipe_command, "_nemo_recipe", without_tokenizer)
+    words = ("plan", "--from", NEMO, "cluster=dgx_h100", *QUICK)
+    lacking = run(*words)
+    assert lacking.code == 2
+    assert "--set --vocab-size=" in lacking.err
+    file = tmp_path / "plan.yaml"
+    done = run(*words, "--set", "--vocab-size=50280", f"out={file}")
+    assert done.code == 0, done.err
+    assert nest_megatron.load_plan(file).record.model.vocab_size == 50_280
+    assert run("whatif", str(file), "memory=141GB", "--json").code == 0
+
+
+@pytest.mark.parametrize("flag", ["--vocab-size=50280", "--bf16"])
+def test_nothing_else_of_a_recipe_is_set_beside_it(command: str, flag: str) -> None:
+    done = run("plan", "--from", command, "cluster=dgx_h100", *QUICK, "--set", flag)
+    assert done.code == 2
+    assert "it sets --vocab-size alone, where the recipe does not say the size" in done.err
 
 
 def test_what_if_of_a_recipe(command: str) -> None:

@@ -213,16 +213,20 @@ def _with_launcher(
     plan: ParallelPlan, launch: LaunchCommand, command: ReadCommand
 ) -> LaunchCommand:
     """The user's launcher, on as many nodes as are planned, and variables that are no secrets."""
-    from nest_megatron.integrations.launchers import is_secret, with_num_nodes, with_variables
+    from nest_megatron.integrations.launchers import (
+        with_num_nodes,
+        with_variables,
+        without_secrets,
+    )
 
     ranks, words = command.ranks, command.launcher
     num_nodes, per_node = launch_size(plan)
     if ranks.num_nodes and ranks.num_ranks == per_node * ranks.num_nodes:
         words = tuple(with_num_nodes(words, num_nodes))
-    own = {name: text for name, text in command.environment.items() if not is_secret(name)}
     unset = {name: text for name, text in launch.environment.items() if text is None}
     given = {name: text for name, text in launch.environment.items() if text is not None}
-    launcher, before = with_variables(words, {**own, **given})
+    variables = {**without_secrets(command.environment), **given}
+    launcher, before = with_variables(words, variables)
     return replace(launch, launcher=tuple(launcher), environment={**before, **unset})
 
 

@@ -354,3 +354,18 @@ def test_weights_of_8_bits_are_cast_by_the_distributed_optimizer_alone() -> None
     plan, _ = auto_recipe(cfg, cluster="b200", overrides=words)
     assert plan.layout.dims.data_parallel_size == 1
     assert plan.layout.zero is ZeroStage.OPTIMIZER
+
+
+def test_a_batch_that_no_longer_grows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core since 0.18 logs that the ramp is deprecated, and has no ramp."""
+    monkeypatch.setattr(config, "installed_name", lambda _: "megatron_bridge_0.6")
+    cfg = bridge_config(catalogue.model("llama3_8b"))
+    assert not any("rampup" in note for note in read_recipe(cfg).notes)
+    cfg.train.rampup_batch_size = [16, 16, 1000]
+    job = read_recipe(cfg)
+    assert job.batch_schedule is None
+    told = [note for note in job.notes if "rampup" in note]
+    assert told == [
+        "train.rampup_batch_size = [16, 16, 1000] is ignored by megatron-core "
+        f"{job.version}: every step has train.global_batch_size."
+    ]
