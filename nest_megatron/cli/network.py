@@ -72,7 +72,8 @@ def network_import(
         fix = "Add --cluster with a name of the catalogue or a file."
         raise UserInputError("--out", str(out), limit, fix)
     measured = read_measurements(paths, None if kind is None else CollectiveKind(kind))
-    found = fit_network(measured, None if cluster is None else named_cluster(cluster))
+    described = None if cluster is None else named_cluster(cluster)
+    found = fit_network(measured, described)
     if out is not None and found.cluster is not None and cluster is not None:
         write_text(out, cluster_text(found.cluster, cluster, out))
     if profile is not None:
@@ -83,13 +84,13 @@ def network_import(
             {
                 "samples": len(found.profile.samples),
                 "versions": found.profile.versions,
-                "levels": [to_plain(fit) for fit in found.fits],
+                "levels": [to_plain(fit) for fit in found.profile.fits],
                 "notes": found.notes,
                 "written": written,
             }
         )
         return
-    table = levels_table(found.fits, found.described)
+    table = levels_table(found.profile.fits, described)
     show(profile_lines(found.profile), table, notes_report(found.notes))
     for path in written:
         say(f"Wrote {path}.")

@@ -13,6 +13,7 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.plan_file import digest
 from nest_megatron.names import Name
 from nest_megatron.plain import added
+from nest_megatron.profile.clock import middle_half
 from nest_megatron.units import Bytes, Seconds
 
 #: Version of the records; a reader passes over newer ones, and says so.
@@ -109,12 +110,33 @@ class Predicted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What the watched steps took; a tuple by rank has one entry for each global rank.
+class WatchedSteps:
+    """Times of watched steps.
 
     Args:
         step_times_s: of every watched step, in their order, from beginning to beginning.
         warm_up: how many of them come first and do not count.
+    """
+
+    step_times_s: tuple[Seconds, ...]
+    warm_up: int
+
+    @property
+    def counted_s(self) -> tuple[Seconds, ...]:
+        """The step times that count."""
+        return self.step_times_s[self.warm_up :]
+
+    @property
+    def step_s(self) -> Seconds:
+        """The median step of those that count."""
+        return statistics.median(self.counted_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured(WatchedSteps):
+    """What the watched steps took; a tuple by rank has one entry for each global rank.
+
+    Args:
         busy_s: median time of a step that each rank spends in its own forward and backward passes,
             without waiting for other pipeline ranks; ``None`` for a rank that does not say.
         peak_memory_bytes: on each rank's device; ``None`` where there is none, or no word of it.
@@ -123,8 +145,6 @@ class Measured:
             batch, in the mean of layers and steps; ``None`` where Megatron counts none.
     """
 
-    step_times_s: tuple[Seconds, ...]
-    warm_up: int
     busy_s: tuple[Seconds | None, ...]
     peak_memory_bytes: tuple[Bytes | None, ...]
     peak_allocated_bytes: tuple[Bytes | None, ...] = ()
@@ -135,16 +155,6 @@ class Measured:
             raise ValueError("of the measured steps one counts")
 
     @property
-    def counted_s(self) -> tuple[Seconds, ...]:
-        """The step times that count."""
-        return self.step_times_s[self.warm_up :]
-
-    @property
-    def step_s(self) -> Seconds:
-        """The median step."""
-        return statistics.median(self.counted_s)
-
-    @property
     def highest_allocated_bytes(self) -> Bytes | None:
         """The highest peak of tensors on any rank, as far as ranks say."""
         return max((each for each in self.peak_allocated_bytes if each), default=None)
@@ -152,36 +162,25 @@ class Measured:
     @property
     def spread(self) -> float:
         """Inter-quartile range of the steps over their median; 0 for fewer than two."""
-        if len(self.counted_s) < 2:
-            return 0.0
-        low, _, high = statistics.quantiles(self.counted_s, n=4, method="inclusive")
-        return (high - low) / self.step_s
+        return middle_half(self.counted_s)[1] if len(self.counted_s) > 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankMeasured:
+class RankMeasured(WatchedSteps):
     """What one rank measured, which it leaves for rank 0.
 
     Args:
         rank: its global rank.
-        step_times_s: as in ``Measured``.
         busy_s: of each of these steps, as in ``Measured``; empty where passes were not timed.
         expert_imbalance: as in ``Measured``, of the rank's own layers.
     """
 
     rank: int
     host: str
-    step_times_s: tuple[Seconds, ...]
-    warm_up: int
     busy_s: tuple[Seconds, ...]
     peak_memory_bytes: Bytes | None
     peak_allocated_bytes: Bytes | None = None
     expert_imbalance: float | None = None
-
-    @property
-    def step_s(self) -> Seconds:
-        """The median step of those that count."""
-        return statistics.median(self.step_times_s[self.warm_up :])
 
     @property
     def counted_busy_s(self) -> tuple[Seconds, ...]:

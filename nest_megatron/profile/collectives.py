@@ -8,7 +8,6 @@ with CUDA events, gloo with the processor's clock; torch is imported when a ``Ca
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -405,20 +404,23 @@ def _profile(
     not_measured: dict[CollectiveKind, str],
 ) -> NetworkProfile:
     """The profile; samples that fit nothing are kept, and said to."""
+    try:
+        fitted = fit_hosts(samples)
+        fits, fit_notes = fitted.fits, fitted.notes
+    except ProfileError as error:
+        fits, fit_notes = (), (f"No fit: {error}",)
     names = sorted(set(hosts))
     shown = f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
-    profile = NetworkProfile(
+    found = NetworkProfile(
         name=f"{names[0]}-{len(hosts)}",
         created=now(),
         source=f"{len(hosts)} ranks on {counted(len(names), 'host')} ({shown})",
         backend=NetworkBackend(caller.backend),
         versions={"nest-megatron": __version__, **caller.versions()},
         samples=tuple(samples),
+        fits=fits,
         not_measured=not_measured,
         notes=tuple(notes),
+        fit_notes=fit_notes,
     )
-    try:
-        fitted = fit_hosts(samples)
-    except ProfileError as error:
-        return sealed(dataclasses.replace(profile, fit_notes=(f"No fit: {error}",)))
-    return sealed(dataclasses.replace(profile, fits=fitted.fits, fit_notes=fitted.notes))
+    return sealed(found)

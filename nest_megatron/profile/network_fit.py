@@ -141,33 +141,18 @@ def fit_hosts(samples: Sequence[CollectiveSample]) -> Fitted:
 
     Bandwidths are what the fastest kind of collective reaches, efficiencies shares of that.
     """
-    named = (_unknown("node", 0, samples), _unknown("network", 1, samples))
-    fitted = fit_levels(samples, named)
-    fits = []
+    levels = (_unknown("node", 0, samples), _unknown("network", 1, samples))
+    fitted = fit_levels(samples, levels)
+    fits, notes = list[LevelFit](), fitted.notes
     for fit in fitted.fits:
         fastest = max(fit.efficiency.values())
         shares = {kind: share / fastest for kind, share in fit.efficiency.items()}
         bandwidth = fit.bandwidth_bytes_per_s * fastest
         fits.append(dataclasses.replace(fit, bandwidth_bytes_per_s=bandwidth, efficiency=shares))
-    changed = {fit.name: fit for fit in fits}
-    levels = tuple(
-        _with_fit(level, changed[level.name]) if level.name in changed else level
-        for level in fitted.levels
-    )
-    notes = list(fitted.notes)
-    if "node" not in changed and any(each.shape[0] > 1 for each in samples):
-        notes.append(
-            "No sample stays inside one host; what its ranks spend there counts as network's."
-        )
-    return Fitted(levels=levels, fits=tuple(fits), notes=tuple(notes))
-
-
-def _with_fit(level: NetworkLevel, fit: LevelFit) -> NetworkLevel:
-    """An unknown level with measured figures; kinds that were not measured keep their rate."""
-    scale = level.bandwidth_bytes_per_s / fit.bandwidth_bytes_per_s
-    as_before = {kind: min(share * scale, _MOST) for kind, share in level.efficiency.items()}
-    changed: dict[str, Any] = {name: getattr(fit, name) for name in _SHARED}
-    return dataclasses.replace(level, efficiency={**as_before, **fit.efficiency}, **changed)
+    if fits[0].name != "node" and any(each.shape[0] > 1 for each in samples):
+        words = "No sample stays inside one host; what its ranks spend there counts as network's."
+        notes = (*notes, words)
+    return dataclasses.replace(fitted, fits=tuple(fits), notes=notes)
 
 
 def predicted(sample: CollectiveSample, levels: Sequence[NetworkLevel]) -> float:
@@ -187,7 +172,9 @@ def _fit_level(
     sends = {each.shape[index] > 2 for each in own if each.kind is CollectiveKind.SEND_RECV}
     if sends == {True}:  # what a chain loses beside a single send cannot be told
         level = dataclasses.replace(level, chain_share=1.0)
-    figures = tuple(_figures(level, index, own))
+    figures = [*_figures(level, index, own)]
+    if sends == {True, False}:
+        figures.append(_figure("chain_share", level.chain_share))
 
     def logs(numbers: Sequence[float]) -> list[float]:
         changed = (*levels[:index], _put(level, figures, numbers), *levels[index + 1 :])
@@ -215,7 +202,14 @@ def _fit_level(
         figure.start if figure.field in untold else number
         for figure, number in zip(figures, numbers, strict=True)
     ]
-    _require_possible(level, figures, numbers)
+    for figure, number in zip(figures, numbers, strict=True):
+        if figure.is_rate and number >= figure.high:
+            raise ProfileError(
+                f"level {level.name}: bandwidth_bytes_per_s",
+                level.bandwidth_bytes_per_s,
+                f"the {figure.field} samples reach more than {_MOST} times as much",
+                "Name the cluster that was measured, or correct its description.",
+            )
     new = _put(level, figures, numbers)
     fit = _record(new, own, logs(numbers), {*told} - untold)
     return new, fit, list(_notes(fit, own))
@@ -289,9 +283,6 @@ def _figures(level: NetworkLevel, index: int, own: Sequence[CollectiveSample]) -
             yield _figure("reduction_efficiency", level.reduction_efficiency)
         elif level.tree_efficiency is not None and index:
             yield _figure("tree_efficiency", level.tree_efficiency)
-    sends = {each.shape[index] > 2 for each in own if each.kind is CollectiveKind.SEND_RECV}
-    if sends == {True, False}:
-        yield _figure("chain_share", level.chain_share)
 
 
 def _put(level: NetworkLevel, figures: Sequence[_Figure], numbers: Sequence[float]) -> NetworkLevel:
@@ -365,19 +356,6 @@ def _require_enough(level: str, own: Sequence[CollectiveSample]) -> None:
         raise _too_few(level, f"{len(own)} samples of {len(sizes)} sizes are too few to fit it")
     if sizes[-1] < MIN_RANGE * sizes[0]:
         raise _too_few(level, f"its sizes range from {sizes[0]} to {sizes[-1]} bytes only")
-
-
-def _require_possible(
-    level: NetworkLevel, figures: Sequence[_Figure], numbers: Sequence[float]
-) -> None:
-    for figure, number in zip(figures, numbers, strict=True):
-        if figure.is_rate and number >= figure.high:
-            raise ProfileError(
-                f"level {level.name}: bandwidth_bytes_per_s",
-                level.bandwidth_bytes_per_s,
-                limit=f"the {figure.field} samples reach more than {_MOST} times as much",
-                fix="Name the cluster that was measured, or correct its description.",
-            )
 
 
 def _too_few(level: str, limit: str) -> ProfileError:

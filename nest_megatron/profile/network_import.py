@@ -36,13 +36,11 @@ _HEAD = """\
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedNetwork:
-    """Measurements with their fit; ``cluster`` is the measured one, ``described`` the named one."""
+    """Measurements with their fit, and the described cluster with its levels as measured."""
 
     profile: NetworkProfile
-    fits: tuple[LevelFit, ...]
     notes: tuple[str, ...]
-    described: Cluster | None = None
-    cluster: Cluster | None = None
+    cluster: Cluster | None
 
 
 def read_measurements(paths: Sequence[Path], kind: CollectiveKind | None) -> NetworkProfile:
@@ -94,9 +92,7 @@ def fit_network(profile: NetworkProfile, described: Cluster | None) -> FittedNet
         cluster = _measured_cluster(profile, described, fitted)
     return FittedNetwork(
         profile=dataclasses.replace(profile, fits=fitted.fits, fit_notes=fitted.notes),
-        fits=fitted.fits,
         notes=(*profile.notes, *fitted.notes, *others),
-        described=described,
         cluster=cluster,
     )
 
@@ -135,11 +131,11 @@ def cluster_yaml(cluster: Cluster, defaults: Sequence[Any] = ()) -> str:
             empty.
     """
     fields: dict[str, Any] = to_plain(cluster)
-    fields["levels"] = [_given(level) for level in fields["levels"]]
+    fields["levels"] = [_without_empty(level) for level in fields["levels"]]
     if defaults:
         del fields["accelerator"]
         fields = {"defaults": list(defaults), **fields}
-    body = yaml.safe_dump(_given(fields), sort_keys=False, width=100, allow_unicode=True)
+    body = yaml.safe_dump(_without_empty(fields), sort_keys=False, width=100, allow_unicode=True)
     return str(body)
 
 
@@ -151,7 +147,7 @@ def _defaults(name: str) -> list[Any]:
     return found
 
 
-def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _without_empty(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Fields that say something; the outermost level's ``num_devices`` is null on purpose."""
     return {
         key: _rounded(value)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import platform
 import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from nest_megatron.cluster.discovery import open_nvml
@@ -99,26 +101,26 @@ def tasks_of(spec: TransformerSpec, shards: Sequence[LayerShard]) -> tuple[Task,
 
     Attention under context parallelism is left out: one rank by itself sees no other's keys.
     """
-    seen: dict[tuple[LayerBlock, Point], Task] = {}
+    return tuple(_tasks_by_shape(spec, shards).values())
+
+
+def _tasks_by_shape(
+    spec: TransformerSpec, shards: Sequence[LayerShard]
+) -> dict[tuple[LayerBlock, Point], Task]:
+    found: dict[tuple[LayerBlock, Point], Task] = {}
     for shard in shards:
         for block in spec.blocks:
             if not block.mixes_tokens or shard.context_parallel_size == 1:
-                seen.setdefault((block, point_of(spec, block, shard)), Task(block, shard))
-    return tuple(seen.values())
+                found.setdefault((block, point_of(spec, block, shard)), Task(block, shard))
+    return found
 
 
 def telling_apart(spec: TransformerSpec, shards: Sequence[LayerShard]) -> tuple[Task, ...]:
     """What tells layouts apart: blocks in the shapes that some of them have and others have not."""
-    shapes = [
-        {(t.block, point_of(spec, t.block, t.shard)) for t in tasks_of(spec, [s])} for s in shards
-    ]
-    common = set.intersection(*shapes) if shapes else set()
-    tasks = tasks_of(spec, shards)
+    tasks = _tasks_by_shape(spec, shards)
+    common = set(tasks).intersection(*(_tasks_by_shape(spec, [shard]) for shard in shards))
     return tuple(
-        task
-        for task in tasks
-        if can_time(task.block)
-        and (task.block, point_of(spec, task.block, task.shard)) not in common
+        task for shape, task in tasks.items() if can_time(task.block) and shape not in common
     )
 
 
@@ -183,7 +185,9 @@ def this_machine(where: Where, implementation: Implementation) -> Machine:
         gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     return Machine(
         device_name=_processor_name() if gpu is None else gpu.name,
-        memory_bytes=_host_memory() if gpu is None else gpu.total_memory,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if gpu is None
+        else gpu.total_memory,
         driver=None if gpu is None else driver_version(),
         torch=str(torch.__version__),
         megatron_core=megatron_core,
@@ -212,21 +216,12 @@ def gpu_uuid() -> str:
 
 
 def _processor_name() -> str:
-    import platform
-    from pathlib import Path
-
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _host_memory() -> int:
-    import os
-
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _clocks(uuid: str) -> tuple[int | None, int | None]:

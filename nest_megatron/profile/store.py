@@ -241,16 +241,12 @@ def stored_entries() -> tuple[Entry, ...]:
     return _entries(profiles_folder(), shipped=False)
 
 
-def shipped_entries() -> tuple[Entry, ...]:
-    """The files that come with the package."""
-    return _entries(catalogue_root().joinpath(_SHIPPED), shipped=True)
-
-
 def all_entries() -> tuple[Entry, ...]:
     """The store's files, then those shipped whose name the store has not taken."""
-    own = stored_entries()
-    taken = {entry.name for entry in own}
-    return (*own, *(entry for entry in shipped_entries() if entry.name not in taken))
+    stored = stored_entries()
+    shipped = _entries(catalogue_root().joinpath(_SHIPPED), shipped=True)
+    taken = {entry.name for entry in stored}
+    return (*stored, *(entry for entry in shipped if entry.name not in taken))
 
 
 def _entries(folder: Traversable, *, shipped: bool) -> tuple[Entry, ...]:
@@ -297,15 +293,17 @@ def record(profile: LayerProfile, *, timeout_s: Seconds = LOCK_TIMEOUT_S) -> Lay
     with _locked(timeout_s) as folder:
         before = _same_profile(profile)
         after = profile if before is None else merged(before, profile)
-        _write(after, folder)
+        path = folder / f"{require_name(after.name)}{_SUFFIX}"
+        try:
+            write(after, path)
+        except UserInputError as error:
+            raise _unwritable(folder, error) from error
         return after
 
 
 def merged(one: LayerProfile, other: LayerProfile) -> LayerProfile:
     """Both profiles' timings under the first one's name; the newer profile's win."""
     older, newer = sorted((one, other), key=lambda p: datetime.fromisoformat(p.created))
-    if datetime.fromisoformat(one.created) == datetime.fromisoformat(other.created):
-        older, newer = one, other
     timings: Mapping[object, Timing] = {
         timing.shape: timing for profile in (older, newer) for timing in profile.timings
     }
@@ -338,16 +336,15 @@ def export_profile(name: str, out: Path) -> LayerProfile:
 
 def faults(name: str | None = None) -> tuple[tuple[Entry, ProfileError | None], ...]:
     """Every profile, or the one named, with what is wrong with its file, or ``None``."""
-    entries = all_entries() if name is None else (find_entry(name),)
-    return tuple((entry, _fault(entry)) for entry in entries)
-
-
-def _fault(entry: Entry) -> ProfileError | None:
-    try:
-        entry.read()
-    except ProfileError as error:
-        return error
-    return None
+    found = list[tuple[Entry, ProfileError | None]]()
+    for entry in all_entries() if name is None else (find_entry(name),):
+        try:
+            entry.read()
+        except ProfileError as error:
+            found.append((entry, error))
+        else:
+            found.append((entry, None))
+    return tuple(found)
 
 
 def _same_profile(profile: LayerProfile) -> LayerProfile | None:
@@ -408,15 +405,6 @@ def _locked(
         yield folder
     finally:
         lock.release()
-
-
-def _write(profile: LayerProfile, folder: Path) -> None:
-    try:
-        write(profile, folder / f"{require_name(profile.name)}{_SUFFIX}")
-    except ProfileError:
-        raise
-    except UserInputError as error:
-        raise _unwritable(folder, error) from error
 
 
 def _unwritable(folder: Path, error: Exception) -> ProfileError:

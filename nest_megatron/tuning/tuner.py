@@ -14,7 +14,6 @@ from nest_megatron.history.store import append
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import describe_grid
-from nest_megatron.planner.choice import Candidate
 from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.tuning.job import RunCommand, TunedJob
 from nest_megatron.tuning.launchers import Launcher, running_file
@@ -180,20 +179,13 @@ class Tuner:
 
     def _solved(self, trial: Trial) -> SolvedLayout:
         """The candidate that a run was of."""
-        plan = plan_file.read(self.session.path(trial, _PLAN))
-        return self._candidate(plan).solved
-
-    def _candidate(self, plan: ParallelPlan) -> Candidate:
-        own = plan.layout
+        layout = plan_file.read(self.session.path(trial, _PLAN)).layout
         for each in self.job.ranked.candidates:
-            if each.solved.layout == own:
-                return each
-        raise UserInputError(
-            "tune",
-            describe_grid(own),
-            "planned again, this job has no such plan",
-            "Begin anew, with the command, settings and profiles of now.",
-        )
+            if each.solved.layout == layout:
+                return each.solved
+        limit = "planned again, this job has no such plan"
+        fix = "Begin anew, with the command, settings and profiles of now."
+        raise UserInputError("tune", describe_grid(layout), limit, fix)
 
 
 def trials_of(session: Session) -> frozenset[str]:
