@@ -13,7 +13,6 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.plan_file import digest
 from nest_megatron.names import Name
 from nest_megatron.plain import added
-from nest_megatron.profile.clock import middle_half
 from nest_megatron.units import Bytes, Seconds
 
 #: Version of the records; a reader passes over newer ones, and says so.
@@ -162,7 +161,10 @@ class Measured(WatchedSteps):
     @property
     def spread(self) -> float:
         """Inter-quartile range of the steps over their median; 0 for fewer than two."""
-        return middle_half(self.counted_s)[1] if len(self.counted_s) > 1 else 0.0
+        if len(self.counted_s) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.counted_s, n=4, method="inclusive")
+        return (high - low) / self.step_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
