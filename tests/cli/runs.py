@@ -19,6 +19,11 @@ from nest_megatron.cli import main
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE_ROOT = Path(nest_megatron.__file__).resolve().parents[1]
 SMALL = ("model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=8")
+#: A search that takes a quarter of the time, for tests that are not of the search.
+LIMITS = (
+    *("search.max_context_parallel_size=1", "search.max_pipeline_model_parallel_size=2"),
+    *("search.max_virtual_pipeline_model_parallel_size=1", "search.max_micro_batch_size=2"),
+)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from nest_megatron.config.catalogue import named_model
 from nest_megatron.cost_model.target_defaults import TARGETS
 from nest_megatron.integrations.megatron_lm.attach import target_refusals
 from tests import catalogue
-from tests.cli.runs import ROOT, SMALL, run
+from tests.cli.runs import LIMITS, ROOT, SMALL, run
 
 LLAMA = {
     "model_type": "llama",
@@ -74,7 +74,7 @@ def test_layers_are_counted_by_kind(name: str, kinds: dict[str, int] | None) -> 
 def test_a_plan_tells_its_model_and_cluster(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.yaml")
     job = ("model=mixtral_8x1b", "cluster=gb300_nvl72", "cluster.num_gpus=8")
-    assert run("plan", *job, f"out={path}", "search.max_seconds=5").code == 0
+    assert run("plan", *job, f"out={path}", *LIMITS).code == 0
     assert run("models", path, "--json").json() == run("models", "mixtral_8x1b", "--json").json()
     cluster = run("clusters", path, "--json").json()
     assert (cluster["name"], cluster["gpus_per_node"]) == ("gb300_nvl72", 8)

@@ -9,7 +9,7 @@ import pytest
 
 from nest_megatron.cli.research import compare as command
 from nest_megatron.cli.research import complete_planners
-from tests.cli.runs import SMALL, run
+from tests.cli.runs import LIMITS, SMALL, run
 
 FEW = "planners=[manual,phaze,autoconfigurator]"
 BATCH = "train.global_batch_size=32"
@@ -54,7 +54,7 @@ def test_charts(tmp_path: Path, suffix: str) -> None:
     if suffix == ".png":
         pytest.importorskip("matplotlib")
     path = tmp_path / f"planners{suffix}"
-    done = run(*JOB, "--chart", str(path))
+    done = run("compare", *SMALL, *LIMITS, BATCH, "planners=[phaze]", "--chart", str(path))
     assert (done.code, done.err) == (0, "")
     assert f"Drawn into {path}." in done.out
     content = path.read_bytes()

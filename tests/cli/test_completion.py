@@ -38,8 +38,7 @@ OFFERED = {
 }
 
 
-@pytest.mark.parametrize("line", OFFERED)
-def test_bash_offers(line: str, tmp_path: Path) -> None:
+def test_bash_offers(tmp_path: Path) -> None:
     """With bash itself, which cuts words at ``=``."""
     bash = shutil.which("bash")
     if bash is None:
@@ -48,15 +47,17 @@ def test_bash_offers(line: str, tmp_path: Path) -> None:
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m nest_megatron "$@"\n')
     program.chmod(0o755)
     script = tmp_path / "try.sh"
-    script.write_text(
-        f'eval "$({program} completion bash)"\nCOMP_WORDS=(nest-megatron {line})\n'
-        "COMP_CWORD=$((${#COMP_WORDS[@]}-1))\n"
+    tries = (
+        f"COMP_WORDS=(nest-megatron {line})\nCOMP_CWORD=$((${{#COMP_WORDS[@]}}-1))\n"
         f'_nest_megatron_completion {program} 2>/dev/null\necho "${{COMPREPLY[*]}}"\n'
+        for line in OFFERED
     )
+    script.write_text(f'eval "$({program} completion bash)"\n{"".join(tries)}')
     done = subprocess.run(
         [bash, str(script)], capture_output=True, text=True, env=environment(), check=True
     )
-    assert OFFERED[line] in done.stdout.split()
+    for (line, offered), said in zip(OFFERED.items(), done.stdout.splitlines(), strict=True):
+        assert offered in said.split(), line
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

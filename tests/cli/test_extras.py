@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from nest_megatron.errors import BAD_INPUT, OK
-from tests.cli.runs import ROOT, SMALL, Run, environment
+from tests.cli.runs import LIMITS, ROOT, SMALL, Run, environment
 from tests.cli.test_network import NODE
 from tests.cli.test_validate import RUN, table
 
@@ -48,7 +48,7 @@ def bare(folder: Path, *words: str, **variables: str) -> Run:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a plan and a table of measured runs."""
     found = tmp_path_factory.mktemp("bare")
-    planned = bare(found, "plan", *SMALL, "out=plan.yaml")
+    planned = bare(found, "plan", *SMALL, *LIMITS, "out=plan.yaml")
     assert planned.code == OK, planned.err
     table(found / "runs.csv", RUN)
     return found
@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("estimate", *SMALL, "parallel.tensor_model_parallel_size=8"),
         ("explain", "plan.yaml", "--html", "plan.html", "--timeline", "trace.json"),
         ("extract", *SMALL, "--closed-form"),
-        ("compare", *SMALL, "--chart", "planners.html"),
+        ("compare", *SMALL, *LIMITS, "planners=[manual]", "--chart", "planners.html"),
         ("validate", "runs.csv"),
     ],
     ids=lambda words: words[0],
@@ -110,7 +110,7 @@ def test_ranks_measure_no_network_that_cannot_be_fitted(folder: Path) -> None:
 
 
 def test_a_sweep_names_the_tables_that_it_leaves_out(folder: Path) -> None:
-    done = bare(folder, "plan", "-m", *SMALL[:-1], "cluster.num_gpus=8,16", "out=sweep")
+    done = bare(folder, "plan", "-m", *SMALL[:-1], "cluster.num_gpus=8,16", *LIMITS, "out=sweep")
     assert done.code == OK
     for name, package in (("sweep.parquet", "pyarrow"), ("sweep.svg", "matplotlib")):
         assert f"{name} needs {package}: pip install 'nest-megatron[sweep]'" in done.err

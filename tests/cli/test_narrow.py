@@ -21,14 +21,14 @@ from nest_megatron.planner import plan as run_plan
 from nest_megatron.report.tables import FittingTable, figure_columns, name_columns
 from nest_megatron.report.words import other_layouts
 from nest_megatron.units import format_seconds
-from tests.cli.runs import ROOT, SMALL, run
+from tests.cli.runs import LIMITS, ROOT, SMALL, run
 
 
 @pytest.mark.parametrize("columns", ["60", "80", "120"])
 def test_every_number_of_a_plan_is_printed(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    plan = run("plan", *SMALL, "--json").json()
-    done = run("plan", *SMALL, "--full")
+    plan = run("plan", *SMALL, *LIMITS, "--json").json()
+    done = run("plan", *SMALL, *LIMITS, "--full")
     assert max(map(len, done.out.splitlines())) <= int(columns)
     for stage in plan["predicted"]["stages"]:
         assert f"{sum(stage['memory_bytes'].values()) / 2**30:.1f}" in done.out
@@ -70,13 +70,14 @@ def test_a_model_and_a_cluster_by_path(tmp_path: Path) -> None:
 
 
 def test_a_sweep_says_what_changes_nothing() -> None:
-    small = ("cluster=dgx_h100", "cluster.num_gpus=8", "search.num_alternatives=0")
+    small = (*SMALL[1:], *LIMITS, "search.num_alternatives=0")
     done = run("plan", "-m", "model=llama3_8b", *small, "cluster.oversubscription=1,2")
     assert "cluster.oversubscription changes nothing" in " ".join(done.out.split())
     done = run("plan", "-m", "model=llama3_8b", *small, "train.global_batch_size=64,128")
     assert "changes nothing" not in done.out
 
 
+@pytest.mark.slow
 def test_each_row_of_the_documented_sweep_is_another_plan() -> None:
     page = ROOT / "docs" / "sizing.md"
     lines = page.read_text(encoding="utf-8").splitlines()

@@ -14,9 +14,9 @@ from nest_megatron.layout import plan_file
 from nest_megatron.planner import plan_table
 from nest_megatron.planner.pins import read_pinned, read_table
 from nest_megatron.planner.plan_table import PlanTable, TableText
-from tests.cli.runs import run
+from tests.cli.runs import LIMITS, run
 
-JOB = ("model=llama3_8b", "cluster=dgx_h100")
+JOB = ("model=llama3_8b", "cluster=dgx_h100", *LIMITS)
 BATCH = "train.global_batch_size=480"
 COMMAND = (
     "pretrain_gpt.py --num-layers 8 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 "
@@ -74,7 +74,7 @@ def test_one_number_is_planned_as_it_is_alone(table: PlanTable, tmp_path: Path) 
 
 
 def test_states_that_can_be_resharded_free_the_layouts(tmp_path: Path) -> None:
-    words = ["cluster=dgx_h100", "--for-nodes", "1..2"]
+    words = ["cluster=dgx_h100", *LIMITS, "--for-nodes", "1..2"]
     kept, free = tmp_path / "kept.yaml", tmp_path / "free.yaml"
     assert run("plan", "--from", COMMAND, *words, f"out={kept}").code == 0
     command = f"{COMMAND} --dist-ckpt-optim-fully-reshardable"

@@ -27,13 +27,8 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.layouts import keep_layout
 from nest_megatron.report.plan_rows import PlanRow
 from nest_megatron.report.whatif import Variant, variants_page
-from tests.cli.runs import ENDLESS_SECOND_JOB, SECOND_JOB, interrupted, run
+from tests.cli.runs import ENDLESS_SECOND_JOB, LIMITS, SECOND_JOB, interrupted, run
 
-#: A small search, so that many can be made.
-LIMITS = (
-    *("search.max_context_parallel_size=1", "search.max_pipeline_model_parallel_size=2"),
-    *("search.max_virtual_pipeline_model_parallel_size=1", "search.max_micro_batch_size=2"),
-)
 JOB = ("model=llama3_8b", "cluster=h100_spine_leaf", "cluster.num_gpus=32", *LIMITS)
 BATCH = "train.global_batch_size=64"
 QUICK = ("search.num_alternatives=0",)

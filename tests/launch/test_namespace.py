@@ -36,6 +36,8 @@ from tests.launch.jobs import decided, job_argv, namespace, pad_like_megatron, r
 
 #: GPUs and batch with which a model has a plan, and the flags that its script sets already.
 LARGE = {"gpt3_175b", "llama3_1_405b", "deepseek_v3", "nemotron4_340b", "qwen3_235b_a22b"}
+#: Models that differ from a smaller one in their sizes alone.
+ALIKE = {"llama3_70b", "mixtral_8x22b", "mixtral_scaled"}
 MODELS = [
     name
     for name in catalogue.CORE
@@ -55,7 +57,7 @@ def jobs() -> Iterator[ParameterSet]:
     """Every model under every release; of the models of experts, by default one under both."""
     for name, version in itertools.product(MODELS, ("0.16", "0.20")):
         is_doubled = catalogue.model(name).is_moe and name != "mixtral_8x7b" and version == "0.20"
-        is_slow = name in LARGE or is_doubled
+        is_slow = name in LARGE | ALIKE or is_doubled
         yield pytest.param(name, version, marks=pytest.mark.slow if is_slow else ())
 
 
