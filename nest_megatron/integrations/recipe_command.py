@@ -147,6 +147,7 @@ def _bridge_job(
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument(_RECIPE, required=True)
     parser.add_argument("--mode")  # what the recipe's own name says
+    parser.add_argument("--step_func")  # what feeds the model and takes its loss: no field
     given, rest = parser.parse_known_args(command.argv)
     own = [word for word in rest if not word.lstrip("+").startswith(("nest=", "nest."))]
     cfg = _bridge_recipe(given.recipe, _fields(own, "model.tensor_model_parallel_size"))

@@ -69,6 +69,21 @@ def test_words_of_unknown_meaning_are_refused(words: str, told: str) -> None:
         read_recipe(words)
 
 
+def test_the_step_function_of_a_script_is_no_field_of_its_recipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Models that see images are trained with ``--step_func vlm_step``."""
+    found = []
+
+    def made(name: str, fields: list[str]) -> Any:
+        found.append((name, fields))
+        return frameworks.bridge_config(catalogue.model("llama3_8b"))
+
+    monkeypatch.setattr(recipe_command, "_bridge_recipe", made)
+    read_recipe(f"{BRIDGE} --step_func vlm_step train.train_iters=10")
+    assert found == [("mine", ["train.train_iters=10"])]
+
+
 def test_a_recipe_is_priced_as_it_is(command: str) -> None:
     found = nest_megatron.estimate_command(command, cluster="dgx_h100")
     sizes = (
