@@ -361,6 +361,7 @@ def _composed(
         plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except Exception as error:  # Hydra asserts on what it does not expect in a user's file
         raise _plain_error(error, overrides) from error
+    plain["assume_harmless"] = tuple(plain["assume_harmless"])
     return {**plain, **{name: config[name] for name in SECTIONS}}
 
 
