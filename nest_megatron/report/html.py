@@ -5,13 +5,22 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from math import prod
 from typing import Any
 
 from nest_megatron.cost_model.settings import OF_EXPERTS, CostSettings
 from nest_megatron.layout import plan_file
+from nest_megatron.layout.diff import plan_values, reason
+from nest_megatron.layout.estimate import Alternative
+from nest_megatron.layout.layout import layout_arguments
 from nest_megatron.layout.plan import LaunchCommand, ParallelPlan, SearchRecord, launch_words
+from nest_megatron.layout.rank_order import GroupKind, group_of_rank, group_shape
+from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.parameters import active_parameters, total_parameters
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import to_plain
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.before_after import before_after_section
 from nest_megatron.report.charts import (
@@ -21,11 +30,15 @@ from nest_megatron.report.charts import (
     ink_on,
 )
 from nest_megatron.report.console import command_lines
-from nest_megatron.report.html_layout import choices, groups, runners_up, stages
-from nest_megatron.report.html_sensitivity import sensitivity
+from nest_megatron.report.html_sensitivity import reached_levels, sensitivity
 from nest_megatron.report.memory_words import memory_level, plan_verdict, risk_words
 from nest_megatron.report.page import render_page
-from nest_megatron.report.runners_up import shortlist_words
+from nest_megatron.report.runners_up import (
+    as_alternative,
+    degree_cells,
+    shortlist_words,
+    term_differences,
+)
 from nest_megatron.report.schedule_view import schedule_view
 from nest_megatron.report.site import site_rows
 from nest_megatron.report.terminal import provenance_rows, summary_rows
@@ -33,41 +46,36 @@ from nest_megatron.report.timeline import schedule
 from nest_megatron.report.words import (
     MEMORY_WORDS,
     TERM_WORDS,
+    block_name,
     certificate,
     confidence_words,
     early_words,
     incomplete_ranking,
+    narrow_words,
     proof,
     range_words,
     ranged_words,
     setting_value,
     stage_legend,
+    term_words,
+    ties,
 )
-from nest_megatron.units import GIB, format_chance, format_gib, format_seconds, to_ticks
+from nest_megatron.units import GB, format_seconds, to_ticks
 
 #: Of the summary, what the page shows as figures at its top.
 _FIGURES = ("Step", "Range")
-#: Titles of the sections by their names, in the order of the page.
-_SECTIONS = {
-    "launch": "Launch",
-    "today": "Today and planned",
-    "plan": "The plan",
-    "time": "Where the time of a step goes",
-    "memory": "Memory",
-    "schedule": "The schedule of one step",
-    "traffic": "Where each group's traffic runs",
-    "stages": "Stages",
-    "runners_up": "Runners-up",
-    "sensitivity": "Sensitivity",
-    "search": "The search",
-    "choices": "What the plan sets, and why",
-    "assumptions": "Assumptions",
-    "site": "What this site's calibration changes",
-    "provenance": "Provenance",
-}
 _LAYOUT = "pipeline_model_parallel_layout"
 #: What states a stage layout in a command.
 _LAYOUT_FLAGS = ("--pipeline-model-parallel-layout", "--hybrid-layer-pattern")
+#: Kinds of groups: short name, word for people, kind.
+_GROUPS = (
+    ("tp", "tensor", GroupKind.TP),
+    ("cp", "context", GroupKind.CP),
+    ("ep", "expert", GroupKind.EP),
+    ("pp", "pipeline", GroupKind.PP),
+    ("dp", "data", GroupKind.DP_CP),
+    ("expert_dp", "expert data", GroupKind.EDP),
+)
 #: A setting of ``CostSettings`` in its documentation.
 _ENTRY = re.compile(r"^(\w+): (.*(?:\n {4}.*)*)", re.MULTILINE)
 
@@ -89,8 +97,7 @@ def html_report(
         plan=plan,
         headline=_headline(plan, dict(rows)["Layout"]),
         model=_model_words(plan.model),
-        range=range_words(plan.uncertainty),
-        titles=_titles(plan),
+        range_words=range_words,
         verdict=_verdict(plan),
         certificate=proof(plan),
         letters=f"Letters of a stage layout: {stage_legend(plan.model)}.",
@@ -98,15 +105,17 @@ def html_report(
         level=memory_level(plan, plan.search.not_modelled)
         or ("warning" if incomplete_ranking(plan.search) else ""),
         facts=[row for row in rows if row[0] not in _FIGURES],
-        stages=stages(plan),
+        kinds=[kind_of_layers(plan, kind, 1) for kind in dict.fromkeys(plan.model.layer_kinds())],
+        chunks=partial(chunks, plan),
         terms=_terms(plan),
-        memory=_memory(plan),
+        memory=_memory_parts(plan),
         schedule=schedule(plan, schedule_view(plan, times)),
         groups=groups(plan),
         choices=choices(plan),
         runners_up=runners_up(plan, times),
         shortlist=plan.shortlist and shortlist_words(plan),
-        search=_search(plan.search),
+        search=certificate(plan.search),
+        search_steps=search_steps(plan.search),
         launches=_launches(plan, flags),
         flags_words=_flags_words(plan),
         today=plan.today and before_after_section(plan.today, plan),
@@ -138,12 +147,6 @@ def _verdict(plan: ParallelPlan) -> str:
     early = f"{words}." if (words := early_words(plan.search)) else ""
     risk = risk_words(plan, "This layout")
     return " ".join(filter(None, (early, memory, risk)))
-
-
-def _titles(plan: ParallelPlan) -> Mapping[str, str]:
-    """The title of each section that the page has, by its name."""
-    has = {"today": plan.today, "site": plan.provenance.site}
-    return {name: title for name, title in _SECTIONS.items() if has.get(name, True)}
 
 
 def _model_words(spec: TransformerSpec) -> str:
@@ -179,54 +182,15 @@ def _terms(plan: ParallelPlan) -> Sequence[Mapping[str, Any]]:
     ]
 
 
-def _memory(plan: ParallelPlan) -> Mapping[str, Any]:
-    """Bars of all pipeline ranks on one scale, and a table of them."""
-    capacity = plan.predicted.capacity_bytes
-    by_rank = [stage.memory_bytes for stage in plan.predicted.stages]
-    peaks = [sum(each.values()) for each in by_rank]
-    names = list(dict.fromkeys(name for each in by_rank for name in each))
-    scale = 100 / max(capacity, *peaks)
-    ranks = [
-        {
-            "total": format_gib(peak),
-            "parts": [
-                {**_memory_part(name), "value": _gib(size), "percent": scale * max(0, size)}
-                for name, size in each.items()
-            ],
+def _memory_parts(plan: ParallelPlan) -> Mapping[str, Mapping[str, str]]:
+    """Names and colours of what pipeline ranks hold."""
+    held = dict.fromkeys(name for each in plan.predicted.stages for name in each.memory_bytes)
+    return {
+        name: {
+            "name": MEMORY_WORDS.get(name, name),
+            "colour": MEMORY_COLOURS.get(name, OTHER_COLOUR),
         }
-        for each, peak in zip(by_rank, peaks, strict=True)
-    ]
-    rows = [
-        (str(rank), *(_gib(each.get(name, 0)) for name in names), _gib(peak))
-        for rank, (each, peak) in enumerate(zip(by_rank, peaks, strict=True))
-    ]
-    chance = format_chance(plan.uncertainty.out_of_memory)
-    return {
-        "ranks": ranks,
-        "legend": [_memory_part(name) for name in names],
-        "limit_percent": scale * capacity,
-        "chance": f"The chance to run out of memory is {chance}.",
-        "head": ("rank", *(MEMORY_WORDS.get(name, name) for name in names), "together", "free"),
-        "rows": [(*row, _gib(capacity - peak)) for row, peak in zip(rows, peaks, strict=True)],
-    }
-
-
-def _memory_part(name: str) -> Mapping[str, str]:
-    colour = MEMORY_COLOURS.get(name, OTHER_COLOUR)
-    return {"name": MEMORY_WORDS.get(name, name), "colour": colour}
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"
-
-
-def _search(search: SearchRecord) -> Mapping[str, Any]:
-    if search.certificate == "fixed" or not search.candidates:
-        return {"steps": (), "words": certificate(search)}
-    refused = {**search.infeasible, **{f"rule: {k}": v for k, v in search.illegal.items()}}
-    return {
-        "steps": [(name, f"{count:,}") for name, count in search_steps(search)],
-        "refused": [(name, f"{count:,}") for name, count in refused.items()],
+        for name in held
     }
 
 
@@ -299,3 +263,120 @@ def setting_meanings() -> dict[str, str]:
     _, _, rest = text.partition("Args:\n")
     body = inspect.cleandoc("    " + rest.partition("\n\n")[0].lstrip())
     return {name: " ".join(words.split()) for name, words in _ENTRY.findall(body)}
+
+
+def choices(plan: ParallelPlan) -> Sequence[tuple[str, str, str]]:
+    """Every parallel field with its value and the reason."""
+    return [(name, _shown(value), reason(plan, name)) for name, value in plan_values(plan).items()]
+
+
+def _shown(value: object) -> str:
+    """A field's value as text; an unset one is a dash."""
+    plain = to_plain(value)
+    if plain is None or plain == []:
+        return "–"
+    if isinstance(plain, bool):
+        return "yes" if plain else "no"
+    return ", ".join(map(str, plain)) if isinstance(plain, list) else str(plain)
+
+
+def kind_of_layers(plan: ParallelPlan, kind: LayerKind, count: int) -> Mapping[str, Any]:
+    """Neighbouring layers of one kind."""
+    letter, name = kind.letter, " and ".join(map(block_name, kind.blocks)) or "nothing"
+    count *= plan.model.num_mtp_layers if kind is LayerKind.MTP else 1
+    classes = " ".join(f"u-{block.base}" for block in kind.blocks)
+    return {"classes": classes, "letter": letter, "name": name, "count": count}
+
+
+def chunks(plan: ParallelPlan, rank: int) -> list[list[Mapping[str, Any]]]:
+    """The layers of a pipeline rank, chunk by chunk, neighbours of one kind together."""
+    kinds = plan.model.layer_kinds()
+    return [
+        [
+            kind_of_layers(plan, kind, len(list(run)))
+            for kind, run in groupby(kinds[unit] for unit in units)
+        ]
+        for units in plan.layout.partition.chunks_of_rank(rank)
+    ]
+
+
+def groups(plan: ParallelPlan) -> Mapping[str, Any]:
+    """For each kind of group, how its members spread over the network levels."""
+    dims, cluster = plan.layout.dims, plan.cluster
+    levels, sizes, reached = cluster.levels, cluster.group_sizes(), reached_levels(cluster)
+    rows: list[dict[str, Any]] = []
+    for name, words, kind in _GROUPS:
+        if "expert" in words and plan.model.num_experts is None:
+            continue
+        shape, size = group_shape(dims, kind, sizes), len(group_of_rank(dims, kind, 0))
+        far = plan.placement.group_levels[name] if size > 1 else "no communication"
+        reach = [_reach(level, shape) for level in reached]
+        links = [level for level in reached if shape[level] > 1]
+        rows.append({"name": words, "size": size, "levels": reach, "links": links, "farthest": far})
+    rates = [
+        f"{sizes[i]:,} GPUs, {levels[i].bandwidth_bytes_per_s / GB:g} GB/s per GPU" for i in reached
+    ]
+    columns = [f"{levels[i].name}: {said}" for i, said in zip(reached, rates, strict=True)]
+    drawn = [
+        {
+            "name": levels[i].name,
+            "words": rates[place],
+            "gpus": sizes[i],
+            "inside": f"{sizes[i] // sizes[reached[place - 1]]:,}" if place else "",
+            "groups": [
+                f"{row['name']} {row['levels'][place][0]}" for row in rows if i in row["links"]
+            ],
+        }
+        for place, i in enumerate(reached)
+    ]
+    return {
+        "drawn": drawn[::-1],
+        "head": ("group", "GPUs in it", *columns, "farthest level crossed"),
+        "rows": rows,
+        "caption": "Members of one group inside one node and inside each wider level; 4 × 2 are "
+        "four inner groups with two members each. Rank order "
+        f"{plan.layout.dims.rank_order.value}.",
+    }
+
+
+def _reach(level: int, shape: tuple[int, ...]) -> tuple[str, bool]:
+    """Members of a group inside one group of a level, and whether the level links them."""
+    inner, fan_out = prod(shape[:level]), shape[level]
+    if inner == prod(shape):
+        return "–", False
+    if fan_out == 1 or level == 0:
+        return str(inner * fan_out), False
+    return f"{fan_out} × {inner}", True
+
+
+def runners_up(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[str, Any] | None:
+    """The plan and its runners-up, what they lose, and the columns in which they differ."""
+    if not plan.alternatives:
+        return None
+    plans = [as_alternative(plan), *plan.alternatives]
+    cells = [_described(plan, each) for each in plans]
+    lost = [
+        term_words(terms, most=3) if terms else "priced otherwise by this version"
+        for terms in term_differences(plan, times)
+    ]
+    known = [each.uncertainty for each in plans if each.uncertainty is not None]
+    narrow = narrow_words(plan.provenance.own_runs) if known else ""
+    said = (
+        "Other layouts at their best. What differs is marked, what all share is left out.",
+        narrow and f"Ranges are {narrow}.",
+        ties(plan),
+        incomplete_ranking(plan.search),
+    )
+    return {
+        "rows": list(zip(range(len(plans)), plans, cells, ("", *lost), strict=True)),
+        "differ": [name for name in cells[0] if len({each[name] for each in cells}) > 1],
+        "chances": any(other.chance_slower is not None for other in plan.alternatives),
+        "lowest": min((each.low_s for each in known), default=None),
+        "highest": max((each.high_s for each in known), default=None),
+        "caption": " ".join(filter(None, said)),
+    }
+
+
+def _described(plan: ParallelPlan, other: Alternative) -> dict[str, str]:
+    stages = layout_arguments(plan.model, other.layout)["pipeline_model_parallel_layout"]
+    return {**degree_cells(other), "Stages": _shown(stages)}

@@ -22,7 +22,6 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.profile.lookup import LayerTimes
-from nest_megatron.report.html_layout import reached_levels
 from nest_megatron.report.memory_words import memory_verdict
 from nest_megatron.report.runners_up import same_price
 from nest_megatron.report.words import setting_value
@@ -156,6 +155,12 @@ def _priced(model: CostModel, layouts: Sequence[Layout], job: _Job) -> list[_Pri
         peak, limit = max(each.total for each in priced.memory), problem.capacity_bytes
         found.append(_Priced(step_s=step_s, peak_bytes=peak, limit_bytes=limit))
     return found
+
+
+def reached_levels(cluster: Cluster) -> list[int]:
+    """Numbers of the network levels that a cluster of this size has."""
+    sizes = cluster.group_sizes()
+    return [i for i, size in enumerate(sizes) if i == 0 or size > sizes[i - 1]]
 
 
 def _figures(plan: ParallelPlan) -> Iterator[_Figure]:

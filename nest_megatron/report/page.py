@@ -7,7 +7,7 @@ import hashlib
 
 from nest_megatron.files import MARK
 from nest_megatron.printing import cleaned
-from nest_megatron.units import format_chance, format_gib, format_seconds
+from nest_megatron.units import GIB, format_chance, format_gib, format_seconds
 
 _PACKAGE = "nest_megatron.report"
 
@@ -41,6 +41,7 @@ def render_page(
         lstrip_blocks=True,
     )
     words = {"time": format_seconds, "gib": format_gib, "chance": format_chance}
+    environment.filters["gib2"] = lambda num_bytes: f"{num_bytes / GIB:.2f} GiB"
     environment.filters |= {**words, "zip": zip}
     page = environment.get_template(template)
     code = environment.get_template(script).render() if script else ""

@@ -23,11 +23,11 @@ from nest_megatron.model.encoder import Adapters
 from nest_megatron.report.charts import IDLE, INK
 from nest_megatron.report.html import (
     _model_words,
+    groups,
     html_report,
     search_steps,
     setting_meanings,
 )
-from nest_megatron.report.html_layout import groups
 from nest_megatron.report.schedule_view import schedule_view
 from nest_megatron.report.terminal import plan_report, summary_rows
 from nest_megatron.report.words import degrees, stage_legend
