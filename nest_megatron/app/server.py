@@ -67,15 +67,25 @@ def listen(host: str, port: int) -> socket.socket:
 def _refused(host: str, port: int, error: OSError) -> UserInputError:
     """Why an address cannot be listened on, and which other one can."""
     if error.errno == errno.EADDRINUSE:
-        limit = f"another program listens there on {host}, perhaps another nest-megatron app"
-        fix = "Open the address that it printed, or take a free port: --port 0 finds one."
-        return UserInputError("--port", port, limit, fix)
+        return UserInputError(
+            "--port",
+            port,
+            f"another program listens there on {host}, perhaps another nest-megatron app",
+            "Open the address that it printed, or take a free port: --port 0 finds one.",
+        )
     if error.errno == errno.EACCES:
-        limit = "ports below 1024 are the administrator's as a rule"
-        return UserInputError("--port", port, limit, fix="--port 0 finds a free one.")
-    limit = f"it cannot be listened on: {error.strerror or error}"
-    fix = "Name an address of this machine, or leave it out for this machine alone."
-    return UserInputError("--host", host, limit, fix)
+        return UserInputError(
+            "--port",
+            port,
+            "ports below 1024 are the administrator's as a rule",
+            fix="--port 0 finds a free one.",
+        )
+    return UserInputError(
+        "--host",
+        host,
+        f"it cannot be listened on: {error.strerror or error}",
+        "Name an address of this machine, or leave it out for this machine alone.",
+    )
 
 
 def _shown(host: str, bound: str) -> str:

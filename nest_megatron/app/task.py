@@ -49,8 +49,6 @@ _OTHERS = "paths are refused, for they would be read for whoever reaches this pa
 _LOCALLY = "Start the app without --host and come through `ssh -L`, or use the command line."
 #: Stands in for a cluster that cannot be read, so that the other fields are read all the same.
 _ANY_CLUSTER = "dgx_h100"
-#: A mistake with the label of its field.
-Mistake = tuple[str, UserInputError]
 
 
 class Work(Enum):
@@ -183,8 +181,9 @@ class Task:
 
     def _require_model(self, why: str) -> None:
         if self.command:
-            limit, fix = f"a model is planned here: {why}", "Choose a model."
-            raise UserInputError(COMMAND, self.command, limit, fix)
+            raise UserInputError(
+                COMMAND, self.command, f"a model is planned here: {why}", "Choose a model."
+            )
 
     def _model(self, folder: Path) -> str | Path | None:
         """The model, as the API takes it; ``None`` where the form has none."""
@@ -254,20 +253,20 @@ class Task:
 
 
 class MistakesError(NestError):
-    """Fields of a form that cannot be used.
+    """Fields of a form that cannot be used; each mistake names its field by its label.
 
     Attributes:
         texts: what is wrong with each field, by its label.
     """
 
-    def __init__(self, mistakes: Sequence[Mistake]) -> None:
+    def __init__(self, mistakes: Sequence[UserInputError]) -> None:
         self.texts: dict[str, str] = {}
         lines = []
-        for label, error in mistakes:
+        for error in mistakes:
             shown = "" if error.value is None else f"{one_line(shortened(str(error.value)))}: "
             said = f"{shown}{error.limit}. {error.fix}"
-            self.texts[label] = " ".join(filter(None, (self.texts.get(label), said)))
-            lines.append(f"{label}: {said}")
+            self.texts[error.what] = " ".join(filter(None, (self.texts.get(error.what), said)))
+            lines.append(f"{error.what}: {said}")
         head = f"{len(lines)} entries of the form cannot be used." if lines[1:] else ""
         super().__init__("\n  ".join(filter(None, (head, *lines))))
 
@@ -289,33 +288,44 @@ def require_no_mistake(form: Task, model: str | Path | None, cluster: str | Path
         raise MistakesError(found)
 
 
-def _files(form: Task) -> Iterator[Mistake]:
+def _files(form: Task) -> Iterator[UserInputError]:
     """What may name a file: a command, what the catalogue lacks, settings that are no numbers."""
     if form.command:
-        limit = "a command names files, which would be read for whoever reaches this page"
-        yield COMMAND, UserInputError(COMMAND, form.command, limit, _LOCALLY)
+        yield UserInputError(
+            COMMAND,
+            form.command,
+            "a command names files, which would be read for whoever reaches this page",
+            _LOCALLY,
+        )
     models, clusters = nest_megatron.models(), nest_megatron.clusters()
     if not form.command:
         yield from _wrong(MODEL, lambda: require_known(MODEL, form.model, models, _OTHERS))
     yield from _wrong(CLUSTER, lambda: require_known(CLUSTER, form.cluster, clusters, _OTHERS))
     for label, size in ((GPUS, form.num_gpus), (BATCH, form.global_batch_size)):
         if not re.fullmatch(r"[\d.:\sA-Za-z]*", size):
-            yield label, UserInputError(label, size, limit="it is a number", fix="For example 8.")
+            yield UserInputError(label, size, limit="it is a number", fix="For example 8.")
     lines = [(SETTINGS, line.strip()) for line in form.settings.splitlines()]
     for label, line in (*lines, *((CHANGES, change) for change in form.changes.split())):
         if line and not _NUMBERS.fullmatch(line):
-            limit = f"with --host settings are numbers: {_OTHERS}"
-            yield label, UserInputError(label, line, limit, _LOCALLY)
+            yield UserInputError(
+                label, line, f"with --host settings are numbers: {_OTHERS}", _LOCALLY
+            )
 
 
-def _mistakes(form: Task, model: str | Path | None, cluster: str | Path) -> Iterator[Mistake]:
+def _mistakes(
+    form: Task, model: str | Path | None, cluster: str | Path
+) -> Iterator[UserInputError]:
     base = []
     if form.command:
         yield from _wrong(COMMAND, lambda: tokens(form.command))
         yield from _wrong(RELEASE, lambda: known_release(form.megatron_version))
     elif model is None:
-        limit, fix = "neither is given", "Choose a model, or type the command that you launch."
-        yield _EITHER, UserInputError(_EITHER, None, limit, fix)
+        yield UserInputError(
+            _EITHER,
+            None,
+            "neither is given",
+            "Choose a model, or type the command that you launch.",
+        )
     else:
         label = MODEL if form.model in nest_megatron.models() else _label(form.model, MODEL)
         wrong = list(_wrong(label, lambda: named_model(str(model)), form.model))
@@ -341,19 +351,23 @@ def _mistakes(form: Task, model: str | Path | None, cluster: str | Path) -> Iter
         if label == GPUS and has_several:
             continue
         if "," in text:
-            fix = "For example 64; 8..64 is several."
-            yield label, UserInputError(label, text, "it is one number", fix)
+            yield UserInputError(
+                label, text, "it is one number", "For example 64; 8..64 is several."
+            )
         elif text:
             yield from _wrong(label, partial(read, f"{key}={text}"))
     lines = []
     for line in filter(None, map(str.strip, form.settings.splitlines())):
         key, _, value = (part.strip() for part in line.partition("="))
         if not value or key in (MODEL.lower(), CLUSTER.lower(), "out"):
-            limit = "a setting is written section.key=value"
-            fix = "For example parallel.tensor_model_parallel_size=8."
-            yield SETTINGS, UserInputError(SETTINGS, line, limit, fix)
+            yield UserInputError(
+                SETTINGS,
+                line,
+                "a setting is written section.key=value",
+                "For example parallel.tensor_model_parallel_size=8.",
+            )
         elif key in seen:
-            yield SETTINGS, UserInputError(SETTINGS, line, "it is given twice", "Leave one.")
+            yield UserInputError(SETTINGS, line, "it is given twice", "Leave one.")
         else:
             lines.append(f"{key}={value}")
         seen.add(key)
@@ -370,7 +384,7 @@ def _label(text: str, label: str) -> str:
     return {MODEL: MODEL_FILE, CLUSTER: CLUSTER_FILE}[label] if is_file else label
 
 
-def _wrong(label: str, read: Callable[[], object], typed: str = "") -> Iterator[Mistake]:
+def _wrong(label: str, read: Callable[[], object], typed: str = "") -> Iterator[UserInputError]:
     """What reading a field says is wrong with it."""
     try:
         read()
@@ -379,7 +393,7 @@ def _wrong(label: str, read: Callable[[], object], typed: str = "") -> Iterator[
         value = "what was pasted" if is_pasted else typed or error.value
         if label == SETTINGS and not typed:
             value = f"{error.what} = {error.value}"
-        yield label, UserInputError(label, value, error.limit, error.fix)
+        yield UserInputError(label, value, error.limit, error.fix)
 
 
 #: Options of the command line by the fields of the form that stand for them.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nest_megatron.cli.command_kinds import Group, command, json_option
+from nest_megatron.cli.command_kinds import PATH, Group, command, json_option
 from nest_megatron.errors import UserInputError
 from nest_megatron.history import store
 from nest_megatron.history.records import Outcome, RefusedLaunch, RunRecord
@@ -21,6 +21,7 @@ from nest_megatron.report.runs import (
     refusal_details,
     refusals_table,
     run_details,
+    runs_table,
     since_start_s,
 )
 from nest_megatron.report.tables import heading
@@ -71,9 +72,6 @@ def history(
     """
     if context.invoked_subcommand is not None:
         return
-    from nest_megatron.report.console import say, show, show_json
-    from nest_megatron.report.runs import runs_table
-
     kept = store.read()
     moment = None if since is None else moment_of(since)
     wanted = None if outcome is None else Outcome(outcome)
@@ -93,9 +91,6 @@ def history(
 @json_option
 def show_run(run: str, *, as_json: bool) -> None:
     """Show one run (its id or the start of it): prediction, ranks, warnings, how it ended."""
-    from nest_megatron.report.console import show, show_json
-    from nest_megatron.report.runs import run_details
-
     found = store.find(store.read(), run)
     if as_json:
         show_json(document(found))
@@ -125,9 +120,12 @@ def moment_of(text: str, now: datetime | None = None) -> datetime:
     try:
         return datetime.fromisoformat(text).astimezone()
     except (ValueError, OverflowError) as error:
-        limit = "it is no day, no moment and no time ago"
-        fix = "Give 2026-11-23, 2026-11-23T14:00, 7d or 12h."
-        raise UserInputError("--since", text, limit, fix) from error
+        raise UserInputError(
+            "--since",
+            text,
+            "it is no day, no moment and no time ago",
+            "Give 2026-11-23, 2026-11-23T14:00, 7d or 12h.",
+        ) from error
 
 
 @command(
@@ -135,7 +133,7 @@ def moment_of(text: str, now: datetime | None = None) -> datetime:
     "nest-megatron audit audit.jsonl --user ada --since 7d",
     "nest-megatron audit audit.jsonl --plan 0123abcd --json",
 )
-@click.argument("files", metavar="[FILE]...", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("files", metavar="[FILE]...", nargs=-1, type=PATH)
 @click.option("--user", metavar="NAME", help="Only launches of this user.")
 @click.option(
     "--since",
@@ -166,8 +164,12 @@ def audit(
     named = files or _named_by_policies()
     for path in named:
         if not path.exists():
-            limit, fix = "there is no such file", "A launch writes the first line of an audit."
-            raise UserInputError("audit", str(path), limit, fix)
+            raise UserInputError(
+                "audit",
+                str(path),
+                "there is no such file",
+                "A launch writes the first line of an audit.",
+            )
     kept, kept_refused = store.read_audit(*named)
     runs = store.selected(kept, user=user, since=moment, plan=plan)
     refused = store.selected(kept_refused, user=user, since=moment) if plan is None else ()

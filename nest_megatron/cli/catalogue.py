@@ -106,5 +106,9 @@ def _listed(group: str, word: str | None) -> Sequence[str] | None:
     plain = re.sub(r"[^a-z0-9]", "_", word.lower())
     if found := [name for name in known if plain in name]:
         return found
-    fix = f"{nearest(plain, known)} `nest-megatron {group}s` lists all; a path works as well."
-    raise UserInputError(group, word, f"no {group} of the catalogue has it in its name", fix)
+    raise UserInputError(
+        group,
+        word,
+        f"no {group} of the catalogue has it in its name",
+        f"{nearest(plain, known)} `nest-megatron {group}s` lists all; a path works as well.",
+    )

@@ -54,8 +54,12 @@ class Duration(click.types.FloatParamType):
             found = float(read_quantity(value, self.field, what))
         if found > 0:
             return found
-        limit, fix = "it must be above 0", f"Write for example {dimension_of(self.field).example}."
-        raise UserInputError(what, found, limit, fix)
+        raise UserInputError(
+            what,
+            found,
+            "it must be above 0",
+            f"Write for example {dimension_of(self.field).example}.",
+        )
 
 
 class Examples(click.Command):
@@ -93,8 +97,9 @@ class Command(Examples):
         rest = super().parse_args(ctx, args[:at])
         words = tuple(args[at + 1 :])
         if words and (text := ctx.params["from_command"]) is not None:
-            limit, fix = "the words behind -- are a command too", "Leave one of the two out."
-            raise UserInputError("--from", text, limit, fix)
+            raise UserInputError(
+                "--from", text, "the words behind -- are a command too", "Leave one of the two out."
+            )
         ctx.params["from_command"] = words or ctx.params["from_command"]
         return rest
 
@@ -107,8 +112,12 @@ class Command(Examples):
             check_output(what, path, inputs=inputs, force=forced())
             other = written.setdefault(expanded(path, what).resolve(), what)
             if other != what and not is_standard_output(path):
-                limit = f"{other} is written to this file too"
-                raise UserInputError(what, str(path), limit, fix="Name another file.")
+                raise UserInputError(
+                    what,
+                    str(path),
+                    f"{other} is written to this file too",
+                    fix="Name another file.",
+                )
         printed = [what for what, path in outputs if is_standard_output(path)]
         if not printed:
             return super().invoke(context)

@@ -11,6 +11,24 @@ import click
 
 from nest_megatron.cli.command_kinds import OUTPUT, PATH, command, forced, json_option
 from nest_megatron.errors import UserInputError
+from nest_megatron.files import check_output, read_bytes, write_text
+from nest_megatron.plain import to_plain
+from nest_megatron.planner.pins import (
+    PUBLIC_SUFFIX,
+    PinnedPlan,
+    PinnedTable,
+    is_pinned,
+    pinned_for,
+    plan_text,
+    read_pinned,
+    read_signers,
+    read_table,
+    sign_pinned,
+    verify_pinned,
+    write_pinned,
+)
+from nest_megatron.printing import one_line
+from nest_megatron.report.console import say, show, show_json
 
 if TYPE_CHECKING:
     from nest_megatron.api import PlanTable
@@ -26,20 +44,24 @@ def keygen(out: Path, *, no_password: bool, as_json: bool) -> None:
     The public key is written to NAME.pub: give it to those who verify plans.
     """
     from nest_megatron import minisign
-    from nest_megatron.errors import UserInputError
-    from nest_megatron.files import check_output, write_text
-    from nest_megatron.planner.pins import PUBLIC_SUFFIX
-    from nest_megatron.report.console import say, show_json
 
     public = out.with_suffix(PUBLIC_SUFFIX)
     if public == out:
-        limit, fix = "the public key takes this name", f"Name it {out.with_suffix('.key')}."
-        raise UserInputError("--out", str(out), limit, fix)
+        raise UserInputError(
+            "--out",
+            str(out),
+            "the public key takes this name",
+            f"Name it {out.with_suffix('.key')}.",
+        )
     check_output("--out", public, force=forced())
     password = "" if no_password else ask_password("Password of the new key", confirm=True)
     if not (password or no_password):
-        limit = "an empty password would leave the key unencrypted"
-        raise UserInputError("password", "", limit, "Type one, or add --no-password.")
+        raise UserInputError(
+            "password",
+            "",
+            "an empty password would leave the key unencrypted",
+            "Type one, or add --no-password.",
+        )
     secret = minisign.new_key()
     verifying = minisign.public_key(secret)
     name = minisign.key_name(verifying)
@@ -74,15 +96,10 @@ def verify(path: Path, *, keys: tuple[str, ...], signature: Path | None, as_json
     was pinned, 12 no signature, 13 unreadable signature, 14 signed with a key that is not trusted,
     15 signature of another file.
     """
-    from nest_megatron.errors import UserInputError
-    from nest_megatron.plain import to_plain
-    from nest_megatron.planner.pins import read_pinned, read_signers, verify_pinned
-    from nest_megatron.printing import one_line
-    from nest_megatron.report.console import say, show_json
-
     if signature is not None and not keys:
-        limit, fix = "it is compared with trusted keys", "Add --key."
-        raise UserInputError("--signature", str(signature), limit, fix)
+        raise UserInputError(
+            "--signature", str(signature), "it is compared with trusted keys", "Add --key."
+        )
     signed = verify_pinned(path, read_signers(keys), signature) if keys else None
     pin = signed.pinned.pin if signed else read_pinned(path).pin
     if as_json:
@@ -140,7 +157,6 @@ def explain(
 ) -> None:
     """Explain a plan file: where time and memory go, and why other layouts lose."""
     from nest_megatron.api import load_plan
-    from nest_megatron.report.console import show, show_json
 
     options = {"--html": html, "--timeline": timeline, "--versus": versus, "--why-not": why_not}
     given = {name: value for name, value in options.items() if value is not None}
@@ -168,13 +184,13 @@ def _table(path: Path, given: Mapping[str, object]) -> PlanTable | None:
     """The table of plans that a file holds, if it is one; no option is about all of them."""
     from nest_megatron.api import PlanTable
     from nest_megatron.integrations.plan_output import pin_note
-    from nest_megatron.planner.pins import read_table
 
     if (found := read_table(path)) is None:
         return None
     for option, value in given.items():
-        limit, fix = f"{path} is a table of plans", "Plan for one number of nodes."
-        raise UserInputError(option, str(value), limit, fix)
+        raise UserInputError(
+            option, str(value), f"{path} is a table of plans", "Plan for one number of nodes."
+        )
     table, pin = found
     said = () if pin is None else (pin_note(pin),)
     return PlanTable(record=table, notes=said)
@@ -220,21 +236,7 @@ def pin(
 
     Launch with +nest=pinned nest.plan=FILE. If a byte of the file changes, the launch is refused.
     """
-    from nest_megatron.errors import UserInputError
-    from nest_megatron.files import read_bytes
     from nest_megatron.integrations.plan_output import pin_plan
-    from nest_megatron.plain import to_plain
-    from nest_megatron.planner.pins import (
-        PinnedPlan,
-        PinnedTable,
-        is_pinned,
-        pinned_for,
-        plan_text,
-        read_pinned,
-        sign_pinned,
-        write_pinned,
-    )
-    from nest_megatron.report.console import say, show_json
 
     target = out or path
     text = plan_text(read_bytes(path, "plan"), path)
@@ -243,8 +245,12 @@ def pin(
         pinned: PinnedPlan | PinnedTable = read_pinned(path)
         for option, given in (("--by", by), ("--note", note), ("--release", release)):
             if given:
-                limit = f"{path} is pinned already, by {pinned.pin.by}, and is only signed"
-                raise UserInputError(option, given, limit, fix=f"Leave {option} out.")
+                raise UserInputError(
+                    option,
+                    given,
+                    f"{path} is pinned already, by {pinned.pin.by}, and is only signed",
+                    fix=f"Leave {option} out.",
+                )
     else:
         pinned = pin_plan(path, by=by, note=note, release=release)
         write_pinned(pinned, target)

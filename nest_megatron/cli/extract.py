@@ -219,8 +219,9 @@ def _kinds(spec: TransformerSpec, layer: str) -> list[LayerKind]:
     """The kinds of layer asked for, in the order of the model."""
     known = list(dict.fromkeys(spec.layer_kinds()))
     if layer != "all" and layer not in known:
-        limit, fix = f"{spec.name} has no such layer", f"It has {', '.join(known)}."
-        raise UserInputError("--layer", layer, limit, fix)
+        raise UserInputError(
+            "--layer", layer, f"{spec.name} has no such layer", f"It has {', '.join(known)}."
+        )
     return known if layer == "all" else [LayerKind(layer)]
 
 

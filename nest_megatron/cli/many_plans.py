@@ -58,8 +58,9 @@ def run_plan_table(options: PlanOptions, nodes: str) -> int:
     counts = read_counts(nodes, _FOR_NODES)
     _refuse_other_jobs(options, _FOR_NODES)
     for setting in launcher:
-        limit = "a launcher runs the jobs of a sweep"
-        raise UserInputError(setting.key, setting.value, limit, fix="Leave it out.")
+        raise UserInputError(
+            setting.key, setting.value, "a launcher runs the jobs of a sweep", fix="Leave it out."
+        )
     composed = settings_for_nodes(composed_settings(settings, options.config_dir), counts)
     with progress() as report:
         job = _table_job(composed, options)
@@ -182,8 +183,12 @@ def run_whatif(options: WhatIfOptions) -> int:
     words, command = list(options.overrides), options.swept_command()
     path = Path(words.pop(0)) if words and command is None else None
     if command is None and (path is None or ("=" in path.name and not path.exists())):
-        limit, fix = "no job is named", "Put a plan file before the changes, or add --from COMMAND."
-        raise UserInputError("whatif", str(path or ""), limit, fix)
+        raise UserInputError(
+            "whatif",
+            str(path or ""),
+            "no job is named",
+            "Put a plan file before the changes, or add --from COMMAND.",
+        )
     texts, launcher = split_launcher(words)
     changes = parse_changes(texts)
     out = None if options.out is None else str(options.out)

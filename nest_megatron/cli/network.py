@@ -68,9 +68,12 @@ def network_import(
     from nest_megatron.report.terminal import notes_report
 
     if out is not None and cluster is None:
-        limit = "a cluster needs the accelerator and the levels of one that is described"
-        fix = "Add --cluster with a name of the catalogue or a file."
-        raise UserInputError("--out", str(out), limit, fix)
+        raise UserInputError(
+            "--out",
+            str(out),
+            "a cluster needs the accelerator and the levels of one that is described",
+            "Add --cluster with a name of the catalogue or a file.",
+        )
     measured = read_measurements(paths, None if kind is None else CollectiveKind(kind))
     described = None if cluster is None else named_cluster(cluster)
     found = fit_network(measured, described)

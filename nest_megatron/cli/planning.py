@@ -99,9 +99,12 @@ def placed(composed: Settings, path: Path) -> Placement:
     groups = tuple(topology.groups.values())
     given = on_hosts(cluster, groups)
     if "cluster.num_gpus" in composed.given and cluster.num_gpus != given.num_gpus:
-        limit = f"{path} names {len(hosts)} hosts with {given.num_gpus} GPUs"
-        fix = "Leave it out: the hosts are the size of the job."
-        raise UserInputError("cluster.num_gpus", cluster.num_gpus, limit, fix)
+        raise UserInputError(
+            "cluster.num_gpus",
+            cluster.num_gpus,
+            f"{path} names {len(hosts)} hosts with {given.num_gpus} GPUs",
+            "Leave it out: the hosts are the size of the job.",
+        )
     names = [level.name for level in cluster.levels[1:-1]]
     note = f"{describe_groups(groups, names)}."
     pieces = ", ".join(
@@ -159,8 +162,9 @@ class CommandOptions:
     def _require_from(self, *options: tuple[str, object]) -> None:
         for option, given in options:
             if given and self.from_command is None:
-                limit, fix = "it goes with --from", "Add --from with your command."
-                raise UserInputError(option, given, limit, fix)
+                raise UserInputError(
+                    option, given, "it goes with --from", "Add --from with your command."
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,8 +224,12 @@ class PlanOptions(FreeingOptions):
         self.require_command()
         fix = "Leave one of the two out."
         if self.hostfile is not None and self.hosts is None:
-            limit = "it holds the hosts of --hosts in the order of ranks"
-            raise UserInputError("--write-hostfile", str(self.hostfile), limit, "Add --hosts FILE.")
+            raise UserInputError(
+                "--write-hostfile",
+                str(self.hostfile),
+                "it holds the hosts of --hosts in the order of ranks",
+                "Add --hosts FILE.",
+            )
         others = {
             "--multirun": self.multirun,
             "--for-nodes": self.for_nodes is not None,
@@ -231,11 +239,13 @@ class PlanOptions(FreeingOptions):
         if self.hosts is not None and other is not None:
             raise UserInputError("--hosts", other, "one job runs on the hosts of a file", fix)
         if self.html is not None and self.for_nodes is not None:
-            limit = "a table of plans for numbers of nodes has no page"
-            raise UserInputError("--html", "--for-nodes", limit, fix)
+            raise UserInputError(
+                "--html", "--for-nodes", "a table of plans for numbers of nodes has no page", fix
+            )
         if self.multirun and self.shortlist:
-            limit = "it tells the plans of one job apart"
-            raise UserInputError("--shortlist", "--multirun", limit, fix)
+            raise UserInputError(
+                "--shortlist", "--multirun", "it tells the plans of one job apart", fix
+            )
         if self.multirun and self.from_command is not None:
             raise UserInputError("--multirun", "--from", "a command is planned by itself", fix)
         return settings, launcher
@@ -245,8 +255,12 @@ def run_plan(options: PlanOptions) -> int:
     """Plan one job and print the result."""
     settings, launcher = options.settings()
     for setting in launcher:
-        limit = "a launcher runs the jobs of a sweep, and one job is planned"
-        raise UserInputError(setting.key, setting.value, limit, fix="Add --multirun.")
+        raise UserInputError(
+            setting.key,
+            setting.value,
+            "a launcher runs the jobs of a sweep, and one job is planned",
+            fix="Add --multirun.",
+        )
     composed = composed_settings(settings, options.config_dir)
     placement = None if options.hosts is None else placed(composed, options.hosts)
     composed = composed if placement is None else placement.composed

@@ -94,8 +94,12 @@ def _require_no_gpu() -> None:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:  # as a torch without CUDA has it
         limit += f"; it says: {next(iter(str(error).splitlines()), '')}"
-    fix = "Install torch for CUDA, or look at CUDA_VISIBLE_DEVICES; --cpu times the CPU."
-    raise UserInputError("torch", str(torch.__version__), limit, fix)
+    raise UserInputError(
+        "torch",
+        str(torch.__version__),
+        limit,
+        "Install torch for CUDA, or look at CUDA_VISIBLE_DEVICES; --cpu times the CPU.",
+    )
 
 
 #: Share of a GPU's memory that CUDA itself and an idle process may hold.
@@ -108,9 +112,12 @@ def _num_gpus(here: Ranks) -> int:
 
     count = int(torch.cuda.device_count())
     if 1 < count < here.local_size:
-        limit = f"this host shows {count} GPUs, and processes that share one time each other"
-        fix = f"Start {count} processes on each host."
-        raise UserInputError("processes of this host", here.local_size, limit, fix)
+        raise UserInputError(
+            "processes of this host",
+            here.local_size,
+            f"this host shows {count} GPUs, and processes that share one time each other",
+            f"Start {count} processes on each host.",
+        )
     return count
 
 
@@ -206,15 +213,19 @@ def request_of_settings(overrides: Sequence[str], config_dir: Path | None) -> Pr
 def request_of_plan(path: Path, overrides: Sequence[str]) -> ProfileRequest:
     """What decides between a plan and those of its runners-up that could be the fastest."""
     if overrides:
-        limit, fix = "the plan says what is timed", "Leave the settings out."
-        raise UserInputError("--for", " ".join(overrides), limit, fix)
+        raise UserInputError(
+            "--for", " ".join(overrides), "the plan says what is timed", "Leave the settings out."
+        )
     plan = load_plan(path).record
     _require_timed(plan.model, plan.train.precision)
     numbers = undecided(plan)
     if len(numbers) < 2:
-        limit = "it lists no other layout that could be the fastest, so that nothing is undecided"
-        fix = "`nest-megatron profile model=...` times the layers of a model."
-        raise UserInputError("--for", str(path), limit, fix)
+        raise UserInputError(
+            "--for",
+            str(path),
+            "it lists no other layout that could be the fastest, so that nothing is undecided",
+            "`nest-megatron profile model=...` times the layers of a model.",
+        )
     others = [other.layout for other in plan.alternatives]
     return ProfileRequest(
         spec=plan.model,
@@ -239,13 +250,19 @@ def _names(numbers: Sequence[int]) -> str:
 
 def _require_timed(spec: TransformerSpec, precision: Precision) -> None:
     if spec.family is not ModelFamily.GPT:
-        limit = "only the layers of GPT-like models are built here"
-        fix = "Profile a GPT-like model; BERT is planned from data sheets."
-        raise UserInputError("model", spec.name, limit, fix)
+        raise UserInputError(
+            "model",
+            spec.name,
+            "only the layers of GPT-like models are built here",
+            "Profile a GPT-like model; BERT is planned from data sheets.",
+        )
     if precision is not Precision.BF16:
-        limit = "layers of the catalogue's models are timed in bf16"
-        fix = "Use bf16; +nest=auto nest.profile.mode=measure times a job in its own format."
-        raise UserInputError("train.precision", precision.value, limit, fix)
+        raise UserInputError(
+            "train.precision",
+            precision.value,
+            "layers of the catalogue's models are timed in bf16",
+            "Use bf16; +nest=auto nest.profile.mode=measure times a job in its own format.",
+        )
 
 
 def _best_layouts(composed: Settings) -> tuple[Layout, ...]:

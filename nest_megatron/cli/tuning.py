@@ -67,14 +67,21 @@ class TuneOptions:
             UserInputError: without a command.
         """
         if not self.from_command or self.from_command == "-":
-            limit = "the command is kept in the folder, so that a tuning can go on"
-            fix = "Give it in quotes, or `-- bash train.sh`; --resume FOLDER goes on."
-            raise UserInputError("--from", self.from_command, limit, fix)
+            raise UserInputError(
+                "--from",
+                self.from_command,
+                "the command is kept in the folder, so that a tuning can go on",
+                "Give it in quotes, or `-- bash train.sh`; --resume FOLDER goes on.",
+            )
         composed = composed_settings(parse(self.overrides), self.config_dir)
         kept = kept_command(self.from_command, composed, self.megatron_version)
         if kept.folder and Path(kept.folder) != Path.cwd():
-            limit = f"its script starts it in {kept.folder}, and a tuning runs it where it begins"
-            raise UserInputError("--from", None, limit, fix=f"cd {kept.folder}")
+            raise UserInputError(
+                "--from",
+                None,
+                f"its script starts it in {kept.folder}, and a tuning runs it where it begins",
+                fix=f"cd {kept.folder}",
+            )
         print_notes(kept.notes)
         return TuneRequest(
             command=kept.text if isinstance(kept.text, str) else shlex.join(kept.text),
@@ -129,8 +136,12 @@ def _tuned(session: Session | TuneRequest, options: TuneOptions) -> int:
 
 def _read(request: TuneRequest, begun_s: Seconds | None, trials: Collection[str]) -> TunedJob:
     if request.folder != str(Path.cwd()):
-        limit = f"it was begun in {request.folder}, and names in its command are relative to that"
-        raise UserInputError("--resume", None, limit, fix=f"cd {request.folder}")
+        raise UserInputError(
+            "--resume",
+            None,
+            f"it was begun in {request.folder}, and names in its command are relative to that",
+            fix=f"cd {request.folder}",
+        )
     folder = None if request.config_dir is None else Path(request.config_dir)
     composed = composed_settings(parse(request.overrides), folder)
     with progress() as report:
@@ -182,8 +193,12 @@ def _session(options: TuneOptions) -> AbstractContextManager[Session | TuneReque
         given = {"--from": options.from_command, "--out": options.out}
         for name, value in given.items():
             if value is not None:
-                limit = "a tuning goes on with what it was begun with"
-                raise UserInputError(name, str(value), limit, fix="Leave it out.")
+                raise UserInputError(
+                    name,
+                    str(value),
+                    "a tuning goes on with what it was begun with",
+                    fix="Leave it out.",
+                )
         require_tune(options.resume.absolute())
         return resumed_session(options.resume.absolute())
     if options.dry_run:

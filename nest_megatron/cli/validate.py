@@ -92,9 +92,12 @@ def calibrate(
     prior; later plans on the same kind of cluster use the result (docs/uncertainty.md).
     """
     if site == bool(paths):
-        limit = "--site reads the history, and no tables" if site else "no table is given"
-        fix = "Leave one of the two out." if site else "Name tables of measured runs, or --site."
-        raise UserInputError("calibrate", [*map(str, paths)], limit, fix)
+        raise UserInputError(
+            "calibrate",
+            [*map(str, paths)],
+            "--site reads the history, and no tables" if site else "no table is given",
+            "Leave one of the two out." if site else "Name tables of measured runs, or --site.",
+        )
     if site:
         return calibrate_site(out, force=forced(), as_json=as_json)
     work = ("tools.calibration.command", "calibrate FILE.CSV")
@@ -147,17 +150,22 @@ def _require(
     found: Sequence[SiteCalibration], records: Sequence[RunRecord], out: Path | None
 ) -> None:
     if not found:
-        limit = (
+        raise UserInputError(
+            "history",
+            str(history_file()),
             "it has no run on NVIDIA GPUs that finished, or ran out of memory, and whose "
             f"prediction is known ({counted(len(records), 'run')}, of which "
-            f"{sum(each.device is None for each in records)} on no NVIDIA GPU)"
+            f"{sum(each.device is None for each in records)} on no NVIDIA GPU)",
+            f"Runs of planned jobs are recorded there; {VARIABLE} names another file.",
         )
-        fix = f"Runs of planned jobs are recorded there; {VARIABLE} names another file."
-        raise UserInputError("history", str(history_file()), limit, fix)
     if out is not None and len(found) > 1:
         kinds = ", ".join(f"{each.cluster} ({each.accelerator})" for each in found)
-        limit = f"the history has runs on several kinds of clusters: {kinds}"
-        raise UserInputError("--out", str(out), limit, fix="Leave --out out.")
+        raise UserInputError(
+            "--out",
+            str(out),
+            f"the history has runs on several kinds of clusters: {kinds}",
+            fix="Leave --out out.",
+        )
 
 
 def _document(calibration: SiteCalibration, path: Path) -> dict[str, object]:

@@ -54,8 +54,12 @@ _SETTINGS = {
 def check_picture(path: Path, what: str) -> None:
     """Refuse a picture that cannot be drawn, before the work that it is to show."""
     if path.suffix.lower() not in SUFFIXES:
-        limit = f"a picture is one of {', '.join(SUFFIXES)}"
-        raise UserInputError(what, str(path), limit, "Give the file one of these suffixes.")
+        raise UserInputError(
+            what,
+            str(path),
+            f"a picture is one of {', '.join(SUFFIXES)}",
+            "Give the file one of these suffixes.",
+        )
     check_matplotlib(what)
 
 

@@ -134,9 +134,12 @@ def _writing() -> Iterator[None]:
     except OSError as error:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
         if not isinstance(error, BrokenPipeError):
-            limit = f"it cannot be written to: {error.strerror or error}"
-            fix = "Free some space, or send it elsewhere."
-            raise UserInputError("standard output", None, limit, fix) from error
+            raise UserInputError(
+                "standard output",
+                None,
+                f"it cannot be written to: {error.strerror or error}",
+                "Free some space, or send it elsewhere.",
+            ) from error
 
 
 #: What stands for a character that a terminal without Unicode cannot show.
