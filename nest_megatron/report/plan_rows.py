@@ -82,7 +82,7 @@ class PlanRow:
             row[key] = text if value is None else int(value) if whole else value
         row |= {"status": self.status, "told": self.reason, "missing_bytes": self.missing_bytes}
         plan = self.plan
-        return row | {name: plan and _read(plan, path) for name, path in _COLUMNS.items()}
+        return row | {name: plan and value_at(plan, path) for name, path in _COLUMNS.items()}
 
     def throughput(self) -> float | None:
         """Tokens per second and GPU; ``None`` without a plan."""
@@ -128,7 +128,7 @@ def _below(section: str, *names: str) -> dict[str, str]:
     return {name: f"{section}.{name}" for name in names}
 
 
-def _read(plan: ParallelPlan, path: str) -> Any:
+def value_at(plan: ParallelPlan, path: str) -> Any:
     """What lies at a path: of fields, of keys of a mapping, of calls without arguments."""
     found: Any = plan
     for name in path.split("."):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.layout.plan import ParallelPlan
@@ -19,6 +20,7 @@ from nest_megatron.report.plan_rows import (
     short_key,
     steps_of,
     tokens_per_s,
+    value_at,
     without_effect,
 )
 from nest_megatron.report.words import narrow_words, range_words
@@ -275,14 +277,6 @@ def _common_words(before: ParallelPlan | None) -> str:
     )
 
 
-def _per_dollar(plan: ParallelPlan) -> float | None:
-    return None if plan.price is None else plan.price.tokens_per_dollar
-
-
-def _per_gpu(plan: ParallelPlan) -> float:
-    return plan.predicted.tokens_per_s_per_gpu
-
-
 def _heat_maps(changed: Sequence[Variant]) -> Iterator[Mapping[str, Any]]:
     """Throughput and cost over the first two settings that vary, a map for each of the others.
 
@@ -290,19 +284,28 @@ def _heat_maps(changed: Sequence[Variant]) -> Iterator[Mapping[str, Any]]:
     """
     plans = [variant.row.plan for variant in changed if variant.row.plan is not None]
     figures: dict[str, Callable[[ParallelPlan], float | None]] = {"Tokens/s": tokens_per_s}
-    if any(map(_per_dollar, plans)):
-        figures["Tokens/$"] = _per_dollar
+    per_dollar = partial(value_at, path="price.tokens_per_dollar")
+    if any(map(per_dollar, plans)):
+        figures["Tokens/$"] = per_dollar
     elif len({plan.layout.num_gpus for plan in plans}) > 1:
-        figures["Tokens/s/GPU"] = _per_gpu
+        figures["Tokens/s/GPU"] = partial(value_at, path="predicted.tokens_per_s_per_gpu")
     axes = _axes(changed)
-    panels: defaultdict[str, list[Variant]] = defaultdict(list)
+    panels: defaultdict[str, dict[tuple[str, ...], Variant]] = defaultdict(dict)
     for variant in changed:
         settings = variant.row.settings
-        panels[", ".join(f"{short_key(k)}={settings[k]}" for k in axes[2:])].append(variant)
+        others = ", ".join(f"{short_key(key)}={settings[key]}" for key in axes[2:])
+        panels[others][tuple(settings[key] for key in axes[:2])] = variant
     for figure, read in figures.items():
-        most = max((value for plan in plans if (value := read(plan))), default=0.0)
+        most = max((read(plan) or 0.0 for plan in plans), default=0.0)
         for others, panel in panels.items():
-            yield {"figure": figure, "others": others, **_heat_map(panel, axes[:2], read, most)}
+            yield {
+                "figure": figure,
+                "others": others,
+                "axes": [short_key(key) for key in axes[:2]],
+                "rows": dict.fromkeys(place[:-1] for place in panel),
+                "columns": dict.fromkeys(place[-1] for place in panel),
+                "cell": partial(_cell, panel, read, most),
+            }
 
 
 def _axes(changed: Sequence[Variant]) -> list[str]:
@@ -327,35 +330,14 @@ def _place(variant: Variant, choices: Mapping[str, Sequence[str]]) -> str:
     return ",".join(own)
 
 
-def _heat_map(
-    panel: Sequence[Variant],
-    axes: Sequence[str],
+def _cell(
+    panel: Mapping[tuple[str, ...], Variant],
     read: Callable[[ParallelPlan], float | None],
     most: float,
-) -> Mapping[str, Any]:
-    """Rows of the first setting and columns of the second; of one setting, a row of its own."""
-    *down, across = axes
-    by_place = {tuple(each.row.settings[key] for key in axes): each for each in panel}
-    columns = dict.fromkeys(each.row.settings[across] for each in panel)
-    rows = dict.fromkeys(tuple(each.row.settings[key] for key in down) for each in panel)
-    corner = short_key(down[0]) if down else ""
-    return {
-        "head": [corner, *(f"{short_key(across)} {value}" for value in columns)],
-        "caption": " by ".join(short_key(key) for key in axes),
-        "rows": [
-            {
-                "name": " ".join(row),
-                "cells": [_cell(by_place.get((*row, each)), read, most) for each in columns],
-            }
-            for row in rows
-        ],
-    }
-
-
-def _cell(
-    variant: Variant | None, read: Callable[[ParallelPlan], float | None], most: float
+    place: tuple[str, ...],
 ) -> Mapping[str, Any]:
     """A figure and its layout, on a shade between white and dark blue for its share of the most."""
+    variant = panel.get(place)
     plan = None if variant is None else variant.row.plan
     value = None if plan is None else read(plan)
     if plan is None or value is None:
