@@ -172,10 +172,10 @@ def _extract_module(options: _Options, name: str) -> None:
     require_torch()
     graph = extract_chain(build(name), shapes)
     pictures = [] if options.draw is None else [options.draw]
-    for path in pictures:
+    if options.draw is not None:
         from nest_megatron.report.work_charts import draw_chain
 
-        draw_chain(graph, path)
+        draw_chain(graph, options.draw)
     if options.as_json:
         written = [str(path) for path in pictures]
         show_json({"module": name, "chain": to_plain(graph), "pictures": written})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -122,12 +122,6 @@ def placed(composed: Settings, path: Path) -> Placement:
     )
 
 
-def with_notes(found: Plan, *notes: str) -> Plan:
-    """A plan that says more of itself, in its file, too."""
-    said = (*found.record.notes, *notes)
-    return dataclasses.replace(found, record=dataclasses.replace(found.record, notes=said))
-
-
 def _crossed(cluster: Cluster) -> list[tuple[str, int]]:
     """The levels that a job of the cluster's size has, with their groups."""
     sizes = cluster.group_sizes()
@@ -222,7 +216,6 @@ class PlanOptions(FreeingOptions):
         overrides, launcher = split_launcher(self.overrides)
         settings = parse(overrides)
         self.require_command()
-        fix = "Leave one of the two out."
         if self.hostfile is not None and self.hosts is None:
             raise UserInputError(
                 "--write-hostfile",
@@ -230,25 +223,26 @@ class PlanOptions(FreeingOptions):
                 "it holds the hosts of --hosts in the order of ranks",
                 "Add --hosts FILE.",
             )
-        others = {
+        for option, other, limit in self._mixed():
+            raise UserInputError(option, other, limit, "Leave one of the two out.")
+        return settings, launcher
+
+    def _mixed(self) -> Iterator[tuple[str, str, str]]:
+        """Options that do not go together, and why."""
+        tables = {
             "--multirun": self.multirun,
             "--for-nodes": self.for_nodes is not None,
             "--for-gpus": self.for_gpus is not None,
         }
-        other = next((name for name, given in others.items() if given), None)
-        if self.hosts is not None and other is not None:
-            raise UserInputError("--hosts", other, "one job runs on the hosts of a file", fix)
+        table = next((name for name, is_set in tables.items() if is_set), None)
+        if self.hosts is not None and table is not None:
+            yield "--hosts", table, "one job runs on the hosts of a file"
         if self.html is not None and self.for_nodes is not None:
-            raise UserInputError(
-                "--html", "--for-nodes", "a table of plans for numbers of nodes has no page", fix
-            )
+            yield "--html", "--for-nodes", "a table of plans for numbers of nodes has no page"
         if self.multirun and self.shortlist:
-            raise UserInputError(
-                "--shortlist", "--multirun", "it tells the plans of one job apart", fix
-            )
+            yield "--shortlist", "--multirun", "it tells the plans of one job apart"
         if self.multirun and self.from_command is not None:
-            raise UserInputError("--multirun", "--from", "a command is planned by itself", fix)
-        return settings, launcher
+            yield "--multirun", "--from", "a command is planned by itself"
 
 
 def run_plan(options: PlanOptions) -> int:
@@ -271,7 +265,9 @@ def run_plan(options: PlanOptions) -> int:
             compared = placement.compared(
                 found.record, lambda packed: _planned(packed, options, command)[0].record
             )
-            found = with_notes(found, placement.note, compared)
+            notes = (*found.record.notes, placement.note, compared)  # in its file, too
+            record = dataclasses.replace(found.record, notes=notes)
+            found = dataclasses.replace(found, record=record)
         _tell(found, composed, options, parts)
         if options.html is not None:
             found.explain().write_html(options.html, force=True)  # checked before
@@ -286,18 +282,6 @@ def run_plan(options: PlanOptions) -> int:
         if not options.as_json:
             say(f"Wrote {options.hostfile}; it is read by\n  {words}")
     return ENDED_EARLY if found.search.may_be_far_off else OK
-
-
-def _planned(
-    composed: Settings, options: PlanOptions, command: str | tuple[str, ...] | None
-) -> tuple[Plan, list[RenderableType]]:
-    if command is not None:
-        return _plan_command(composed, options, command)
-    with progress() as report:
-        found = plan_job(
-            composed, begun_s=options.begun_s, shortlist=options.shortlist, on_progress=report
-        )
-    return found, []
 
 
 def run_estimate(options: EstimateOptions) -> int:
@@ -330,15 +314,20 @@ def composed_settings(settings: Sequence[Setting], config_dir: Path | None) -> S
     return composed
 
 
-def _plan_command(
-    composed: Settings, options: PlanOptions, text: str | tuple[str, ...]
+def _planned(
+    composed: Settings, options: PlanOptions, command: str | tuple[str, ...] | None
 ) -> tuple[Plan, list[RenderableType]]:
-    """The plan of a user's command, and the command that it becomes."""
-    from nest_megatron.integrations.typed_command import plan_command
-
+    """A plan, and of a user's command what it becomes."""
     with progress() as report:
-        found = plan_command(
-            text,
+        if command is None:
+            found = plan_job(
+                composed, begun_s=options.begun_s, shortlist=options.shortlist, on_progress=report
+            )
+            return found, []
+        from nest_megatron.integrations.typed_command import plan_command
+
+        planned = plan_command(
+            command,
             composed,
             free=options.freed,
             version=options.megatron_version,
@@ -347,7 +336,7 @@ def _plan_command(
             shortlist=options.shortlist,
             on_progress=report,
         )
-    return planned_command(found, composed), _command_parts(found, with_reasons=options.full)
+    return planned_command(planned, composed), _command_parts(planned, with_reasons=options.full)
 
 
 def _command_parts(found: CommandPlan, *, with_reasons: bool) -> list[RenderableType]:

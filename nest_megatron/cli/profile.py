@@ -28,14 +28,12 @@ from nest_megatron.cli.profile_request import (
     request_of_plan,
     request_of_settings,
 )
-from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import BAD_INPUT, OK, UserInputError, require_seconds
 from nest_megatron.files import now
 from nest_megatron.layout.dims import LAYER_DEGREES
 from nest_megatron.megatron_core.stage import Where, require_megatron
 from nest_megatron.megatron_core.substitutes import quiet
 from nest_megatron.model.execution import Implementation
-from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.profile import network, store
@@ -237,8 +235,7 @@ class RankTasks:
         known: of these, those that were stored when this process looked.
     """
 
-    spec: TransformerSpec
-    precision: Precision
+    request: ProfileRequest
     machine: Machine
     ranks: Ranks
     tasks: tuple[Task, ...]
@@ -253,11 +250,11 @@ class RankTasks:
     def profile(self, timings: Sequence[Timing]) -> LayerProfile:
         """The profile that timings make."""
         return LayerProfile(
-            name=default_name(self.machine, self.spec, self.precision),
+            name=default_name(self.machine, self.request.spec, self.request.precision),
             created=now(),
-            precision=self.precision,
+            precision=self.request.precision,
             machine=with_clocks(self.machine),
-            model=self.spec,
+            model=self.request.spec,
             timings=tuple(timings),
         )
 
@@ -274,8 +271,7 @@ def tasks_of_rank(
         from nest_megatron.profile.session import share_of, this_machine
 
         machine = this_machine(measuring.where, measuring.implementation)
-    spec, precision = request.spec, request.precision
-    known = () if again else _known(machine, spec, precision)
+    known = () if again else _known(machine, request)
     flash = measuring.implementation is Implementation.TRANSFORMER_ENGINE
     tasks = request.tasks(flash_attention=flash)
     shapes = frozenset(map(shape_of, tasks))
@@ -283,8 +279,7 @@ def tasks_of_rank(
     # Shared out before what is known is left out: another rank may have stored its first by now.
     mine = share_of(tasks, here.rank, here.size)
     return RankTasks(
-        spec=spec,
-        precision=precision,
+        request=request,
         machine=machine,
         ranks=here,
         tasks=tuple(task for task in mine if shape_of(task) not in stored),
@@ -299,9 +294,9 @@ def shape_of(task: Task) -> Shape:
     return (task.block, *(getattr(task.shard, name) for name in names))
 
 
-def _known(machine: Machine, spec: TransformerSpec, precision: Precision) -> tuple[Timing, ...]:
+def _known(machine: Machine, request: ProfileRequest) -> tuple[Timing, ...]:
     """Timings that the store holds already for this machine and these layers."""
-    wanted = fingerprint(machine, spec, precision)
+    wanted = fingerprint(machine, request.spec, request.precision)
     entries = (each for each in store.stored_entries() if each.line("fingerprint") == wanted)
     profiles = (entry.read() for entry in entries)
     own = (each for each in profiles if not each.imported and fingerprint_of(each) == wanted)
@@ -316,7 +311,7 @@ def _time(own: RankTasks, measuring: Measuring, until: float) -> tuple[list[Timi
     alone = contextlib.nullcontext() if on_cpu else store.timing_alone(gpu_uuid())
     try:
         with quiet(), alone, _status(own) as report:
-            for found in run(own.spec, own.tasks, measuring, until=until):
+            for found in run(own.request.spec, own.tasks, measuring, until=until):
                 if isinstance(found, Skipped):
                     skipped.append(found)
                     continue
@@ -401,9 +396,9 @@ def _tell(own: RankTasks, found: Timed, network_out: Path | None, *, as_json: bo
 
 def _without_times(own: RankTasks) -> list[str]:
     """Blocks of which no shape is stored now: there is nothing to interpolate from."""
-    stored = {timing.block for timing in _known(own.machine, own.spec, own.precision)}
+    stored = {timing.block for timing in _known(own.machine, own.request)}
     wanted = {shape[0] for shape in own.shapes}
-    return [block.value for block in own.spec.blocks if block in wanted - stored]
+    return [block.value for block in own.request.spec.blocks if block in wanted - stored]
 
 
 #: Shapes of one reason that are named.

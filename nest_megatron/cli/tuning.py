@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import shlex
@@ -101,6 +100,8 @@ class TuneOptions:
 def run_tune(options: TuneOptions) -> int:
     """Tune a job, or say what that would take."""
     try:
+        if options.dry_run and options.resume is None:
+            return _dry_run(options)
         with _session(options) as session:
             return _tuned(session, options)
     except WITHOUT_PLAN as error:
@@ -108,14 +109,10 @@ def run_tune(options: TuneOptions) -> int:
         return error.exit_code
 
 
-def _tuned(session: Session | TuneRequest, options: TuneOptions) -> int:
-    request = session if isinstance(session, TuneRequest) else session.request
-    trials = frozenset[str]() if isinstance(session, TuneRequest) else trials_of(session)
-    job = _read(request, options.begun_s, trials)
+def _tuned(session: Session, options: TuneOptions) -> int:
+    request = session.request
+    job = _read(request, options.begun_s, trials_of(session))
     say_all = print_to_stderr if options.as_json else say  # beside a document
-    first = Known(ranked=job.ranked, iterations=request.iterations, num_steps=job.num_steps)
-    if isinstance(session, TuneRequest):
-        return _dry_run(first, request, as_json=options.as_json)
     tuner = Tuner(
         session=session,
         job=job,
@@ -134,7 +131,9 @@ def _tuned(session: Session | TuneRequest, options: TuneOptions) -> int:
     return _print_end(tuner.run(), session, job, as_json=options.as_json)
 
 
-def _read(request: TuneRequest, begun_s: Seconds | None, trials: Collection[str]) -> TunedJob:
+def _read(
+    request: TuneRequest, begun_s: Seconds | None, trials: Collection[str] = frozenset()
+) -> TunedJob:
     if request.folder != str(Path.cwd()):
         raise UserInputError(
             "--resume",
@@ -162,11 +161,14 @@ def _require_time(runs: Sequence[NextRun], request: TuneRequest) -> None:
         )
 
 
-def _dry_run(known: Known, request: TuneRequest, *, as_json: bool) -> int:
+def _dry_run(options: TuneOptions) -> int:
+    request = options.request()
+    job = _read(request, options.begun_s)
+    known = Known(ranked=job.ranked, iterations=request.iterations, num_steps=job.num_steps)
     runs, stop = expected_runs(known, request.budget)
     _require_time(runs, request)
     said = plan_words(known, runs, request.budget, request.run_timeout_s)
-    if as_json:
+    if options.as_json:
         show_json(dry_run_document(known, runs, stop))
         return OK
     head = "The runs, if each measures what is predicted of it"
@@ -187,8 +189,8 @@ def _print_end(tuned: Tuned, session: Session, job: TunedJob, *, as_json: bool) 
     return NOTHING_FITS if taken is None else OK
 
 
-def _session(options: TuneOptions) -> AbstractContextManager[Session | TuneRequest]:
-    """The folder; what is request alone, where nothing is to run."""
+def _session(options: TuneOptions) -> AbstractContextManager[Session]:
+    """The folder of the runs: a new one, or one that is gone on with."""
     if options.resume is not None:
         given = {"--from": options.from_command, "--out": options.out}
         for name, value in given.items():
@@ -201,8 +203,6 @@ def _session(options: TuneOptions) -> AbstractContextManager[Session | TuneReque
                 )
         require_tune(options.resume.absolute())
         return resumed_session(options.resume.absolute())
-    if options.dry_run:
-        return contextlib.nullcontext(options.request())
     folder = options.out or Path(f"nest-tune-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     request = options.request()
     require_tune(folder.absolute())

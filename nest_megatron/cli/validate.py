@@ -123,7 +123,8 @@ def calibrate_site(out: Path | None, *, force: bool | None, as_json: bool) -> in
     if later := sorted({name for each in records for name in unknown_names(each.predicted)}):
         words = ", ".join(later)
         warn_once(f"runs of a later nest-megatron say nothing of steps: {words} is not known here.")
-    found = [each for each in calibrations(records, _today()) if each.by_date]
+    today = datetime.now(UTC).date().isoformat()
+    found = [each for each in calibrations(records, today) if each.by_date]
     _require(found, records, out)
     paths = [out or site_path(each.cluster, each.accelerator) for each in found]
     for each, path in zip(found, paths, strict=True):
@@ -140,10 +141,6 @@ def calibrate_site(out: Path | None, *, force: bool | None, as_json: bool) -> in
         show(site_report(Site(each, path.stem), unseen_errors(each)))
         say(f"Wrote {path}.")
     return OK
-
-
-def _today() -> str:
-    return datetime.now(UTC).date().isoformat()
 
 
 def _require(

@@ -121,7 +121,10 @@ def html_report(
         today=plan.today and before_after_section(plan.today, plan),
         sensitivity=sensitivity(plan, times),
         site=plan.provenance.site and site_rows(plan.provenance.site),
-        provenance=_provenance(plan),
+        provenance=[
+            *(row for row in provenance_rows(plan) if row[0] != "assumptions"),
+            ("plan", plan_file.checksum(plan)),
+        ],
         settings=_settings(plan),
     )
 
@@ -239,12 +242,6 @@ def _command(plan: ParallelPlan, command: LaunchCommand) -> str:
     unset = [f"unset {name}" for name, value in command.environment.items() if value is None]
     given = [(name, value) for name, value in command.environment.items() if value is not None]
     return "\n".join([*unset, command_lines(launch_words(plan, command), given, indent="")])
-
-
-def _provenance(plan: ParallelPlan) -> Sequence[tuple[str, str]]:
-    """What the terminal says of it; assumptions have a table of their own."""
-    rows = [row for row in provenance_rows(plan) if row[0] != "assumptions"]
-    return [*rows, ("plan", plan_file.checksum(plan))]
 
 
 def _settings(plan: ParallelPlan) -> Sequence[tuple[str, str, str]]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from nest_megatron.catalogue_files import default_setting
 from nest_megatron.cluster.records import Accelerator, Cluster, Precision
@@ -45,8 +45,7 @@ _ASSUMED = {
 _Job = tuple[Cluster, CostSettings]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Figure:
+class _Figure(NamedTuple):
     """What a step depends on.
 
     Args:
@@ -168,13 +167,13 @@ def _figures(plan: ParallelPlan) -> Iterator[_Figure]:
     cluster, device = plan.cluster, plan.cluster.accelerator
     for number in reached_levels(cluster):
         level = cluster.levels[number]
+        path = (0, "levels", number)
         bandwidth = f"{level.bandwidth_bytes_per_s / GB:g} GB/s per GPU"
         for name, value, field in (
             ("bandwidth", bandwidth, "bandwidth_bytes_per_s"),
             ("latency", f"{1e6 * level.latency_s:g} us", "latency_s"),
         ):
-            path = (0, "levels", number, field)
-            yield _Figure(name=f"{name} of level {level.name}", value=value, path=path)
+            yield _Figure(f"{name} of level {level.name}", value, (*path, field))
     used = _format(plan, device)
     peak = f"{device.peak_flops_per_s[used] / 1e12:,.0f} TFLOP/s in {used}"
     bandwidth = f"{device.memory_bandwidth_bytes_per_s / GB:,.0f} GB/s"
@@ -183,7 +182,7 @@ def _figures(plan: ParallelPlan) -> Iterator[_Figure]:
         ("memory bandwidth", bandwidth, "memory_bandwidth_bytes_per_s"),
         ("memory", format_gib(device.memory_bytes), "memory_bytes"),
     ):
-        yield _Figure(name=f"{name} of a GPU", value=value, path=(0, "accelerator", field))
+        yield _Figure(f"{name} of a GPU", value, (0, "accelerator", field))
 
 
 def _assumptions(plan: ParallelPlan, settings: CostSettings) -> Iterator[_Figure]:
@@ -195,24 +194,15 @@ def _assumptions(plan: ParallelPlan, settings: CostSettings) -> Iterator[_Figure
         ("GEMMs", device.gemm_efficiency[used], "gemm_efficiency", used),
         ("attention", device.attention_efficiency, "attention_efficiency", wide),
     ):
-        yield _Figure(
-            name=f"efficiency of {name}",
-            value=f"{100 * share:.0f} % of the peak in {of}",
-            path=(0, "accelerator", field),
-            most=1 / share,
-        )
+        value = f"{100 * share:.0f} % of the peak in {of}"
+        yield _Figure(f"efficiency of {name}", value, (0, "accelerator", field), 1 / share)
     for field, name in _ASSUMED.items():
         value = getattr(settings, field)
         if value and (plan.model.is_moe or field not in OF_EXPERTS):
-            shown = setting_value(field, value)
-            yield _Figure(name=f"{name} (cost.{field})", value=shown, path=(1, field))
+            yield _Figure(f"{name} (cost.{field})", setting_value(field, value), (1, field))
     if (tokens := settings.traits.attended_tokens) is not None:
-        yield _Figure(
-            name="tokens that a token of a pack attends within",
-            value=f"{tokens:,.0f}",
-            path=(1, "traits", "attended_tokens"),
-            most=plan.model.seq_length / tokens,
-        )
+        name, most = "tokens that a token of a pack attends within", plan.model.seq_length / tokens
+        yield _Figure(name, f"{tokens:,.0f}", (1, "traits", "attended_tokens"), most)
 
 
 def _format(plan: ParallelPlan, device: Accelerator) -> Precision:

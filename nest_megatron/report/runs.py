@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from rich.console import Group, RenderableType
@@ -19,7 +19,7 @@ from nest_megatron.report.tables import (
     pairs,
     word_columns,
 )
-from nest_megatron.report.words import narrow_words
+from nest_megatron.report.words import degrees, narrow_words
 from nest_megatron.units import (
     Bytes,
     Seconds,
@@ -31,6 +31,7 @@ from nest_megatron.units import (
 )
 
 _LONGEST_ERROR = 300
+_SHOWN_DEGREES = ("TP", "PP", "VPP", "CP", "DP", "EP")
 #: Of a run on a host whose driver names none, whatever it was planned for.
 _NO_GPU = "no NVIDIA GPU"
 
@@ -159,16 +160,15 @@ def outcome_words(run: RunRecord, now: datetime | None = None) -> str:
     if run.outcome is not Outcome.STARTED:
         return run.outcome.value.replace("_", " ")
     age_s = since_start_s(run, now)
-    return "no end recorded" if age_s < 0 else f"no end recorded, started {_ago(age_s)} ago"
+    if age_s < 0:
+        return "no end recorded"
+    age = "less than 2 min" if age_s < 120 else format_duration(age_s)
+    return f"no end recorded, started {age} ago"
 
 
 def since_start_s(run: RunRecord, now: datetime | None = None) -> Seconds:
     """Time since a run started; below 0 where the clocks of hosts differ."""
     return ((now or datetime.now(UTC)) - datetime.fromisoformat(run.start)).total_seconds()
-
-
-def _ago(seconds: Seconds) -> str:
-    return "less than 2 min" if seconds < 120 else format_duration(seconds)
 
 
 def _audit_row(run: RunRecord) -> tuple[str, ...]:
@@ -197,16 +197,9 @@ def layout_words(grid: PartialLayout) -> str:
     ...                   sequence_parallel=True))
     'TP2 DP4, micro batch 1'
     """
-    dims = grid.dims
-    degrees = {
-        "TP": dims.tensor_model_parallel_size,
-        "PP": dims.pipeline_model_parallel_size,
-        "VPP": dims.virtual_pipeline_model_parallel_size,
-        "CP": dims.context_parallel_size,
-        "DP": dims.data_parallel_size,
-        "EP": dims.expert_model_parallel_size,
-    }
-    words = [" ".join(f"{name}{size}" for name, size in degrees.items() if size > 1) or "one rank"]
+    sizes = degrees(grid)
+    named = (f"{name}{sizes[name]}" for name in _SHOWN_DEGREES if sizes[name] > 1)
+    words = [" ".join(named) or "one rank"]
     words.append(f"micro batch {grid.micro_batch_size}")
     if (label := grid.recompute.label()) != "none":
         words.append(f"recompute {label}")
@@ -253,7 +246,9 @@ def run_details(run: RunRecord) -> RenderableType:
     if run.warnings:
         parts += [heading("Warnings"), *(Text(f"* {each}") for each in run.warnings)]
     if run.predicted.shares:
-        parts += [heading("Predicted shares of the step"), pairs(_shares(run))]
+        ordered = sorted(run.predicted.shares.items(), key=lambda each: -each[1])
+        shares = ((name.replace("_", " "), f"{100 * share:.1f} %") for name, share in ordered)
+        parts += [heading("Predicted shares of the step"), pairs(shares)]
     return Group(*parts)
 
 
@@ -289,8 +284,3 @@ def _ranks_table(run: RunRecord) -> RenderableType:
             for rank, host, busy, peak in rows
         ),
     )
-
-
-def _shares(run: RunRecord) -> Iterator[tuple[str, str]]:
-    ordered = sorted(run.predicted.shares.items(), key=lambda each: -each[1])
-    yield from ((name.replace("_", " "), f"{100 * share:.1f} %") for name, share in ordered)

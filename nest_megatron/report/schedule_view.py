@@ -266,13 +266,9 @@ def _pieces(view: ScheduleView, span: Span) -> Iterator[tuple[str, Seconds, Seco
         if spent > 0:
             yield term, at, at + spent
         at += spent
-    if _TRANSFERS not in exposed and (spent := _sent(view, span)):  # beside the rank's next work
-        yield _TRANSFERS, span.end, span.end + spent
-
-
-def _sent(view: ScheduleView, span: Span) -> Seconds:
-    """How long the result of a pass travels."""
-    return view.sent[span.chunk][span.kind is SpanKind.BACKWARD] if span.chunk >= 0 else 0.0
+    sent = view.sent[span.chunk][span.kind is SpanKind.BACKWARD] if span.chunk >= 0 else 0.0
+    if sent and _TRANSFERS not in exposed:  # beside the rank's next work
+        yield _TRANSFERS, span.end, span.end + sent
 
 
 def _memory(view: ScheduleView, rank: int) -> Iterator[_Event]:

@@ -50,16 +50,13 @@ def site_report(site: Site, unseen: UnseenErrors | None) -> RenderableType:
             f"{each.deviation_percent:.1f}",
             f"{each.prior_percent:.1f}",
         )
-    return Group(title, indented(rested), Text(), indented(_unseen(unseen)), Text(), table)
-
-
-def _unseen(errors: UnseenErrors | None) -> str:
-    if errors is None:
-        return "All runs are of one job: how well they predict others cannot be told."
-    return (
-        f"Each job left out in turn, its plans are predicted {errors.after_percent:.1f} % off in "
-        f"the mean by the runs of the others, {errors.before_percent:.1f} % without them."
-    )
+    others = "All runs are of one job: how well they predict others cannot be told."
+    if unseen is not None:
+        others = (
+            f"Each job left out in turn, its plans are predicted {unseen.after_percent:.1f} % off "
+            f"in the mean by the runs of the others, {unseen.before_percent:.1f} % without them."
+        )
+    return Group(title, indented(rested), Text(), indented(others), Text(), table)
 
 
 def site_words(site: SiteChange, known: Uncertainty) -> str:

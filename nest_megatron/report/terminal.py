@@ -88,7 +88,12 @@ def explain_report(
     parts += [heading("Communication groups by network level"), _groups(plan)]
     if plan.alternatives:
         parts += [heading("Why this one: what each runner-up loses"), alternatives_table(plan)]
-        parts.append(_difference_lines(differences))
+        unknown = "cannot be priced by this version"
+        lost = (unknown if terms is None else term_words(terms) for terms in differences)
+        numbered = Table.grid(padding=(0, 2, 0, 0))
+        for number, words in enumerate(lost, start=1):
+            numbered.add_row(str(number), Text(words))
+        parts.append(indented(numbered))
     if plan.shortlist is not None:
         parts.append(shortlist_report(plan))
     if plan.provenance.site is not None:
@@ -302,14 +307,6 @@ def _runs(layers: Iterable[str]) -> str:
     """
     runs = ((text, len(list(run))) for text, run in groupby(layers))
     return ", ".join(f"{count} x {text}" if count > 1 else text for text, count in runs)
-
-
-def _difference_lines(differences: Sequence[Mapping[str, float] | None]) -> RenderableType:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for number, terms in enumerate(differences, start=1):
-        unknown = "cannot be priced by this version"
-        table.add_row(f"{number}", Text(unknown if terms is None else term_words(terms)))
-    return indented(table)
 
 
 def _groups(plan: ParallelPlan) -> RenderableType:

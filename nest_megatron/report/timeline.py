@@ -287,8 +287,8 @@ def _height(view: ScheduleView) -> float:
     return 0.65 + max(0.5, min(0.34 * ranks, 5.0 + 0.05 * ranks))
 
 
-def _draw(figure: Any, view: ScheduleView, plan: ParallelPlan | None = None) -> None:
-    """Draw the windows side by side; with a plan a title and a legend as well."""
+def _draw(figure: Any, view: ScheduleView, plan: ParallelPlan) -> None:
+    """Draw the windows side by side, with a title and a legend."""
     figure.set_layout_engine("constrained")
     shown = windows(view)
     lengths = [window.length for window in shown]
@@ -301,8 +301,16 @@ def _draw(figure: Any, view: ScheduleView, plan: ParallelPlan | None = None) -> 
     panels[0].set_ylabel("pipeline rank", fontsize=9, color=SOFT)
     about = "milliseconds from the start of the step"
     panels[len(panels) // 2].set_xlabel(about, fontsize=9, color=SOFT)
-    if plan is not None:
-        _label(figure, plan, view)
+    virtual = f", {view.num_virtual} chunks a rank" if view.num_virtual > 1 else ""
+    figure.suptitle(
+        f"{plan.model.name} on {plan.cluster.describe()}: "
+        f"{format_seconds(view.iteration_time_s)} a step, "
+        f"{view.num_microbatches} micro batches{virtual}",
+        fontsize=11,
+    )
+    entries = legend(view)
+    columns = len(entries) if len(entries) <= 7 else -(-len(entries) // 2)
+    write_legend(figure, entries, "center", columns)
 
 
 def _draw_window(axes: Any, view: ScheduleView, window: Window, share: float) -> None:
@@ -356,16 +364,3 @@ def _write_numbers(axes: Any, numbers: Sequence[Bar]) -> None:
         place = {"ha": "center", "va": "center_baseline", "fontsize": 6.5, "color": ink}
         middle, text = 500 * (bar.start + bar.end), str(bar.span.microbatch + 1)
         axes.text(middle, bar.rank, text, **place).set_in_layout(False)
-
-
-def _label(figure: Any, plan: ParallelPlan, view: ScheduleView) -> None:
-    virtual = f", {view.num_virtual} chunks a rank" if view.num_virtual > 1 else ""
-    figure.suptitle(
-        f"{plan.model.name} on {plan.cluster.describe()}: "
-        f"{format_seconds(view.iteration_time_s)} a step, "
-        f"{view.num_microbatches} micro batches{virtual}",
-        fontsize=11,
-    )
-    entries = legend(view)
-    columns = len(entries) if len(entries) <= 7 else -(-len(entries) // 2)
-    write_legend(figure, entries, "center", columns)
