@@ -41,7 +41,7 @@ from nest_megatron.errors import UserInputError  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.layout.plan import ParallelPlan  # noqa: E402
 from nest_megatron.planner import Request, plan  # noqa: E402
-from nest_megatron.report.markdown import table  # noqa: E402
+from tools.markdown import table  # noqa: E402
 
 #: A gain above this is doubted, and a chance from which it counts as sure.
 GAIN, SURE = 0.1, 0.9

@@ -15,10 +15,11 @@ from nest_megatron.model.parameters import unit_parameters
 from nest_megatron.planner import describe_grid
 from nest_megatron.profile.network import NetworkProfile
 from nest_megatron.profile.records import Machine
-from nest_megatron.report.markdown import figure, table
+from nest_megatron.report.tables import figure
 from nest_megatron.units import GIB
 from nest_megatron.validation.scores import ErrorScores, error_scores, rank_scores
 from nest_megatron.version import __version__
+from tools.markdown import table
 
 COMMAND = "python benchmarks/cpu_end_to_end.py --out docs/accuracy/cpu_end_to_end.md"
 

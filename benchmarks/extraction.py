@@ -34,12 +34,12 @@ from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.parameters import layer_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.report.markdown import table
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.megatron_core.local_layers import local_layer  # noqa: E402
+from tools.markdown import table  # noqa: E402
 
 MODELS = ROOT / "hydra_configs" / "model"
 #: Model, and the most seconds that its extraction may take.

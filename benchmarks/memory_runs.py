@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from nest_megatron.cost_model.device_memory import PeakError, PeakErrors
 from nest_megatron.cost_model.peak_posterior import PeakPosterior, PeakRun, predicted_peak
-from nest_megatron.report.markdown import table
 from nest_megatron.validation.assess import Assessor
 from nest_megatron.validation.job import RowJob, job_of
 from nest_megatron.validation.models import ModelBook
@@ -29,6 +28,7 @@ from tools.calibration.peaks import (
     unseen_errors,
 )
 from tools.golden import golden_job
+from tools.markdown import table
 
 #: Peaks that a site has at least, and runs that are predicted of each.
 LEAST, MOST = 4, 60

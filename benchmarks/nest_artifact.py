@@ -31,7 +31,6 @@ sys.path.insert(0, str(ROOT))
 
 from nest_megatron.errors import UserInputError  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
-from nest_megatron.report.markdown import table  # noqa: E402
 from nest_megatron.research.nest_artifact.files import (  # noqa: E402
     named_baseline,
     read_instance,
@@ -47,6 +46,7 @@ from nest_megatron.research.nest_artifact.search import (  # noqa: E402
     has_kernel,
     solve,
 )
+from tools.markdown import table  # noqa: E402
 
 MIB = 2**20
 HEAD = ("setup", "instance", "p, d, t", "artifact's time", "ours", "ratio")

@@ -31,8 +31,8 @@ from benchmarks.recipes import (  # noqa: E402
     write_page,
 )
 from nest_megatron.integrations import megatron_bridge, nemo  # noqa: E402
-from nest_megatron.report.markdown import table  # noqa: E402
 from tests.nemo import bridge, recipes  # noqa: E402
+from tools.markdown import table  # noqa: E402
 
 GPUS = 64
 COMMAND = ".venv-nemo/bin/python benchmarks/peft_recipes.py --out docs/peft_recipes.md"

@@ -37,9 +37,9 @@ from nest_megatron.cost_model.model import CostModel  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.layout.plan import ParallelPlan  # noqa: E402
 from nest_megatron.planner import Request, estimate_for, plan  # noqa: E402
-from nest_megatron.report.markdown import table  # noqa: E402
 from nest_megatron.research.baselines.job import with_network_levels  # noqa: E402
 from nest_megatron.research.comparison import compare  # noqa: E402
+from tools.markdown import table  # noqa: E402
 
 RATIOS = (1, 2, 4, 8)
 SIZE = 512

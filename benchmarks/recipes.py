@@ -34,9 +34,9 @@ from nest_megatron.errors import NestError  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.integrations import megatron_bridge, nemo  # noqa: E402
 from nest_megatron.report.failure import NothingFitsError  # noqa: E402
-from nest_megatron.report.markdown import table  # noqa: E402
 from nest_megatron.research.comparison_run import layout_words  # noqa: E402
 from tests.nemo import bridge, recipes, substitutes  # noqa: E402
+from tools.markdown import table  # noqa: E402
 
 SIZES = (64, 1024, 8)
 COMMAND = ".venv-nemo/bin/python benchmarks/recipes.py --out docs/recipes.md"

@@ -38,7 +38,6 @@ from benchmarks.paper.ablation import (  # noqa: E402
 from nest_megatron.config.compose import compose  # noqa: E402
 from nest_megatron.config.overrides import parse  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
-from nest_megatron.report.markdown import table  # noqa: E402
 from nest_megatron.research.nest_artifact.files import read_instance  # noqa: E402
 from nest_megatron.research.nest_artifact.search import NoSolution  # noqa: E402
 from nest_megatron.research.nest_dp.job import (  # noqa: E402
@@ -49,6 +48,7 @@ from nest_megatron.research.nest_dp.job import (  # noqa: E402
 )
 from nest_megatron.research.nest_dp.run import described  # noqa: E402
 from nest_megatron.research.nest_dp.search import has_kernel, solve  # noqa: E402
+from tools.markdown import table  # noqa: E402
 
 MIB = 2**20
 BATCH = "train.global_batch_size=4096"

@@ -36,7 +36,6 @@ from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.layout.layout import PartialLayout  # noqa: E402
 from nest_megatron.model.spec import TransformerSpec  # noqa: E402
 from nest_megatron.planner.choice import Candidate  # noqa: E402
-from nest_megatron.report.markdown import table  # noqa: E402
 from nest_megatron.research.baselines.autoconfigurator import row_for  # noqa: E402
 from nest_megatron.tuning.selection import START_S  # noqa: E402
 from nest_megatron.units import Seconds  # noqa: E402
@@ -48,6 +47,7 @@ from nest_megatron.validation.report import measured_jobs  # noqa: E402
 from nest_megatron.validation.rows import RowKind, read_rows  # noqa: E402
 from nest_megatron.validation.scores import coverage_of  # noqa: E402
 from tools.calibration.parameters import shipped_left_out  # noqa: E402
+from tools.markdown import table  # noqa: E402
 
 #: Iterations of a run, as ``tune`` has them by default.
 ITERATIONS = 20

@@ -42,7 +42,6 @@ from nest_megatron.config.overrides import parse  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.layout.plan_file import digest  # noqa: E402
 from nest_megatron.planner.choice import Candidate  # noqa: E402
-from nest_megatron.report.markdown import table  # noqa: E402
 from nest_megatron.tuning.job import TunedJob, read_tuned  # noqa: E402
 from nest_megatron.tuning.launchers import run_locally  # noqa: E402
 from nest_megatron.tuning.selection import Known, Stop, chosen, layout_words, next_run  # noqa: E402
@@ -56,6 +55,7 @@ from nest_megatron.tuning.session import (  # noqa: E402
 )
 from nest_megatron.tuning.tuner import outcome_words  # noqa: E402
 from tests.megatron_lm.training import HOME, ON_CPU, TRAINING, environment  # noqa: E402
+from tools.markdown import table  # noqa: E402
 
 _COLUMNS = ("job", "key", "layout", "predicted_s", "step_s", "seconds", "failure")
 _CLUSTER = """\

@@ -23,9 +23,8 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.stage_layout import is_uniform
 from nest_megatron.planner import NoPlan, Request, plan
 from nest_megatron.planner.choice import Candidate, candidate, choose_plan
-from nest_megatron.report.answer import answer_report
 from nest_megatron.report.html import html_report
-from nest_megatron.report.terminal import plan_report
+from nest_megatron.report.terminal import answer_report, plan_report
 from nest_megatron.report.words import other_layouts, proof
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.ranking import SearchResult

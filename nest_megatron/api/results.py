@@ -203,10 +203,9 @@ class Plan(Shown):
         Args:
             more: parts before the notes, in the place of the flags to paste.
         """
-        from nest_megatron.report.answer import answer_report
         from nest_megatron.report.before_after import before_after_report
         from nest_megatron.report.runners_up import shortlist_report
-        from nest_megatron.report.terminal import notes_report, plan_report
+        from nest_megatron.report.terminal import answer_report, notes_report, plan_report
         from nest_megatron.report.words import early_words
 
         if said := early_words(self.search):

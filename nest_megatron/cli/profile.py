@@ -166,7 +166,13 @@ def _run(options: _Options) -> int:
     layers_s = options.max_seconds * (1 - NETWORK_SHARE if times_both else 1.0)
     if options.for_plan is not None:
         if not (tasks.shapes or times_network):
-            raise _nothing_to_time(request, options.for_plan)
+            raise UserInputError(
+                "--for",
+                str(options.for_plan),
+                f"{request.names} have the same shapes of layers",
+                "Time the network too, under torchrun with a process for each GPU; or run them: "
+                "nest-megatron tune tells how long that takes.",
+            )
         words = request.words_before(
             tasks.tasks,
             num_shapes=len(tasks.shapes),
@@ -184,16 +190,6 @@ def _run(options: _Options) -> int:
     if here.rank == 0:
         _tell(tasks, found, options.network_out, as_json=options.as_json)
     return BAD_INPUT if tasks.shapes and not (found.timings or tasks.known) else OK
-
-
-def _nothing_to_time(request: ProfileRequest, plan: Path) -> UserInputError:
-    return UserInputError(
-        "--for",
-        str(plan),
-        limit=f"{request.names} have the same shapes of layers",
-        fix="Time the network too, under torchrun with a process for each GPU; or run them: "
-        "nest-megatron tune tells how long that takes.",
-    )
 
 
 def _joined(found: Timed, here: Ranks, where: Where, until: float | None) -> Timed:

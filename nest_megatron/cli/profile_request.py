@@ -14,7 +14,7 @@ from nest_megatron.api import load_plan
 from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.catalogue import read_spec
-from nest_megatron.config.compose import Settings, compose
+from nest_megatron.config.compose import compose
 from nest_megatron.config.job import read_precision
 from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.config.request import request_of
@@ -207,7 +207,12 @@ def request_of_settings(overrides: Sequence[str], config_dir: Path | None) -> Pr
     spec = read_spec(composed)
     precision = read_precision(composed)
     _require_timed(spec, precision)
-    return ProfileRequest(spec=spec, precision=precision, layouts=_best_layouts(composed))
+    layouts: tuple[Layout, ...] = ()
+    if composed.cluster is not None:
+        found = find_plan(dataclasses.replace(request_of(composed), times=None))
+        if isinstance(found, ParallelPlan):
+            layouts = (found.layout, *(other.layout for other in found.alternatives))
+    return ProfileRequest(spec=spec, precision=precision, layouts=layouts)
 
 
 def request_of_plan(path: Path, overrides: Sequence[str]) -> ProfileRequest:
@@ -263,12 +268,3 @@ def _require_timed(spec: TransformerSpec, precision: Precision) -> None:
             "layers of the catalogue's models are timed in bf16",
             "Use bf16; +nest=auto nest.profile.mode=measure times a job in its own format.",
         )
-
-
-def _best_layouts(composed: Settings) -> tuple[Layout, ...]:
-    if composed.cluster is None:
-        return ()
-    found = find_plan(dataclasses.replace(request_of(composed), times=None))
-    if not isinstance(found, ParallelPlan):
-        return ()
-    return (found.layout, *(other.layout for other in found.alternatives))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from nest_megatron.cost_model.memory import PEAK_ERROR, within_error
 from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE
-from nest_megatron.layout.estimate import Price, PricedLayout
+from nest_megatron.layout.estimate import PricedLayout
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.units import Bytes, format_chance, format_count, format_duration, format_gib
 
@@ -97,18 +97,12 @@ def price_rows(plan: ParallelPlan) -> Iterator[tuple[str, str]]:
         words = f"{format_count(found.tokens_per_dollar)} tokens for a dollar"
         yield "Cost", f"{words}, at ${found.gpu_hour:,.2f} for an hour of a GPU{kept}"
     if found.run_s is not None and found.tokens is not None:
-        time = f"{format_count(found.tokens)} tokens in {format_duration(found.run_s)}"
-        yield "Run", ", ".join([time, *run_words(found)]) + kept
-
-
-def run_words(found: Price) -> list[str]:
-    """Dollars and energy of the whole run, as far as they are known."""
-    words = []
-    if found.run_dollars is not None:
-        words.append(f"${format_count(found.run_dollars)}")
-    if found.run_mwh is not None:
-        words.append(f"{found.run_mwh:,.4g} MWh at {found.gpu_watts:,g} W for each GPU")
-    return words
+        words = f"{format_count(found.tokens)} tokens in {format_duration(found.run_s)}"
+        if found.run_dollars is not None:
+            words += f", ${format_count(found.run_dollars)}"
+        if found.run_mwh is not None:
+            words += f", {found.run_mwh:,.4g} MWh at {found.gpu_watts:,g} W for each GPU"
+        yield "Run", words + kept
 
 
 def price_cells(plan: ParallelPlan) -> dict[str, str]:

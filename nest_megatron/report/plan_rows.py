@@ -327,17 +327,15 @@ def to_parquet(rows: Sequence[PlanRow]) -> bytes:
     from pyarrow import parquet
 
     table = _records(rows)
-    columns = {name: _one_type([row[name] for row in table]) for name in table[0]}
+    columns = {name: [row[name] for row in table] for name in table[0]}
+    for name, values in columns.items():
+        if len({type(value) for value in values if value is not None}) > 1:
+            columns[name] = [None if value is None else str(value) for value in values]
     kinds = {name: getattr(pyarrow, kind)() for name, kind in _OFTEN_EMPTY.items()}
     arrays = {name: pyarrow.array(c, type=kinds.get(name)) for name, c in columns.items()}
     stream = io.BytesIO()
     parquet.write_table(pyarrow.table(arrays), stream)
     return stream.getvalue()
-
-
-def _one_type(values: list[Any]) -> list[Any]:
-    kinds = {type(value) for value in values if value is not None}
-    return [None if v is None else str(v) for v in values] if len(kinds) > 1 else values
 
 
 def pareto_front(points: Sequence[tuple[float, ...]]) -> list[bool]:

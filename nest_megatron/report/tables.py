@@ -109,6 +109,17 @@ def figure_columns(*heads: str, **options: Any) -> list[Column]:
     return [Column(head, justify="right", no_wrap=True, **options) for head in heads]
 
 
+def figure(value: float | None, digits: int = 1, *, signed: bool = False) -> str:
+    """A figure with so many digits behind the point, or nothing.
+
+    >>> figure(1.25, signed=True), figure(None)
+    ('+1.2', '')
+    """
+    if value is None:
+        return ""
+    return f"{value:+.{digits}f}" if signed else f"{value:.{digits}f}"
+
+
 def pairs(rows: Iterable[tuple[str, str | Text]]) -> RenderableType:
     """Names beside what is said of them."""
     columns = *name_columns("", style="cyan"), *word_columns("")

@@ -8,17 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Column, Table
 from rich.text import Text
 
 from nest_megatron.errors import typed_setting
-from nest_megatron.layout.estimate import StageEstimate
+from nest_megatron.layout.estimate import BeforeAfter, StageEstimate
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.stage_layout import layout_string
 from nest_megatron.layout.zero import STRATEGIES, DataParallelSharding
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import EndedEarly, NoPlan, describe_grid
+from nest_megatron.profile.records import ANALYTIC_NAME
+from nest_megatron.report.before_after import difference_words, refused_words, verdict
+from nest_megatron.report.console import command_lines
 from nest_megatron.report.memory_words import (
     memory_level,
     no_plan_verdict,
@@ -45,16 +48,18 @@ from nest_megatron.report.words import (
     cost_source,
     degrees,
     goodput_words,
+    layout_words,
     other_layouts,
     present_words,
     proof,
     ranged_words,
     schedule_words,
     sequence_words,
+    short_proof,
     stage_legend,
     term_words,
 )
-from nest_megatron.units import GIB, format_chance, format_gib, format_seconds
+from nest_megatron.units import GIB, counted, format_chance, format_gib, format_seconds
 
 #: By what is known of memory.
 _STYLES = {"bad": "bold red", "warning": "yellow", "": ""}
@@ -128,6 +133,8 @@ def title(plan: ParallelPlan) -> Text:
 def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
     """What a plan is, by name: its figures, its layout, and why this one."""
     predicted, layout = plan.predicted, plan.layout
+    number = layout.num_microbatches
+    batches = f"{number} micro batch{'es' if number > 1 else ''}"
     step = Text(format_seconds(predicted.iteration_time_s), style="bold green")
     rows: list[tuple[str, str | Text]] = [
         ("Step", step.append(f"   {rates(plan)}", style="not bold default")),
@@ -136,7 +143,11 @@ def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
         ("Confidence", confidence_words(plan.uncertainty, plan.provenance.site)),
         *today_rows(plan),
         ("Layout", _layout(plan)),
-        ("Batch", _batch(plan)),
+        (
+            "Batch",
+            f"{layout.global_batch_size} sequences of {plan.train.seq_length:,} tokens: {batches} "
+            f"of {layout.micro_batch_size} on each replica",
+        ),
         ("Memory", memory_text(plan)),
         *memory_rows(plan),
         ("Recompute", layout.recompute.label()),
@@ -207,15 +218,6 @@ def _layout(plan: ParallelPlan) -> Text:
     idle = plan.cluster.num_gpus - plan.layout.num_gpus
     text = Text("  ".join(words), style="bold")
     return text.append(f"   ({idle} GPUs idle)", style="yellow") if idle else text
-
-
-def _batch(plan: ParallelPlan) -> str:
-    layout, number = plan.layout, plan.layout.num_microbatches
-    return (
-        f"{layout.global_batch_size} sequences of {plan.train.seq_length:,} tokens: "
-        f"{number} micro batch{'es' if number > 1 else ''} of "
-        f"{layout.micro_batch_size} on each replica"
-    )
 
 
 def memory_text(plan: ParallelPlan) -> Text:
@@ -404,3 +406,94 @@ def ended_report(ended: EndedEarly) -> RenderableType:
         heading("What was tried"),
         indented(certificate(ended.search)),
     )
+
+
+def answer_report(
+    plan: ParallelPlan,
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str | None] | None = None,
+) -> RenderableType:
+    """A plan, or a layout that was priced, in one screen.
+
+    Args:
+        flags: the layout in Megatron's own words, where they are to be pasted.
+        environment: variables that the launch needs with them.
+    """
+    rows, more = [*_prediction(plan)], [*_choices(plan)]
+    if not flags:
+        return Group(title(plan), pairs(rows + more))
+    variables = (environment or {}).items()
+    given = [f"{name}={value}" for name, value in variables if value is not None]
+    unset = [name for name, value in variables if value is None]
+    said = [f"with {' '.join(given)}"] if given else []
+    said += [f"without {' '.join(unset)}"] if unset else []
+    if any("pipeline-model-parallel-layout" in flag for flag in flags):
+        said.append(stage_legend(plan.model))
+    notes = [indented(Text("; ".join(said), style="dim"))] if said else []
+    pasted = _Flags(flags), *notes
+    return Group(title(plan), pairs(rows), Text(), *pasted, pairs(more))
+
+
+class _Flags:
+    """Words to paste, broken between flags at the width that there is."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = words
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(command_lines(self._words, width=options.max_width - 2))
+
+
+def _prediction(plan: ParallelPlan) -> Iterator[tuple[str, str | Text]]:
+    """The step, the layout and the memory; beside today's where that is known."""
+    known, predicted = plan.uncertainty, plan.predicted
+    today = plan.today
+    if today is not None and today.changes is not None and today.changes.whole.seconds:
+        yield from _changed(plan, today)
+    else:
+        if today is not None and today.before is None:
+            yield "Today", Text(refused_words(today), style="yellow")
+        yield from today_rows(plan)
+        step = Text(format_seconds(predicted.iteration_time_s), style="bold green")
+        yield "Step", step.append(f", {ranged_words(known, plan.provenance.own_runs)}", "default")
+        yield "Layout", Text(layout_words(plan.layout), style="bold")
+        yield "Memory", memory_text(plan)
+    yield "Speed", rates(plan)
+    yield from job_rows(plan)
+    profile, _, _ = plan.provenance.profile.partition(": ")
+    measured = "no profile of this cluster"
+    if profile != ANALYTIC_NAME:
+        measured = f"layer times of {profile}"
+    yield "Confidence", f"{confidence_words(known, plan.provenance.site, kind=False)}; {measured}"
+
+
+def _changed(plan: ParallelPlan, found: BeforeAfter) -> Iterator[tuple[str, str | Text]]:
+    """What a job runs today and the plan, in four lines."""
+    before, changes, predicted = found.before, found.changes, plan.predicted
+    assert before is not None
+    assert changes is not None
+    was, whole = before.predicted, changes.whole
+    times = (
+        f"{format_seconds(was.iteration_time_s)} -> {format_seconds(predicted.iteration_time_s)}"
+    )
+    yield "Step", Text(f"{times}, {difference_words(whole)}", style="bold green")
+    peaks = (format_gib(each.peak_memory_bytes) for each in (was, predicted))
+    risks = (format_chance(each.uncertainty.out_of_memory) for each in (before, plan))
+    limit = format_gib(predicted.capacity_bytes)
+    memory = f"{' -> '.join(peaks)} of {limit}; risk to run out {' -> '.join(risks)}"
+    yield "Memory", "; ".join(filter(None, (memory, plan_verdict(plan))))
+    yield "Layout", " -> ".join(map(layout_words, (before.layout, plan.layout)))
+    yield "Verdict", verdict(before, whole)
+    for needed in found.needs:
+        words = needed.removeprefix("Checkpoint: ")
+        yield "Needs" if words == needed else "Checkpoint", words
+
+
+def _choices(plan: ParallelPlan) -> Iterator[tuple[str, str | Text]]:
+    """Faster and safer layouts with their price, what may be changed, and what is proven."""
+    yield from other_layouts(plan)
+    if plan.offers:
+        changes = counted(len(plan.offers), "change")
+        yield "Suggestions", f"{changes} would gain time or memory at a price: see explain"
+    if plan.search.certificate != "fixed":
+        yield "Search", short_proof(plan)

@@ -262,7 +262,8 @@ def draw_timeline(plan: ParallelPlan, path: Path, times: LayerTimes | None = Non
     """Draw the schedule, a long one as beginning, middle and end, as ``.png`` or ``.svg``."""
     check_picture(path, "timeline")
     view = schedule_view(plan, times)
-    size = (_WIDTH, _height(view) + 1.1)
+    ranks = len(view.ranks)
+    size = (_WIDTH, 1.75 + max(0.5, min(0.34 * ranks, 5.0 + 0.05 * ranks)))  # inches
     write_chart(lambda figure: _draw(figure, view, plan), size, path, "timeline")
 
 
@@ -279,12 +280,6 @@ def legend(view: ScheduleView) -> list[tuple[str, str]]:
         named.append(("exposed communication", _COMMUNICATION))
     named += [(kind.value, colour) for kind, colour in _EDGE_COLOURS.items() if kind in kinds]
     return [*named, ("idle", IDLE)]
-
-
-def _height(view: ScheduleView) -> float:
-    """Of the rows and the axis, in inches."""
-    ranks = len(view.ranks)
-    return 0.65 + max(0.5, min(0.34 * ranks, 5.0 + 0.05 * ranks))
 
 
 def _draw(figure: Any, view: ScheduleView, plan: ParallelPlan) -> None:
@@ -326,7 +321,11 @@ def _draw_window(axes: Any, view: ScheduleView, window: Window, share: float) ->
     for colour, drawn in by_colour.items():
         _draw_bars(axes, drawn, colour, line_width=0.15 if many else 0.4)
     if not many and len(numbers) <= MOST_NUMBERS:
-        _write_numbers(axes, numbers)
+        for bar in numbers:
+            look = {"ha": "center", "va": "center_baseline", "fontsize": 6.5}
+            middle, text = 500 * (bar.start + bar.end), str(bar.span.microbatch + 1)
+            number = axes.text(middle, bar.rank, text, color=ink_on(bar.colour), **look)
+            number.set_in_layout(False)
     axes.set_xlim(1e3 * window.start, 1e3 * window.end)
     axes.set_title(window.name, fontsize=9, color=SOFT)
     axes.set_facecolor(IDLE)
@@ -355,12 +354,3 @@ def _draw_bars(
     codes = [Outline.MOVETO, *[Outline.LINETO] * 3, Outline.CLOSEPOLY] * len(bars)
     look = {"facecolor": colour, "edgecolor": IDLE, "linewidth": line_width}
     axes.add_artist(PathPatch(Outline(points, codes), **look))
-
-
-def _write_numbers(axes: Any, numbers: Sequence[Bar]) -> None:
-    """Write the number of its micro batch into each pass."""
-    for bar in numbers:
-        ink = ink_on(bar.colour)
-        place = {"ha": "center", "va": "center_baseline", "fontsize": 6.5, "color": ink}
-        middle, text = 500 * (bar.start + bar.end), str(bar.span.microbatch + 1)
-        axes.text(middle, bar.rank, text, **place).set_in_layout(False)

@@ -15,7 +15,6 @@ from nest_megatron.layout.layout import Layout, PartialLayout
 from nest_megatron.layout.plan import (
     Goodput,
     ParallelPlan,
-    PresentLayout,
     SearchRecord,
 )
 from nest_megatron.layout.stage_layout import is_uniform
@@ -218,7 +217,15 @@ def present_words(plan: ParallelPlan) -> str:
     if own is None:
         return ""
     if own.is_kept:
-        kept = f"keep what you have: the plan is the present layout; {_next_words(plan, own)}"
+        tie = plan.choice and f", a tie (search.tie_percent={plan.choice.tie_percent:g})"
+        other = f"the best other layout is {abs(own.next_percent or 0.0):.1f} %"
+        if own.next_percent is None:
+            other = "no other layout is known that fits"
+        elif own.next_percent >= 0:
+            other += " slower"
+        else:
+            other += f" faster{tie or ''}"
+        kept = f"keep what you have: the plan is the present layout; {other}"
         return f"{kept}, of those found in the time" if plan.search.ended_early else kept
     if not own.fits:
         needed, there = map(format_gib, (own.peak_memory_bytes, own.capacity_bytes))
@@ -229,15 +236,6 @@ def present_words(plan: ParallelPlan) -> str:
         f"the present layout takes {format_seconds(own.iteration_time_s)}, {percent:+.1f} %; "
         f"{chance} chance to run out of memory"
     )
-
-
-def _next_words(plan: ParallelPlan, own: PresentLayout) -> str:
-    if own.next_percent is None:
-        return "no other layout is known that fits"
-    if own.next_percent >= 0:
-        return f"the best other layout is {own.next_percent:.1f} % slower"
-    tie = "" if plan.choice is None else f", a tie (search.tie_percent={plan.choice.tie_percent:g})"
-    return f"the best other layout is {-own.next_percent:.1f} % faster{tie}"
 
 
 def range_words(known: Uncertainty) -> str:

@@ -30,7 +30,7 @@ from nest_megatron.report.charts import (
     write_legend,
     write_title,
 )
-from nest_megatron.report.operator_table import Step, steps
+from nest_megatron.report.operator_table import steps
 
 #: FLOPs that an accelerator does while it moves a byte: 989 TFLOP/s and 3.35 TB/s of an H100 SXM
 #: (NVIDIA's data sheet), which is close to that of its neighbours.
@@ -130,14 +130,13 @@ def draw_layer_on(figure: Any, graph: LayerGraph, title: str) -> None:
 
 
 def _rows(graph: LayerGraph) -> list[_Row]:
-    return [row for step in steps(graph) for row in _step_rows(step)]
-
-
-def _step_rows(step: Step) -> Iterator[_Row]:
-    part = step.operator.part.value.replace("_", " ")
-    yield from _between(part, step.above)
-    yield _Row(part, operator=step.operator)
-    yield from _between(part, step.below)
+    rows: list[_Row] = []
+    for step in steps(graph):
+        part = step.operator.part.value.replace("_", " ")
+        rows += _between(part, step.above)
+        rows.append(_Row(part, operator=step.operator))
+        rows += _between(part, step.below)
+    return rows
 
 
 def _between(part: str, collectives: Sequence[LayerCollective]) -> Iterator[_Row]:

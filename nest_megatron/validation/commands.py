@@ -16,8 +16,7 @@ from nest_megatron.files import write_text
 from nest_megatron.packages import import_from_checkout, require_checkout
 from nest_megatron.report.charts import check_matplotlib
 from nest_megatron.report.console import say, show, show_json
-from nest_megatron.report.markdown import figure
-from nest_megatron.report.tables import EdgelessTable, figure_columns, name_columns
+from nest_megatron.report.tables import EdgelessTable, figure, figure_columns, name_columns
 from nest_megatron.validation.assess import Assessor
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import REGIMES, Basis, Judged, RowOutcome

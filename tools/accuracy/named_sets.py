@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from nest_megatron.names import Name
-from nest_megatron.report.markdown import figure
+from nest_megatron.report.tables import figure
 from nest_megatron.validation.outcome import Judged
 from nest_megatron.validation.report import BothScores, Scores, both_scores
 from nest_megatron.validation.rows import Row, RowKind, number_or_zero

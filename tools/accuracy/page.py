@@ -16,7 +16,7 @@ from nest_megatron.cost_model.targets import Target, default_words, fitted_value
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, expanded, read_text, write_bytes, write_text
-from nest_megatron.report.markdown import figure
+from nest_megatron.report.tables import figure
 from nest_megatron.units import GIB
 from nest_megatron.validation import row_settings
 from nest_megatron.validation.frameworks import RULES

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from nest_megatron.errors import OK, UserInputError
 from nest_megatron.report.console import say, show, show_json
-from nest_megatron.report.markdown import figure
+from nest_megatron.report.tables import figure
 from nest_megatron.validation.commands import titled_table
 from nest_megatron.validation.machines import links
 from nest_megatron.validation.models import ModelBook

@@ -1,4 +1,4 @@
-"""Markdown tables."""
+"""Markdown tables of benchmarks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,3 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numeric: int = 
 def _line(cells: Sequence[str]) -> str:
     escaped = (cell.replace("|", "\\|").replace("\n", " ") for cell in cells)
     return f"| {' | '.join(escaped)} |"
-
-
-def figure(value: float | None, digits: int = 1, *, signed: bool = False) -> str:
-    """A figure with so many digits behind the point, or nothing.
-
-    >>> figure(1.25, signed=True), figure(None)
-    ('+1.2', '')
-    """
-    if value is None:
-        return ""
-    return f"{value:+.{digits}f}" if signed else f"{value:.{digits}f}"
