@@ -27,7 +27,7 @@ from nest_megatron.plain import to_plain
 from nest_megatron.planner import plan_table as planner_table
 from nest_megatron.planner.pins import Pin
 from nest_megatron.report.console import Shown
-from nest_megatron.report.plan_rows import scaling_document, scaling_report
+from nest_megatron.report.plan_rows import scaling_document, scaling_table
 from nest_megatron.units import Seconds, format_seconds
 
 if TYPE_CHECKING:
@@ -268,10 +268,10 @@ class PlanTable(Shown):
 
     def report(self) -> Iterator[RenderableType]:
         """The table that ``nest-megatron plan --for-nodes`` prints."""
-        from nest_megatron.report.plan_rows import plan_table_report
+        from nest_megatron.report.plan_rows import nodes_table
         from nest_megatron.report.terminal import notes_report
 
-        yield from plan_table_report(self.record)
+        yield from nodes_table(self.record).report()
         yield notes_report(self.notes)
 
     def __repr__(self) -> str:
@@ -300,7 +300,7 @@ class Scaling(Shown):
 
     def report(self) -> Iterator[RenderableType]:
         """The table that ``nest-megatron plan --for-gpus`` prints."""
-        yield from scaling_report(self.rows)
+        yield from scaling_table(self.rows).report()
 
     def __repr__(self) -> str:
         return f"<Scaling over {len(self.rows)} numbers of GPUs, {len(self.plans())} with a plan>"

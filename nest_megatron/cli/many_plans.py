@@ -22,7 +22,7 @@ from nest_megatron.api.sweep import (
     run_jobs,
 )
 from nest_megatron.cli.command_kinds import forced
-from nest_megatron.cli.planning import FreeingOptions, PlanOptions, composed_settings
+from nest_megatron.cli.planning import CommandOptions, PlanOptions, composed_settings
 from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import (
@@ -43,7 +43,7 @@ from nest_megatron.integrations.megatron_lm.node_counts import (
 from nest_megatron.integrations.typed_command import command_of_plan, read_request
 from nest_megatron.report.console import print_notes, progress, say, show, show_json
 from nest_megatron.report.plan_rows import (
-    scaling_page,
+    scaling_table,
     sweep_page,
     sweep_report,
 )
@@ -157,14 +157,15 @@ def run_scaling(options: PlanOptions, gpus: str) -> int:
     swept_jobs = run_jobs(jobs, _sweep_options(settings, launcher))
     found, job = Scaling(rows=tuple(swept_jobs.rows)), " ".join(map(str, same))
     if options.html is not None:
-        write_text(options.html, scaling_page(job, found.rows))
+        page = scaling_table(found.rows).page("One job on several numbers of GPUs", job, found.rows)
+        write_text(options.html, page)
     _print_rows(found.to_dict(), (job, *found.report()), swept_jobs, as_json=options.as_json)
     code = swept_jobs.exit_code()
     return OK if found.plans() else code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WhatIfOptions(FreeingOptions):
+class WhatIfOptions(CommandOptions):
     """What ``whatif`` was told; each field is an option.
 
     Args:

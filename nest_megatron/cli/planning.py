@@ -136,11 +136,16 @@ def _with_cluster(composed: Settings, cluster: Cluster) -> Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandOptions:
-    """What a command was told that prices a job; each field is an option."""
+    """What a command was told that prices a job; each field is an option.
+
+    Args:
+        free: flags of the user's command that may change; ``estimate`` changes none.
+    """
 
     overrides: Sequence[str]
     config_dir: Path | None
     from_command: str | tuple[str, ...] | None
+    free: str = ""
     megatron_version: str | None
     strict: bool
     as_json: bool
@@ -149,31 +154,6 @@ class CommandOptions:
         """The user's command, which may come from standard input; words behind ``--``."""
         return sys.stdin.read() if self.from_command == "-" else self.from_command
 
-    def require_command(self) -> None:
-        """Refuse options that go with --from alone."""
-        self._require_from(("--strict", self.strict))
-
-    def _require_from(self, *options: tuple[str, object]) -> None:
-        for option, given in options:
-            if given and self.from_command is None:
-                raise UserInputError(
-                    option, given, "it goes with --from", "Add --from with your command."
-                )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EstimateOptions(CommandOptions):
-    """What ``estimate`` was told."""
-
-    full: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FreeingOptions(CommandOptions):
-    """What a command was told that may change flags of the user's own."""
-
-    free: str
-
     @property
     def freed(self) -> list[str]:
         """Names that the user frees."""
@@ -181,7 +161,11 @@ class FreeingOptions(CommandOptions):
 
     def require_command(self) -> None:
         """Refuse options that go with --from alone."""
-        self._require_from(("--free", self.free), ("--strict", self.strict))
+        for option, given in (("--free", self.free), ("--strict", self.strict)):
+            if given and self.from_command is None:
+                raise UserInputError(
+                    option, given, "it goes with --from", "Add --from with your command."
+                )
 
     def swept_command(self) -> SweptCommand | None:
         """The user's command as the jobs of a table plan it, if there is one."""
@@ -193,7 +177,14 @@ class FreeingOptions(CommandOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions(FreeingOptions):
+class EstimateOptions(CommandOptions):
+    """What ``estimate`` was told."""
+
+    full: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions(CommandOptions):
     """What ``plan`` was told; each field is an option.
 
     Args:

@@ -65,8 +65,6 @@ from nest_megatron.units import GB, format_seconds, to_ticks
 #: Of the summary, what the page shows as figures at its top.
 _FIGURES = ("Step", "Range")
 _LAYOUT = "pipeline_model_parallel_layout"
-#: What states a stage layout in a command.
-_LAYOUT_FLAGS = ("--pipeline-model-parallel-layout", "--hybrid-layer-pattern")
 #: Kinds of groups: short name, word for people, kind.
 _GROUPS = (
     ("tp", "tensor", GroupKind.TP),
@@ -221,20 +219,13 @@ def _flags_words(plan: ParallelPlan) -> str:
     )
 
 
-def _launches(plan: ParallelPlan, flags: Iterable[str]) -> Sequence[Mapping[str, Any]]:
-    launches, notes = plan.launch.items(), plan.notes
-    found = [(name, _command(plan, each), (*notes, *each.notes)) for name, each in launches]
-    if not found:
-        found = [("", command_lines([*flags], indent=""), notes)]
-    return [
-        {
-            "name": name,
-            "command": command,
-            "layout": any(flag in command for flag in _LAYOUT_FLAGS),
-            "notes": notes,
-        }
-        for name, command, notes in found
+def _launches(plan: ParallelPlan, flags: Iterable[str]) -> Sequence[tuple[str, str, Sequence[str]]]:
+    """Name, command and notes of each launch; of a plan without one its flags."""
+    found = [
+        (name, _command(plan, each), (*plan.notes, *each.notes))
+        for name, each in plan.launch.items()
     ]
+    return found or [("", command_lines([*flags], indent=""), plan.notes)]
 
 
 def _command(plan: ParallelPlan, command: LaunchCommand) -> str:

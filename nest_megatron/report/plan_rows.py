@@ -188,48 +188,53 @@ def filled_table(
     )
 
 
-def rows_report(
-    heads: Sequence[str], rows: Sequence[Mapping[str, str]], notes: Iterable[str]
-) -> Iterator[RenderableType]:
-    """A table for a terminal, and what is to be said of its rows.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsTable:
+    """Plans of several jobs for people: a table for a terminal, and the same as a page.
 
     Args:
-        rows: cells by the heads of their columns.
-    """
-    from nest_megatron.report.tables import figure_columns, word_columns
-    from nest_megatron.report.terminal import notes_report
-
-    columns = [(word_columns if h in _WORDS else figure_columns)(h)[0] for h in heads]
-    yield filled_table(columns, rows)
-    yield notes_report(notes)
-
-
-def rows_page(
-    title: str,
-    job: str,
-    rows: Sequence[PlanRow],
-    heads: Sequence[str],
-    cells: Sequence[Mapping[str, str]],
-    notes: Sequence[str],
-) -> str:
-    """Jobs as one self-contained page: a bar for the throughput of a GPU, and a table.
-
-    Args:
-        job: what all rows have in common.
+        heads: of the columns.
         cells: of each row, by the heads of their columns.
+        notes: what is to be said of rows.
     """
-    from nest_megatron.report.page import render_page
 
-    most = max((row.throughput() or 0.0 for row in rows), default=0.0)
-    shown = [
-        {
-            "share": (row.throughput() or 0.0) / (most or 1.0),
-            "throughput": own.get("Tok/s/GPU", "-"),
-            "cells": [own.get(name, "-").replace("\n", ", ") for name in heads],
-        }
-        for row, own in zip(rows, cells, strict=True)
-    ]
-    return render_page("rows.html", title, job=job, head=[*heads], rows=shown, notes=[*notes])
+    heads: Sequence[str]
+    cells: Sequence[Mapping[str, str]]
+    notes: Sequence[str]
+
+    def report(self) -> Iterator[RenderableType]:
+        """The table for a terminal, and the notes."""
+        from nest_megatron.report.tables import figure_columns, word_columns
+        from nest_megatron.report.terminal import notes_report
+
+        columns = [
+            column
+            for head in self.heads
+            for column in (word_columns if head in _WORDS else figure_columns)(head)
+        ]
+        yield filled_table(columns, self.cells)
+        yield notes_report(self.notes)
+
+    def page(self, title: str, job: str, rows: Sequence[PlanRow]) -> str:
+        """One self-contained page: a bar for the throughput of a GPU, and the table.
+
+        Args:
+            job: what all rows have in common.
+        """
+        from nest_megatron.report.page import render_page
+
+        rates = [row.throughput() or 0.0 for row in rows]
+        most = max(rates, default=0.0) or 1.0
+        shown = [
+            {
+                "share": rate / most,
+                "throughput": own.get("Tok/s/GPU", "-"),
+                "cells": [own.get(name, "-").replace("\n", ", ") for name in self.heads],
+            }
+            for rate, own in zip(rates, self.cells, strict=True)
+        ]
+        head = [*self.heads]
+        return render_page("rows.html", title, job=job, head=head, rows=shown, notes=self.notes)
 
 
 _SWEEP = ("#", "Job", "Step", "MFU", "Memory", "Layout", "Proof")
@@ -245,7 +250,8 @@ def sweep_page(job: str, rows: Sequence[PlanRow]) -> str:
         f"{key} changes nothing: each of its values gives the same step."
         for key in without_effect(rows)
     ]
-    return rows_page("A sweep", job, rows, _SWEEP, [*map(_sweep_cells, rows)], notes)
+    table = RowsTable(heads=_SWEEP, cells=[*map(_sweep_cells, rows)], notes=notes)
+    return table.page("A sweep", job, rows)
 
 
 def sweep_report(job: str, rows: Sequence[PlanRow]) -> Iterator[RenderableType]:
@@ -381,19 +387,8 @@ _NOTE = (
 )
 
 
-def scaling_report(rows: Sequence[PlanRow]) -> Iterator[RenderableType]:
+def scaling_table(rows: Sequence[PlanRow]) -> RowsTable:
     """The table of ``plan --for-gpus``."""
-    return rows_report(*_scaling_table(rows), [_NOTE])
-
-
-def scaling_page(job: str, rows: Sequence[PlanRow]) -> str:
-    """The same as one page; ``job`` is what all rows have in common."""
-    title = "One job on several numbers of GPUs"
-    return rows_page(title, job, rows, *_scaling_table(rows), [_NOTE])
-
-
-def _scaling_table(rows: Sequence[PlanRow]) -> tuple[list[str], list[dict[str, str]]]:
-    """Heads of columns, and the cells of each row by them."""
     table = []
     for row, share, best in _scaled(rows):
         cells = {"GPUs": next(iter(row.settings.values())), **row.cells()}
@@ -401,7 +396,7 @@ def _scaling_table(rows: Sequence[PlanRow]) -> tuple[list[str], list[dict[str, s
             cells |= {"Scaling": f"{100 * share:.1f} %", "Pareto": "yes" if best else "no"}
         table.append(cells)
     heads = ["GPUs", "Layout", "Step", "Tokens/s", "Scaling", *price_heads(table), "Pareto"]
-    return heads, table
+    return RowsTable(heads=heads, cells=table, notes=[_NOTE])
 
 
 def scaling_document(rows: Sequence[PlanRow]) -> dict[str, Any]:
@@ -414,7 +409,7 @@ def scaling_document(rows: Sequence[PlanRow]) -> dict[str, Any]:
     }
 
 
-def plan_table_report(table: PlanTable) -> Iterator[RenderableType]:
+def nodes_table(table: PlanTable) -> RowsTable:
     """A row for each number of nodes, and what the table says of single rows."""
     rows, notes = [], []
     for entry in table.entries:
@@ -424,4 +419,4 @@ def plan_table_report(table: PlanTable) -> Iterator[RenderableType]:
         if entry.told:
             notes.append(f"{counted(nodes, 'node')}: {entry.told}")
     heads = ("Nodes", "GPUs", "Layout", "Step", "Tokens/s", "MFU", "Memory")
-    return rows_report(heads, rows, (*notes, *table.notes))
+    return RowsTable(heads=heads, cells=rows, notes=(*notes, *table.notes))

@@ -34,12 +34,12 @@ def site_report(site: Site, unseen: UnseenErrors | None) -> RenderableType:
     if known.peaks:
         ran_out = sum(peak.ran_out for peak in known.peaks)
         rested += f" Of memory {_peaks(len(known.peaks) - ran_out, ran_out)} say something."
-    if known.unusual:
-        left_out = _number(known.unusual, "plan")
-        rested += f" {left_out} left out: off by more than 99 in 100 such plans are."
-    if known.other_links:
-        left_out = _number(known.other_links, "plan")
-        rested += f" {left_out} left out: predicted with other figures of links."
+    for left_out, why in (
+        (known.unusual, "off by more than 99 in 100 such plans are"),
+        (known.other_links, "predicted with other figures of links"),
+    ):
+        if left_out:
+            rested += f" {_number(left_out, 'plan')} left out: {why}."
     table = EdgelessTable(
         *name_columns("mechanism"), *figure_columns("longer by %", "give or take", "before")
     )
