@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -51,9 +51,26 @@ def alternatives_table(plan: ParallelPlan) -> RenderableType:
     }
     if any(sure):
         columns["P(slower)"] = ["", *(each or "" for each in sure)]
-    columns |= _unusual(plan, [degree_cells(each) for each in (own, *others)])
+    degrees_of = [degree_cells(each) for each in (own, *others)]
+    usual = {"GPUs": str(plan.cluster.num_gpus), **_USUAL}
+    for name in degrees_of[0]:
+        cells = [each[name] for each in degrees_of]
+        if name in ("TP", "PP", "DP") or {*cells} != {usual.get(name, "1")}:
+            columns[name] = cells
+    table = FittingTable()
+    for head, cells in columns.items():
+        # Recomputed modules are the one text that gives way on a narrow terminal.
+        last = head == "Recompute"
+        table.add_column(
+            head,
+            justify="left" if last or head == "#" else "right",
+            no_wrap=True,
+            min_width=6 if last else max(map(len, (head, *cells))),
+        )
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*row, style="bold" if row[0] == "plan" else None)
     said = filter(None, (ties(plan), incomplete_ranking(plan.search)))
-    return Group(_table(columns), *map(indented, said))
+    return Group(table, *map(indented, said))
 
 
 def shortlist_report(plan: ParallelPlan) -> RenderableType:
@@ -101,33 +118,6 @@ def _shortlist_row(plan: ParallelPlan, number: int, share: float) -> list[str]:
         format_chance(known.out_of_memory),
         " ".join(f"{name} {cell}" for name, cell in layout if cell != usual.get(name, "1")),
     ]
-
-
-def _unusual(plan: ParallelPlan, rows: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
-    """Columns of degrees, those left out that say the usual throughout."""
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    usual = {"GPUs": str(plan.cluster.num_gpus), **_USUAL}
-    return {
-        name: cells
-        for name, cells in columns.items()
-        if name in ("TP", "PP", "DP") or {*cells} != {usual.get(name, "1")}
-    }
-
-
-def _table(columns: Mapping[str, Sequence[str]]) -> FittingTable:
-    table = FittingTable()
-    for head, cells in columns.items():
-        # Recomputed modules are the one text that gives way on a narrow terminal.
-        last = head == "Recompute"
-        table.add_column(
-            head,
-            justify="left" if last or head == "#" else "right",
-            no_wrap=True,
-            min_width=6 if last else max(map(len, (head, *cells))),
-        )
-    for row in zip(*columns.values(), strict=True):
-        table.add_row(*row, style="bold" if row[0] == "plan" else None)
-    return table
 
 
 def degree_cells(other: Alternative) -> dict[str, str]:
