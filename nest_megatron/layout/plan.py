@@ -149,9 +149,9 @@ class PresentLayout:
     """The layout that ran when a plan was made: the first that its search looked at.
 
     Args:
-        iteration_time_s: predicted, with the overlaps of traffic that plans have.
+        iteration_time_s: predicted, with the traffic that the job overlaps.
         out_of_memory: chance that it runs out of memory.
-        is_kept: the plan is that layout.
+        is_kept: the plan is that layout, and overlaps no other traffic.
         next_percent: by how much the step of the best other layout is longer where it is kept; one
             that ties may be shorter. ``None`` where no other is known.
     """

@@ -129,6 +129,19 @@ def test_a_command_is_kept_where_it_wins_and_time_does_not_matter(seconds: str) 
     assert "keep what you have: the plan is the present layout" in " ".join(str(found).split())
 
 
+def test_a_command_without_overlaps_is_not_kept_by_a_plan_that_sets_them() -> None:
+    words = WORDS.replace("--overlap-grad-reduce --overlap-param-gather", "")
+    found = nest_megatron.plan_command(words, cluster="dgx_h100", free=["all"])
+    own, today = found.record.present, found.before
+    assert own is not None
+    assert today is not None
+    assert today.before is not None
+    assert not own.is_kept
+    assert own.iteration_time_s == today.before.predicted.iteration_time_s
+    assert own.iteration_time_s > found.predicted.iteration_time_s
+    assert "keep what you have" not in " ".join(str(found).split())
+
+
 def small_recipe(*_: object) -> Any:
     spec = dataclasses.replace(catalogue.model("llama3_8b"), **_SMALL_SHAPE)
     recipe = frameworks.nemo_recipe(spec, num_nodes=1, batch=192)

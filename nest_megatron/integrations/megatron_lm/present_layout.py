@@ -68,13 +68,10 @@ def with_present_layout(request: Request, job: Job, composed: Settings) -> Reque
         plan = estimate_for(request, layout)
         if any(any(violations(plan, file)) for file in request.policy):
             return request
-    links = variant.settings.traits.overlap_p2p_comm
-    traits = replace(request.settings.traits, overlap_p2p_comm=links)
-    settings = replace(request.settings, traits=traits)
     return replace(
         request,
         present=layout,
-        present_settings=None if settings == request.settings else settings,
+        present_settings=None if variant.settings == request.settings else variant.settings,
         space=_space_with(request.space, layout, request.cluster),
     )
 
