@@ -100,7 +100,7 @@ class TuneOptions:
 def run_tune(options: TuneOptions) -> int:
     """Tune a job, or say what that would take."""
     try:
-        if options.dry_run and options.resume is None:
+        if options.dry_run:
             return _dry_run(options)
         with _session(options) as session:
             return _tuned(session, options)
@@ -162,6 +162,13 @@ def _require_time(runs: Sequence[NextRun], request: TuneRequest) -> None:
 
 
 def _dry_run(options: TuneOptions) -> int:
+    if options.resume is not None:
+        raise UserInputError(
+            "--dry-run",
+            None,
+            "it shows the runs of a tuning that is not begun, and --resume goes on with one",
+            fix="Leave one of them out.",
+        )
     request = options.request()
     job = _read(request, options.begun_s)
     known = Known(ranked=job.ranked, iterations=request.iterations, num_steps=job.num_steps)

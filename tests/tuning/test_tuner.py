@@ -66,6 +66,11 @@ def test_runs_that_would_be_ended_before_their_end_are_not_begun() -> None:
     assert run("tune", "--from", typed, *words[:-1], f"{minutes}min").code == 0
 
 
+def test_a_dry_run_starts_no_run_of_a_tuning_that_goes_on(tmp_path: Path) -> None:
+    done = run("tune", "--resume", str(tmp_path), "--dry-run")
+    assert (done.code, "Leave one of them out." in done.err) == (2, True)
+
+
 def test_the_first_run_is_of_the_plan_without_runs(tmp_path: Path) -> None:
     launcher = Answered(as_predicted)
     found = tuned(tmp_path, launcher)
