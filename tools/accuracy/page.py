@@ -284,6 +284,7 @@ def reference() -> dict[str, object]:
         "collectives": catalogue_entry("calibration", "collectives"),
         "rules": [(rule, _settings(rule.target)) for rule in RULES],
         "targets": [*TARGETS.values()],
+        "default_words": default_words,
         "settings_file": SETTINGS_FILE,
         "settings_columns": row_settings.COLUMNS,
     }
