@@ -86,5 +86,5 @@ def test_a_command_keeps_what_it_was_read_from() -> None:
     job, request = read_request(f"{text} --bf16", composed, free=("all",), version="0.16")
     assert job.command is not None
     assert job.command.script == "pretrain_gpt.py"
-    assert (job.free.names, job.free.option) == (("all",), "--free")
+    assert (job.free, job.free_option) == (("all",), "--free")
     assert request.spec == job.spec
