@@ -332,24 +332,30 @@ def _status(own: RankTasks) -> Iterator[Callable[[int], None]]:
         yield lambda done: status.update(f"timing layers: {done} of {len(own.tasks)} shapes")
 
 
+def _write_network(measured: NetworkProfile, out: Path | None) -> Path:
+    """Write the network's profile where it was asked for, or beside the layer profiles."""
+    if out is None:
+        folder = store.profiles_folder() / "networks"
+        folder.mkdir(parents=True, exist_ok=True)
+        out = folder / f"{measured.name}.yaml"
+    network.write(measured, out)
+    return out
+
+
+def _without_times(own: RankTasks) -> list[str]:
+    """Blocks of which no shape is stored now: there is nothing to interpolate from."""
+    stored = {timing.block for timing in _known(own.machine, own.request)}
+    wanted = {shape[0] for shape in own.shapes}
+    return [block.value for block in own.request.spec.blocks if block in wanted - stored]
+
+
 def _tell(own: RankTasks, found: Timed, network_out: Path | None, *, as_json: bool) -> None:
     """Store what was measured, and print it."""
     timings, skipped, measured = found.timings, found.skipped, found.network
     profile = store.record(own.profile(timings)) if timings else None
-    written = None
-    if measured is not None:
-        written = network_out
-        if written is None:  # beside the layer profiles
-            folder = store.profiles_folder() / "networks"
-            folder.mkdir(parents=True, exist_ok=True)
-            written = folder / f"{measured.name}.yaml"
-        network.write(measured, written)
+    written = None if measured is None else _write_network(measured, network_out)
     num_known = len(own.known - {timing.shape for timing in timings})
-    left = len(own.shapes) - num_known - len(timings) - len(skipped)
-    # of these blocks no shape is stored now: there is nothing to interpolate from
-    stored_now = {timing.block for timing in _known(own.machine, own.request)}
-    missing = {shape[0] for shape in own.shapes} - stored_now
-    analytic = [block.value for block in own.request.spec.blocks if block in missing]
+    analytic, left = _without_times(own), len(own.shapes) - num_known - len(timings) - len(skipped)
     if as_json:
         show_json(
             {

@@ -89,7 +89,7 @@ _NOT_FIXED = (
 )
 _ORDER = "use_tp_pp_dp_mapping"
 #: Virtual stages send beside their work; what says that there are some.
-_LINKS = "overlap_p2p_comm"
+_OVERLAP_P2P = "overlap_p2p_comm"
 _STAGES = ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout")
 _ONE_ORDER = Requirement(
     value=False,
@@ -275,9 +275,11 @@ class Recipe(Configuration, ABC):
             for name in ("overlap_grad_reduce", "overlap_param_gather")
             if places.overlap
         }
-        links = [self.find(f"{path}.{_LINKS}") for path in places.overlap or (self.model,)]
-        if False in links and any(map(stated.get, _STAGES)):
-            overlaps[_LINKS] = False
+        overlap_p2p = [
+            self.find(f"{path}.{_OVERLAP_P2P}") for path in places.overlap or (self.model,)
+        ]
+        if False in overlap_p2p and any(map(stated.get, _STAGES)):
+            overlaps[_OVERLAP_P2P] = False
         return Job(
             spec=spec,
             target=self.target,

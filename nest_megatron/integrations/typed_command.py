@@ -181,14 +181,12 @@ def _read(composed: Settings, text: str | Sequence[str], version: str | None) ->
     if launch is None:
         from nest_megatron.integrations.recipe_command import read_recipe
 
+        vocab_size = _vocabulary_set(composed)
         recipe = read_recipe(
-            text,
-            place,
-            assume_harmless=composed.assume_harmless,
-            vocab_size=_vocabulary_set(composed),
+            text, place, assume_harmless=composed.assume_harmless, vocab_size=vocab_size
         )
         if recipe is not None:
-            _require_vocabulary(recipe.spec, composed)
+            _require_vocabulary(recipe.spec, vocab_size, composed)
             return recipe
     try:
         words = text if launch is None else launch.words
@@ -244,9 +242,9 @@ def _vocabulary_set(composed: Settings) -> int | None:
     return None if found is None else int(found[1])
 
 
-def _require_vocabulary(spec: TransformerSpec, composed: Settings) -> None:
+def _require_vocabulary(spec: TransformerSpec, vocab_size: int | None, composed: Settings) -> None:
     """Raise for flags beside a recipe, but for the vocabulary that it leaves open."""
-    if composed.flags is None or spec.vocab_size == _vocabulary_set(composed):
+    if composed.flags is None or spec.vocab_size == vocab_size:
         return
     raise UserInputError(
         "--set",

@@ -95,8 +95,12 @@ def _opened(module: Any, path: str) -> Iterator[str]:
     repeated = _repeated_classes(module)
     for name, child in module.named_children():
         inner = f"{path}.{name}" if path else name
-        if type(child) not in repeated and any(map(_repeated_classes, child.modules())):
+        if type(child) not in repeated and _holds_a_list(child):
             yield from _opened(child, inner)
+
+
+def _holds_a_list(module: Any) -> bool:
+    return any(_repeated_classes(part) for part in module.modules())
 
 
 def _repeated_classes(module: Any) -> frozenset[type]:
@@ -116,9 +120,7 @@ def chain_blocks(
     runs = _runs(work.places, block)
     names = _numbered([path for (path, _), _, _ in runs])
     kinds = _kinds(work.operators, runs, module)
-    saved: defaultdict[_Call, float] = defaultdict(float)
-    for place, num_bytes in work.saved:
-        saved[_call(place, block)] += num_bytes
+    saved = _saved(work, runs, block)
     crossing = _crossing(work, [last for _, _, last in runs])
     return tuple(
         ChainBlock(
@@ -129,10 +131,10 @@ def chain_blocks(
             flops=sum(op.flops for op in work.operators[first:last]),
             bytes_moved=sum(op.bytes_moved for op in work.operators[first:last]),
             parameters=sum(op.parameters for op in work.operators[first:last]),
-            saved_bytes=saved.pop(call, 0.0),  # a call in pieces has them all at its first
+            saved_bytes=saved[at],
             cut_bytes=crossing[at],
         )
-        for at, (call, first, last) in enumerate(runs)
+        for at, (_, first, last) in enumerate(runs)
     )
 
 
@@ -180,6 +182,14 @@ def _kinds(operators: Sequence[ChainOperator], runs: Sequence[_Run], module: Any
             works[name].append(work)
         kinds.append((name, works[name].index(work)))
     return [f"{name}.{at + 1}" if len(works[name]) > 1 else name for name, at in kinds]
+
+
+def _saved(work: ChainWork, runs: Sequence[_Run], block: Callable[[str], str]) -> list[float]:
+    """Bytes of each block's saved activations; a call in pieces has them all at its first."""
+    by_call: defaultdict[_Call, float] = defaultdict(float)
+    for place, num_bytes in work.saved:
+        by_call[_call(place, block)] += num_bytes
+    return [by_call.pop(call, 0.0) for call, _, _ in runs]
 
 
 def _crossing(work: ChainWork, ends: Sequence[int]) -> list[float]:
@@ -240,15 +250,8 @@ def build(name: str) -> Any:
         limit = "it names a Python module and what to call in it, with a colon between them"
         raise _wrong(name, limit, "Write for example mypackage.mymodule:build.")
     made = _found(name, _imported(name, path), attribute)
-    if isinstance(made, nn.Module):
-        return made
-    if not callable(made):
-        limit = f"it is {type(made).__name__}, which cannot be called"
-        raise _wrong(name, limit, "Name a function that takes nothing and returns the model.")
-    try:
-        made = made()
-    except Exception as error:  # whatever the user's own code raises
-        raise _fails(name, error, "calling it without arguments fails") from error
+    if not isinstance(made, nn.Module):
+        made = _called(name, made)
     if not isinstance(made, nn.Module):
         limit = f"it returns {type(made).__name__}, not a torch.nn.Module"
         raise _wrong(name, limit, "Return the model itself.")
@@ -281,6 +284,16 @@ def _found(name: str, module: Any, attribute: str) -> Any:
         fix = nearest(attribute, known) if known else "It has nothing that can be called."
         raise _wrong(name, f"{module.__name__} has no {attribute}", fix)
     return getattr(module, attribute)
+
+
+def _called(name: str, function: Any) -> Any:
+    if not callable(function):
+        limit = f"it is {type(function).__name__}, which cannot be called"
+        raise _wrong(name, limit, "Name a function that takes nothing and returns the model.")
+    try:
+        return function()
+    except Exception as error:  # whatever the user's own code raises
+        raise _fails(name, error, "calling it without arguments fails") from error
 
 
 def _fails(name: str, error: Exception, what: str) -> UserInputError:

@@ -151,8 +151,9 @@ def _flash_backward(_: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 #: Collectives by whether they return the tensors of their first argument beside their handle.
 COLLECTIVES = {
-    **dict.fromkeys(("allreduce_", "broadcast_", "alltoall_", "allgather_"), True),
-    **dict.fromkeys(("_allgather_base_", "reduce_scatter_", "_reduce_scatter_base_"), True),
+    **dict.fromkeys(("allreduce_", "broadcast_", "alltoall_"), True),
+    **dict.fromkeys(("allgather_", "_allgather_base_"), True),
+    **dict.fromkeys(("reduce_scatter_", "_reduce_scatter_base_"), True),
     **dict.fromkeys(("alltoall_base_", "barrier"), False),
 }
 

@@ -106,17 +106,11 @@ def build(
     if kind is LayerKind.MTP:
         return _mtp(layers, stretch)
     if kind is LayerKind.MAMBA:
-        from nest_megatron.megatron_core.scans import mamba_layer
-
-        layer = mamba_layer(layers.config, layers.norm)
-        return Unit(layer, lambda: (_hidden(layers),), layer)
+        return _mamba_layer(layers)
     if kind in (LayerKind.ENCODER, LayerKind.CROSS):
         return _stack_layer(layers, kind, recompute)
-    if LayerBlock.GATED_DELTA_NET in kind.blocks:  # where attention would be
-        from nest_megatron.megatron_core.scans import gated_delta_net
-
-        described = _with(layers.layer, self_attention=gated_delta_net())
-        layers = replace(layers, layer=described)
+    if LayerBlock.GATED_DELTA_NET in kind.blocks:
+        layers = _with_delta_net(layers)
     return _decoder_layer(layers, _HALVES.get(kind, stretch), recompute)
 
 
@@ -217,6 +211,20 @@ def _recomputed(
     from megatron.core import tensor_parallel
 
     return lambda *given: tensor_parallel.checkpoint(forward, False, *given)
+
+
+def _mamba_layer(layers: Layers) -> Unit:
+    from nest_megatron.megatron_core.scans import mamba_layer
+
+    layer = mamba_layer(layers.config, layers.norm)
+    return Unit(layer, lambda: (_hidden(layers),), layer)
+
+
+def _with_delta_net(layers: Layers) -> Layers:
+    """Decoder layers with a gated delta net where attention would be."""
+    from nest_megatron.megatron_core.scans import gated_delta_net
+
+    return replace(layers, layer=_with(layers.layer, self_attention=gated_delta_net()))
 
 
 def _stack_layer(layers: Layers, kind: LayerKind, recompute: Recompute | None) -> Unit:

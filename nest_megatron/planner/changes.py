@@ -28,7 +28,7 @@ _CHOSEN_DEGREES = tuple(name for name in DEGREES if name != "data_parallel_size"
 _PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 _STAGES, _ZERO = "pipeline_model_parallel_layout", "zero_stage"
 _REDUCES, _GATHERS = "overlap_grad_reduce", "overlap_param_gather"
-_LINKS = "overlap_p2p_comm"
+_OVERLAPS_P2P = "overlap_p2p_comm"
 _FIELDS = tuple(each.name for each in dataclasses.fields(Execution) if each.init)
 _CHOICES = {knob.name: knob.choice for knob in KNOBS}
 _OF_EXECUTION = tuple(dict.fromkeys(_CHOICES.get(name, name) for name in _FIELDS))
@@ -186,7 +186,7 @@ class _Between(Caching):
         grid = dataclasses.replace(grid, execution=allowed_execution(asked, grid))
         stages = self._partition(grid.dims, with_stages=_STAGES in chosen)
         settings = self._after.settings
-        overlaps = {name: value[name] for name in (_GATHERS, _LINKS)}
+        overlaps = {name: value[name] for name in (_GATHERS, _OVERLAPS_P2P)}
         traits = dataclasses.replace(settings.traits, **overlaps)
         settings = dataclasses.replace(settings, dp_overlap=value[_REDUCES], traits=traits)
         return Variant(settings=settings, layout=grid.with_stages(stages, sharding)), asked
@@ -236,7 +236,7 @@ def _values(variant: Variant) -> dict[str, Any]:
         **execution,
         _REDUCES: variant.settings.dp_overlap,
         _GATHERS: variant.settings.traits.overlap_param_gather,
-        _LINKS: variant.settings.traits.overlap_p2p_comm,
+        _OVERLAPS_P2P: variant.settings.traits.overlap_p2p_comm,
     }
 
 

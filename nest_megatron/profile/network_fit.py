@@ -202,14 +202,7 @@ def _fit_level(
         figure.start if figure.field in untold else number
         for figure, number in zip(figures, numbers, strict=True)
     ]
-    for figure, number in zip(figures, numbers, strict=True):
-        if figure.is_rate and number >= figure.high:
-            raise ProfileError(
-                f"level {level.name}: bandwidth_bytes_per_s",
-                level.bandwidth_bytes_per_s,
-                f"the {figure.field} samples reach more than {_MOST} times as much",
-                "Name the cluster that was measured, or correct its description.",
-            )
+    _require_possible(level, figures, numbers)
     new = _put(level, figures, numbers)
     fit = _record(new, own, logs(numbers), {*told} - untold)
     return new, fit, list(_notes(fit, own))
@@ -356,6 +349,19 @@ def _require_enough(level: str, own: Sequence[CollectiveSample]) -> None:
         raise _too_few(level, f"{len(own)} samples of {len(sizes)} sizes are too few to fit it")
     if sizes[-1] < MIN_RANGE * sizes[0]:
         raise _too_few(level, f"its sizes range from {sizes[0]} to {sizes[-1]} bytes only")
+
+
+def _require_possible(
+    level: NetworkLevel, figures: Sequence[_Figure], numbers: Sequence[float]
+) -> None:
+    for figure, number in zip(figures, numbers, strict=True):
+        if figure.is_rate and number >= figure.high:
+            raise ProfileError(
+                f"level {level.name}: bandwidth_bytes_per_s",
+                level.bandwidth_bytes_per_s,
+                limit=f"the {figure.field} samples reach more than {_MOST} times as much",
+                fix="Name the cluster that was measured, or correct its description.",
+            )
 
 
 def _too_few(level: str, limit: str) -> ProfileError:

@@ -155,31 +155,17 @@ def _notes(present: ParallelPlan | None, variants: Sequence[Variant]) -> Iterato
             f"Planned again, unchanged, the job takes {now} with {same} layout, and {then} in the "
             "file: it was made with other settings, profiles or another version."
         )
-    made = None if present is None else present.provenance.site
-    site = again.provenance.site
-    if made is not None and site is None:
-        yield f"Planned again, the job is without the site's calibration ({made.name}) of its file."
-    elif made is not None and site is not None and made.digest != site.digest:
-        yield f"The calibration of the site ({site.name}) has changed since the plan was made."
+    if present is not None:
+        yield from _site_notes(present, again)
+    yield from _uncalibrated(again, others)
     plans = [(each.row.plan, each) for each in others if each.row.plan is not None]
-    uncalibrated = [each.words() for plan, each in plans if plan.provenance.site is None]
-    if site is not None and uncalibrated:
-        changes = "; ".join(uncalibrated)
-        yield f"The site's calibration is of the unchanged cluster, and not of {changes}."
     for plan, variant in plans:
         if steps_of(plan) == steps_of(again):
             yield f"{variant.words()} changes nothing: the step takes as long as unchanged."
     for key in without_effect([variant.row for variant in others]):
         if len({variant.row.settings[key] for variant in others}) > 1:
             yield f"{short_key(key)} makes no difference: its values give the same step."
-    # another plan was taken although the present layout fits and has a shorter step
-    if any(
-        each.kept is not None
-        and plan.choice is not None
-        and each.kept.predicted.fits
-        and step_s(each.kept) < step_s(plan)
-        for plan, each in plans
-    ):
+    if any(map(_is_safer, others)):
         yield (
             "The chosen layout is faster where it has a larger chance to run out of memory than "
             "memory.max_oom_chance allows, or where a simpler plan ties with it."
@@ -189,6 +175,31 @@ def _notes(present: ParallelPlan | None, variants: Sequence[Variant]) -> Iterato
             '"vs plan" compares the fastest layouts; the best layout is the simplest within '
             "search.tie_percent of it."
         )
+
+
+def _site_notes(present: ParallelPlan, again: ParallelPlan) -> Iterator[str]:
+    """In what the site's calibration of the unchanged job is not that of the plan's file."""
+    then, now = present.provenance.site, again.provenance.site
+    if then is not None and now is None:
+        yield f"Planned again, the job is without the site's calibration ({then.name}) of its file."
+    elif then is not None and now is not None and then.digest != now.digest:
+        yield f"The calibration of the site ({now.name}) has changed since the plan was made."
+
+
+def _uncalibrated(again: ParallelPlan, others: Sequence[Variant]) -> Iterator[str]:
+    """Changes for which the site's calibration is not, although it is for the unchanged job."""
+    plans = ((each.row.plan, each.words()) for each in others)
+    names = [words for plan, words in plans if plan and plan.provenance.site is None]
+    if again.provenance.site is not None and names:
+        yield f"The site's calibration is of the unchanged cluster, and not of {'; '.join(names)}."
+
+
+def _is_safer(variant: Variant) -> bool:
+    """Whether another plan was taken although the present layout fits and has a shorter step."""
+    found, kept = variant.row.plan, variant.kept
+    if found is None or kept is None or found.choice is None or not kept.predicted.fits:
+        return False
+    return step_s(kept) < step_s(found)
 
 
 def variants_document(variants: Sequence[Variant]) -> dict[str, Any]:

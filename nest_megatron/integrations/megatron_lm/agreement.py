@@ -165,15 +165,7 @@ class RendezvousStore:
                         raise NoAgreementError(f"no {what} from {self.named(late)} {said}")
                     raise NoAgreementError(f"{said} {self._roll_call()}")
                 next_check = now + self.interval_s
-                # those that are awaited are alive: the last heartbeat of each, and when it was seen
-                keys = [f"heartbeat/{rank}" for rank in late]
-                heartbeats = self.store.call("multi_get", keys) if keys else ()
-                for rank, heartbeat in zip(late, heartbeats, strict=True):
-                    if seen.get(rank, ("", 0.0))[0] != heartbeat:
-                        seen[rank] = heartbeat, time.monotonic()
-                limit_silent_s = self.context.heartbeat_timeout_s
-                if silent := [rank for rank in late if now - seen[rank][1] > limit_silent_s]:
-                    raise self._silent(silent)
+                self._require_heartbeats(late, seen)
             time.sleep(_POLL_S)
 
     def raise_failure(self) -> None:
@@ -243,6 +235,17 @@ class RendezvousStore:
                     self._write(_HEARTBEAT)
                 elif not self._waits:
                     self.count(f"heartbeat/{self.context.rank}")
+
+    def _require_heartbeats(self, ranks: Sequence[int], seen: dict[int, tuple[str, float]]) -> None:
+        """Ranks that are awaited are alive; ``seen`` has the last heartbeat of each, and when."""
+        now = time.monotonic()
+        keys = [f"heartbeat/{rank}" for rank in ranks]
+        heartbeats = self.store.call("multi_get", keys) if keys else ()
+        for rank, heartbeat in zip(ranks, heartbeats, strict=True):
+            if seen.get(rank, ("", 0.0))[0] != heartbeat:
+                seen[rank] = heartbeat, time.monotonic()
+        if silent := [r for r in ranks if now - seen[r][1] > self.context.heartbeat_timeout_s]:
+            raise self._silent(silent)
 
     def _silent(self, ranks: Iterable[int]) -> NoAgreementError:
         return NoAgreementError(

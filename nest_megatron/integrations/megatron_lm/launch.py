@@ -364,23 +364,7 @@ def pinned_plan(launched: LaunchedJob, job: Job) -> planning.LaunchPlan:
     pinned = read_launched(path, None if unsized else world_size)
     if unsized:
         world_size = pinned.plan.layout.num_gpus
-    assert job.command is not None
-    gpus = None
-    if cluster is None and not dry_run:
-        gpus, _ = like_gpus(launched.hosts, local_gpus(), MixedGpus(launched.launch.mixed_gpus))
-    actual = ActualJob(
-        spec=job.spec,
-        num_gpus=world_size,
-        cluster=cluster,
-        gpus=gpus,
-        gpus_per_host=None if dry_run else processes_per_host(os.environ),
-        global_batch_size=job.final_batch_size,
-        batch_schedule=job.batch_schedule,
-        precision=job.precision,
-        tensor_model_parallel_size=job.command.values["tensor_model_parallel_size"],
-        megatron_lm=job.version,
-        memory_flags=job.memory_flags,
-    )
+    actual = _actual(launched, job, cluster, world_size)
     found = differences(pinned, actual)
     if not found:
         launched.signer = pinned.signer
@@ -393,6 +377,26 @@ def pinned_plan(launched: LaunchedJob, job: Job) -> planning.LaunchPlan:
             fix += f"; nest.on_mismatch={others} has another plan take its place"
         raise refusal(found, f"{fix}.")
     return _replacement(launched, job, pinned, actual, found, allowed)
+
+
+def _actual(launched: LaunchedJob, job: Job, cluster: Cluster | None, world_size: int) -> ActualJob:
+    assert job.command is not None
+    dry_run, gpus = launched.launch.dry_run, None
+    if cluster is None and not dry_run:
+        gpus, _ = like_gpus(launched.hosts, local_gpus(), MixedGpus(launched.launch.mixed_gpus))
+    return ActualJob(
+        spec=job.spec,
+        num_gpus=world_size,
+        cluster=cluster,
+        gpus=gpus,
+        gpus_per_host=None if dry_run else processes_per_host(os.environ),
+        global_batch_size=job.final_batch_size,
+        batch_schedule=job.batch_schedule,
+        precision=job.precision,
+        tensor_model_parallel_size=job.command.values["tensor_model_parallel_size"],
+        megatron_lm=job.version,
+        memory_flags=job.memory_flags,
+    )
 
 
 def _pinned_launch(job: Job, pinned: PinnedPlan) -> planning.LaunchPlan:
@@ -432,18 +436,7 @@ def _replacement(
         if OnMismatch.REPLAN in allowed
         else "pin a plan for these machines"
     )
-    kept = {
-        name: Requirement(
-            value=1 if value is None else value,
-            reason="nest.on_mismatch=nearest keeps its degrees and stages",
-            fix=way_out,
-            who="the pinned plan",
-        )
-        for name, value in pinned.plan.arguments.items()
-        if name in _KEPT
-        and (job.spec.is_moe or not name.startswith("expert"))
-        and (value is not None or name.startswith("virtual"))  # which stands for a size of 1
-    }
+    kept = _requirements_of(pinned.plan.arguments, way_out, has_experts=job.spec.is_moe)
     job = replace(job, required={**job.required, **kept})
     try:
         return planning.decide(job, place, free=_ALL, made_by=made_by)
@@ -484,3 +477,20 @@ def _place(launched: LaunchedJob, planned: Cluster, actual: ActualJob) -> JobClu
         cluster = with_hosts_of(cluster, per_host)
     note = f"The network is taken to be that of the pinned plan ({planned.name})."
     return JobCluster(cluster=cluster, settings=compose(words), notes=(note,))
+
+
+def _requirements_of(
+    arguments: Mapping[str, Any], way_out: str, *, has_experts: bool
+) -> Mapping[str, Requirement]:
+    """What ``nearest`` keeps of a plan; a virtual size of 1 stands for none."""
+    names = [name for name in _KEPT if has_experts or not name.startswith("expert")]
+    return {
+        name: Requirement(
+            value=1 if value is None and name.startswith("virtual") else value,
+            reason="nest.on_mismatch=nearest keeps its degrees and stages",
+            fix=way_out,
+            who="the pinned plan",
+        )
+        for name in names
+        if (value := arguments[name]) is not None or name.startswith("virtual")
+    }

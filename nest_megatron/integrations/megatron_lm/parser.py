@@ -217,6 +217,11 @@ def words_for(values: Mapping[str, Any], version: str) -> dict[str, tuple[str, .
     return found
 
 
+def argv_for(values: Mapping[str, Any], version: str) -> list[str]:
+    """The words of ``words_for``, one after another."""
+    return [*itertools.chain.from_iterable(words_for(values, version).values())]
+
+
 def namespace_values(
     values: Mapping[str, Any], names: Iterable[str], version: str
 ) -> dict[str, Any]:

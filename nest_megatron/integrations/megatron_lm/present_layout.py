@@ -8,6 +8,7 @@ from dataclasses import replace
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import CostInputs, Job
+from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import (
     OF_THE_COMMAND_LINE,
@@ -144,17 +145,9 @@ def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Varian
     )
     asked = _execution(job, request, composed)
     grid = replace(grid, execution=allowed_execution(asked, grid))
-    settings, zero = request.settings, grid.zero
+    settings = request.settings
     if "cost.dp_overlap" not in composed.given:
-        # of the traffic between replicas that hides which the flags have overlapped, and no more;
-        # FSDP overlaps gradients by itself (0.16.1 megatron_fsdp.py:277)
-        gathers = zero in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS)
-        if not values.get("overlap_grad_reduce") and not zero.is_fsdp:
-            settings = replace(settings, dp_overlap=0.0)
-        elif gathers and not values.get("overlap_param_gather"):
-            settings = replace(
-                settings, traits=replace(settings.traits, overlap_param_gather=False)
-            )
+        settings = _settings_with_overlaps(settings, values, grid.zero)
     if virtual > 1 and values.get("overlap_p2p_comm") is False:
         settings = replace(settings, traits=replace(settings.traits, overlap_p2p_comm=False))
     layout = replace(
@@ -164,6 +157,21 @@ def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Varian
     )
     variant = Variant(settings=settings, layout=layout)
     return variant, refusal(request, job, asked)(variant)
+
+
+def _settings_with_overlaps(
+    settings: CostSettings, values: Values, zero: ZeroStage
+) -> CostSettings:
+    """What hides of the traffic between replicas: what the flags have overlapped, and no more.
+
+    FSDP overlaps gradients by itself (0.16.1 megatron_fsdp.py:277).
+    """
+    if not values.get("overlap_grad_reduce") and not zero.is_fsdp:
+        return replace(settings, dp_overlap=0.0)
+    gathers = zero in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS)
+    if not gathers or values.get("overlap_param_gather"):
+        return settings
+    return replace(settings, traits=replace(settings.traits, overlap_param_gather=False))
 
 
 def refusal(request: Request, job: Job, asked: Execution | None = None) -> Refusal:

@@ -155,16 +155,10 @@ def job_from_values(
     flags, schedule = memory_flags(stated), schedule_of_values(values, spec.seq_length, version)
     if not overlaps_gradients(str(values.get("optimizer") or "adam"), version):
         flags = {**flags, "overlap_grad_reduce": False}
-    required = {}
-    # ``validate_args`` does not check it; since 0.19 the packs of a micro batch are joined
-    # (``flatten_batch_for_packed_sequences``)
-    if values.get("sft") and release_number(version) < (0, 19):
-        why, fix = "a micro batch is one pack of sequences", "train without --sft"
-        required = {"micro_batch_size": Requirement(value=1, reason=why, fix=fix, who="--sft")}
     if rounds := values.get(_ROUNDS):
         flags = {**flags, _ROUNDS: rounds}
-    if values.get(_LINKS) is False:
-        flags = {**flags, _LINKS: False}
+    if values.get(_OVERLAP_P2P) is False:
+        flags = {**flags, _OVERLAP_P2P: False}
     return Job(
         spec=spec,
         version=version,
@@ -187,7 +181,7 @@ def job_from_values(
         graphs=cuda_graphs(values),
         capturable=not (schedule or is_packed(values) or own_layers(values)),
         packs=is_packed(values),
-        required=required,
+        required=_needs_of_packs(values, version),
         closed=closed_fields(values.get("deterministic_mode"), packs=is_packed(values)),
         counts_on_host=any(map(values.get, _COUNTED_ON_HOST)),
         ckpt_format=values.get("ckpt_format") if "ckpt_format" in explicit else None,
@@ -201,13 +195,25 @@ def job_from_values(
 #: Micro batches that a virtual stage runs one after the other.
 _ROUNDS = "microbatch_group_size_per_vp_stage"
 #: Virtual stages send beside their work.
-_LINKS = "overlap_p2p_comm"
+_OVERLAP_P2P = "overlap_p2p_comm"
 #: Arguments with which the host waits for numbers of tokens (0.16.1 tc:1771).
 _COUNTED_ON_HOST = (
     "moe_expert_capacity_factor",
     "moe_router_padding_for_fp8",
     "moe_router_padding_for_quantization",
 )
+
+
+def _needs_of_packs(values: Values, version: str) -> Mapping[str, Requirement]:
+    """What packs fix of a layout, by the names of its degrees.
+
+    ``validate_args`` does not check it. Since 0.19 the packs of a micro batch are joined
+    (``flatten_batch_for_packed_sequences``).
+    """
+    if not (values.get("sft") and release_number(version) < (0, 19)):
+        return {}
+    why, fix = "a micro batch is one pack of sequences", "train without --sft"
+    return {"micro_batch_size": Requirement(value=1, reason=why, fix=fix, who="--sft")}
 
 
 def refuse_unplannable(values: Values, script: str) -> None:

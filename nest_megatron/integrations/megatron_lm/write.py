@@ -17,8 +17,8 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     flag_of,
 )
 from nest_megatron.integrations.megatron_lm.parser import (
+    argv_for,
     load_arguments,
-    words_for,
 )
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.execution_rules import (
@@ -96,7 +96,7 @@ def model_argv(spec: TransformerSpec, *, version: str = DEFAULT_VERSION) -> list
                 f"Megatron-LM {version} has no {flag_of(name)}",
                 "Plan for a newer release (target=megatron_lm).",
             )
-    return [word for words in words_for(values, version).values() for word in words]
+    return argv_for(values, version)
 
 
 def _model_arguments(spec: TransformerSpec, release: Release) -> dict[str, Any]:
@@ -229,8 +229,7 @@ def planned_arguments(request: LaunchRequest) -> dict[str, Any]:
 
 def parallel_argv(request: LaunchRequest) -> list[str]:
     """Flags that lay a model over the ranks as planned; a pipeline needs a partition."""
-    flags = words_for(planned_arguments(request), request.version)
-    return [word for words in flags.values() for word in words]
+    return argv_for(planned_arguments(request), request.version)
 
 
 def _batch(request: LaunchRequest) -> dict[str, Any]:

@@ -130,10 +130,6 @@ def _fill_by_kernel(
     chain, links = instance.chains[tp], links_of(instance, rule)
     layers, n = chain.layers, len(chain.layers)
     scratch = len(firsts) + (3 + 2 * len(links)) * n * n + n
-    edges = array("d", [-1.0]) * (n * n)  # bytes from each layer to each; -1 where there is none
-    for source, outgoing in enumerate(chain.outgoing):
-        for target, num_bytes in outgoing:
-            edges[source * n + target] = num_bytes
     _stage_boundaries.fill(
         deepest(instance, tp),
         array("d", [layer.forward for layer in layers]),
@@ -141,7 +137,7 @@ def _fill_by_kernel(
         array("d", [recomputed_forward(layer, rule) for layer in layers]),
         array("d", [layer.weight_bytes for layer in layers]),
         array("d", [layer.activation_bytes for layer in layers]),
-        edges,
+        _edge_matrix(chain),
         array("d", [link.bandwidth for link in links]),
         array("d", [link.latency for link in links]),
         array("d", [link.factor for link in links]),
@@ -156,6 +152,16 @@ def _fill_by_kernel(
         array("d", [math.inf]) * scratch,
         array("i", [0]) * (n * n),
     )
+
+
+def _edge_matrix(chain: Chain) -> array[float]:
+    """Bytes from each layer to each, row by row; -1 where there is no edge."""
+    n = len(chain.layers)
+    matrix = array("d", [-1.0]) * (n * n)
+    for source, edges in enumerate(chain.outgoing):
+        for target, num_bytes in edges:
+            matrix[source * n + target] = num_bytes
+    return matrix
 
 
 def _fill_by_reference(
@@ -271,7 +277,6 @@ def _improvements(
 ) -> Iterator[_Candidate]:
     """Plans of one tensor degree that take less than ``limit``, each less than the one before."""
     chain, deepest_here = instance.chains[tp], deepest(instance, tp)
-    micro_batches = instance.num_micro_batches
     for most in _most_weights(chain, rule) if deepest_here else ():
         table = boundary_table(instance, tp, rule, most_weight_bytes=most, compiled=compiled)
         # what replicas sum, by where the first stage ends: its own weights, or the most allowed
@@ -283,19 +288,9 @@ def _improvements(
             return  # with lighter stages there are no boundaries either
         for depth, front in enumerate(fronts):
             stride = depth * instance.devices_per_stage(tp)
-            most_replicas = min(instance.num_devices // stride, micro_batches) if front else 0
-            for replicas in range(most_replicas, 0, -1):
-                steps = -(-micro_batches // replicas) + depth - 1
-                if front[0][0] * steps >= limit:
-                    break  # with fewer replicas it only takes more steps
-                for bottleneck, end in front:
-                    if bottleneck * steps >= limit:
-                        break
-                    time = bottleneck * steps
-                    time += sync_time(instance, rule, replicas, stride, summed[end])
-                    if time < limit:
-                        limit = time
-                        yield _Candidate(time, tp, replicas, table.boundaries(depth, end))
+            for time, replicas, end in _faster(instance, rule, front, summed, stride, depth, limit):
+                limit = time
+                yield _Candidate(time, tp, replicas, table.boundaries(depth, end))
 
 
 def _most_weights(chain: Chain, rule: ArtifactRule) -> list[float]:
@@ -322,24 +317,38 @@ def _front(first_stages: list[tuple[float, int]], summed: list[float]) -> list[t
     return front[::-1]
 
 
+def _faster(
+    instance: Instance,
+    rule: ArtifactRule,
+    front: list[tuple[float, int]],
+    summed: list[float],
+    stride: int,
+    depth: int,
+    limit: float,
+) -> Iterator[tuple[float, int, int]]:
+    """Times below ``limit``, each below the one before it, with replicas and first stage's end."""
+    micro_batches = instance.num_micro_batches
+    most = min(instance.num_devices // stride, micro_batches) if front else 0
+    for replicas in range(most, 0, -1):
+        steps = -(-micro_batches // replicas) + depth - 1
+        if front[0][0] * steps >= limit:
+            return  # with fewer replicas it only takes more steps
+        for bottleneck, end in front:
+            if bottleneck * steps >= limit:
+                break
+            time = bottleneck * steps + sync_time(instance, rule, replicas, stride, summed[end])
+            if time < limit:
+                limit = time
+                yield time, replicas, end
+
+
 def _no_solution(instance: Instance) -> NoSolution:
     degrees = [tp for tp in instance.chains if deepest(instance, tp)]
     if not degrees:
         least = instance.devices_per_stage(min(instance.chains))
         reason = f"a stage takes {least} devices, and there are {instance.num_devices}"
         return NoSolution(reason=reason, missing_bytes=0.0)
-    # what the largest layer of each degree lacks, alone in the last stage
-    missing, tp, node_id = min(
-        max(
-            (
-                stage_memory(instance, chain, at, at + 1).resident - instance.memory_bytes,
-                tp,
-                layer.node_id,
-            )
-            for at, layer in enumerate(chain.layers)
-        )
-        for tp, chain in ((tp, instance.chains[tp]) for tp in degrees)
-    )
+    missing, tp, node_id = min(_largest_layer(instance, tp) for tp in degrees)
     reason = "every layer fits alone, but not in the depth that the devices allow"
     if missing > 0:
         reason = (
@@ -347,3 +356,12 @@ def _no_solution(instance: Instance) -> NoSolution:
             "would try ZeRO now, priced by its network simulator, which is left out here"
         )
     return NoSolution(reason=reason, missing_bytes=max(missing, 0.0))
+
+
+def _largest_layer(instance: Instance, tp: int) -> tuple[float, int, int]:
+    """What the largest layer lacks at a tensor degree, alone in the last stage; degree; node."""
+    chain, memory = instance.chains[tp], instance.memory_bytes
+    return max(
+        (stage_memory(instance, chain, at, at + 1).resident - memory, tp, layer.node_id)
+        for at, layer in enumerate(chain.layers)
+    )

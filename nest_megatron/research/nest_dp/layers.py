@@ -11,7 +11,7 @@ is recomputed, with the working memory of the largest layer, in what the reserve
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple, TypeVar
 
@@ -117,26 +117,29 @@ class LayerPrices:
         self, strategy: Strategy, entry_bytes: tuple[int, ...]
     ) -> tuple[CheckpointPolicy, ...]:
         units = [(at.kind, self._unit(strategy, at, self._alone)) for at in self.layers(strategy)]
-        latent, found = self.job.spec.multi_latent_attention, []
-        for recompute in self.job.choices.recomputes:
-            setting = FULL_RECOMPUTE if recompute else NO_RECOMPUTE
-            if self.is_paper:
-                saved = [times.input_bytes + sum(times.saved_bytes.values()) for _, times in units]
-                working = [0.0] * len(units)
-            else:
-                runs = [run_unit(t, kind, setting, latent_attention=latent) for kind, t in units]
-                saved, working = [r.saved_bytes for r in runs], [r.working_bytes for r in runs]
-            first = tuple(map(math.ceil, saved))
-            input_alone = self.is_paper and recompute
-            policy = CheckpointPolicy(
-                recompute=recompute,
-                first_bytes=first,
-                further_bytes=(0,) * len(units) if input_alone else first,
-                entry_bytes=entry_bytes if input_alone else (0,) * len(entry_bytes),
-                peak_bytes=tuple(map(math.ceil, working)),
-            )
-            found.append(policy)
-        return tuple(found)
+        settings = self.job.choices.recomputes
+        return tuple(self._policy(units, entry_bytes, setting) for setting in settings)
+
+    def _policy(
+        self, units: Sequence[tuple[LayerKind, UnitTimes]], entry_bytes: Shape, recompute: bool
+    ) -> CheckpointPolicy:
+        latent = self.job.spec.multi_latent_attention
+        setting = FULL_RECOMPUTE if recompute else NO_RECOMPUTE
+        if self.is_paper:
+            saved = [times.input_bytes + sum(times.saved_bytes.values()) for _, times in units]
+            working = [0.0] * len(units)
+        else:
+            runs = [run_unit(t, kind, setting, latent_attention=latent) for kind, t in units]
+            saved, working = [r.saved_bytes for r in runs], [r.working_bytes for r in runs]
+        first = tuple(map(math.ceil, saved))
+        input_alone = self.is_paper and recompute
+        return CheckpointPolicy(
+            recompute=recompute,
+            first_bytes=first,
+            further_bytes=(0,) * len(units) if input_alone else first,
+            entry_bytes=entry_bytes if input_alone else (0,) * len(entry_bytes),
+            peak_bytes=tuple(map(math.ceil, working)),
+        )
 
     def _recompute_time(self, kind: LayerKind, times: UnitTimes) -> Seconds:
         """A layer's forward pass where it is recomputed: by the paper's rule all of a stage is."""

@@ -22,7 +22,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import product
 from typing import Any
 
 from nest_megatron.errors import UserInputError
@@ -231,19 +230,7 @@ def solve(job: ResearchJob, *, compiled: bool | None = None) -> RecurrenceSoluti
     solved: set[Case] = set()
     for factor in (*_ROUNDS, None):
         limit = UNREACHABLE if factor is None else round(found[0].least_total * factor)
-        best = None
-        for case in found:
-            if case.least_total >= limit:
-                break
-            if pricer.lacks_memory(case):
-                continue
-            solved.add(case)
-            name, choices = "pipeline_model_parallel_size", job.choices
-            most = min(len(pricer.kinds), case.replicas.stride // case.narrowest)
-            most = min(most, choices.fixed.get(name, most), choices.limits.get(name, most))
-            problem = pricer.problem(case, most)
-            if (pipeline := best_pipeline(problem, limit, compiled=compiled)) is not None:
-                best, limit = (case, problem, pipeline), pipeline.total
+        best = _round(pricer, found, limit, solved, compiled)
         if best is not None:
             case, problem, pipeline = best
             return RecurrenceSolution(
@@ -256,6 +243,27 @@ def solve(job: ResearchJob, *, compiled: bool | None = None) -> RecurrenceSoluti
     return _no_solution(pricer, found)
 
 
+def _round(
+    pricer: Pricer,
+    found: Sequence[Case],
+    limit: Ticks,
+    solved: set[Case],
+    compiled: bool | None,
+) -> tuple[Case, Problem, FoundPipeline] | None:
+    best: tuple[Case, Problem, FoundPipeline] | None = None
+    for case in found:
+        if case.least_total >= limit:
+            break
+        if pricer.lacks_memory(case):
+            continue
+        solved.add(case)
+        problem = pricer.problem(case, _most_stages(pricer, case))
+        pipeline = best_pipeline(problem, limit, compiled=compiled)
+        if pipeline is not None:
+            best, limit = (case, problem, pipeline), pipeline.total
+    return best
+
+
 def cases(pricer: Pricer) -> list[Case]:
     """All strategies with all replicas, least bound first.
 
@@ -264,10 +272,12 @@ def cases(pricer: Pricer) -> list[Case]:
     """
     found = [case for together in _together(pricer.job) for case in _cases(pricer, together)]
     if not found:
-        limit = "no strategy fits the model, the batch and the devices"
-        fix = "Change the degrees that are fixed, the batch, or the number of GPUs."
-        fixed = dict(pricer.job.choices.fixed)
-        raise UserInputError("parallel.* and train.*", fixed, limit, fix)
+        raise UserInputError(
+            "parallel.* and train.*",
+            dict(pricer.job.choices.fixed),
+            limit="no strategy fits the model, the batch and the devices",
+            fix="Change the degrees that are fixed, the batch, or the number of GPUs.",
+        )
     return sorted(found, key=lambda case: case.least_total)
 
 
@@ -284,7 +294,6 @@ def _together(job: ResearchJob) -> Iterator[tuple[Strategy, ...]]:
 def _cases(pricer: Pricer, together: tuple[Strategy, ...]) -> Iterator[Case]:
     job, choices = pricer.job, pricer.job.choices
     least = list(map(min, zip(*map(pricer.layers.least, together), strict=True)))
-    whole, largest = sum(least), max(least)
     devices, batches = job.cluster.num_gpus, job.global_batch_size // together[0].samples
     narrowest = min(strategy.block.num_devices for strategy in together)
     most = choices.limits.get("data_parallel_size", devices)
@@ -298,12 +307,23 @@ def _cases(pricer: Pricer, together: tuple[Strategy, ...]) -> Iterator[Case]:
             strategies=tuple(s for s in together if s.block.num_devices <= stride),
             replicas=Replicas(count=count, stride=stride),
             num_microbatches=each,
-            # some stage has the largest layer, and one has its share of all
-            least_total=min(
-                max(largest, -(-whole // depth)) * (each + depth - 1)
-                for depth in range(1, min(len(least), stride // narrowest) + 1)
-            ),
+            least_total=_least_total(least, each, min(len(least), stride // narrowest)),
         )
+
+
+def _least_total(least: Sequence[Ticks], batches: int, most_stages: int) -> Ticks:
+    """No pipeline takes less: some stage has the largest layer, and one has its share of all."""
+    whole, largest = sum(least), max(least)
+    return min(
+        max(largest, -(-whole // depth)) * (batches + depth - 1)
+        for depth in range(1, most_stages + 1)
+    )
+
+
+def _most_stages(pricer: Pricer, case: Case) -> int:
+    name, choices = "pipeline_model_parallel_size", pricer.job.choices
+    most = min(len(pricer.kinds), case.replicas.stride // case.narrowest)
+    return min(most, choices.fixed.get(name, most), choices.limits.get(name, most))
 
 
 def _no_solution(pricer: Pricer, found: Sequence[Case]) -> NoSolution:
@@ -322,23 +342,24 @@ def _no_solution(pricer: Pricer, found: Sequence[Case]) -> NoSolution:
 def _shortage(pricer: Pricer, case: Case) -> tuple[Bytes, str, str]:
     """What the layer that is worst off lacks in a stage of its own, the last, at its best."""
     problem = pricer.problem(case, 1)
-    further = problem.schedule.in_flight(1, problem.num_microbatches) - 1
+    names = problem.downsets.dag.names
     return max(
-        min(
-            (
-                option.static_bytes[node]
-                + option.reserved_bytes
-                + policy.first_bytes[node]
-                + further * policy.further_bytes[node]
-                + policy.peak_bytes[node]
-                - problem.capacity_bytes,
-                name,
-                strategy.label,
-            )
-            for strategy in problem.strategies
-            for option, policy in product(strategy.options, strategy.policies)
-        )
-        for node, name in enumerate(problem.downsets.dag.names)
+        min((_lacking(problem, s, node), names[node], s.label) for s in problem.strategies)
+        for node in range(len(names))
+    )
+
+
+def _lacking(problem: Problem, strategy: PricedStrategy, node: int) -> Bytes:
+    further = problem.schedule.in_flight(1, problem.num_microbatches) - 1
+    return min(
+        option.static_bytes[node]
+        + option.reserved_bytes
+        + policy.first_bytes[node]
+        + further * policy.further_bytes[node]
+        + policy.peak_bytes[node]
+        - problem.capacity_bytes
+        for option in strategy.options
+        for policy in strategy.policies
     )
 
 
@@ -354,10 +375,7 @@ def best_pipeline(
             kernel where it is built, if not given.
     """
     t = tables_of(problem)
-    # no sum stays below that of the node with the largest, at its best place
-    places = (times.sync for s in problem.strategies for o in s.options for times in o.times)
-    least_sync: Ticks = max(min(sums) for sums in zip(*places, strict=True))
-    sync_cap = UNREACHABLE
+    least_sync, sync_cap = _least_sync(problem), UNREACHABLE
     found: FoundPipeline | None = None
     while least_sync < sync_cap and least_sync < limit:
         table = filled(t, _caps(problem, limit - least_sync), sync_cap, compiled=compiled)
@@ -413,3 +431,10 @@ def _best_depth(problem: Problem, t: Tables, table: Sequence[int]) -> int | None
         if least < UNREACHABLE and least * _num_steps(problem, depth) < best:
             best, found = least * _num_steps(problem, depth), depth
     return found
+
+
+def _least_sync(problem: Problem) -> Ticks:
+    """A sum that no plan stays below: that of the node with the largest, at its best place."""
+    places = (times.sync for s in problem.strategies for o in s.options for times in o.times)
+    least: Ticks = max(min(sums) for sums in zip(*places, strict=True))
+    return least
