@@ -135,7 +135,7 @@ def test_virtual_stages_of_a_hybrid_model_are_priced_by_the_rules_of_their_relea
     plan = read(make.ROOT / make.LM / "plans" / "nemotron_h_56b_gb200_nvl72.yaml").plan
     job = PlannedJob(plan, None)
     assert plan.arguments["virtual_pipeline_model_parallel_size"] > 1
-    assert job.priced(job.own).predicted.iteration_time_s == plan.predicted.iteration_time_s
+    assert job.versus(job.own).plan.predicted.iteration_time_s == plan.predicted.iteration_time_s
 
 
 #: One of each kind, planned in seconds: dense, experts, hybrid, two stacks, an encoder, and NeMo

@@ -381,19 +381,23 @@ class PlannedJob:
         except UserInputError as error:
             return f"{error.what} = {error.value}: {error.limit}"
 
+    @property
+    def own(self) -> Variant:
+        """The plan's layout."""
+        return Variant(settings=self._settings, layout=self._plan.layout)
+
     def versus(self, variant: Variant) -> Versus:
         """The plan beside a layout."""
         job, prices = self._job, Prices(self._job)
-        mine = Variant(settings=self._settings, layout=self._plan.layout)
         own, other = (
-            estimate_for(job, each.layout, settings=each.settings) for each in (mine, variant)
+            estimate_for(job, each.layout, settings=each.settings) for each in (self.own, variant)
         )
         before, after = own.predicted, other.predicted
         peak, theirs = peak_stage(own), peak_stage(other)
         return Versus(
             plan=own,
             other=other,
-            difference=difference(prices.of(mine), prices.of(variant)),
+            difference=difference(prices.of(self.own), prices.of(variant)),
             terms={name: s - before.terms.get(name, 0.0) for name, s in after.terms.items()},
             memory={name: theirs.get(name, 0) - peak.get(name, 0) for name in {**peak, **theirs}},
             notes=tuple(_notes(self._plan, own)),
