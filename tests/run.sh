@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 exec </dev/null
+unset PYTHONDONTWRITEBYTECODE  # the tests start Python thousands of times
 
 venv=${NEST_MEGATRON_TEST_VENV:-$PWD/.venv-test}
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
