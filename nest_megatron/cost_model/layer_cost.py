@@ -34,10 +34,17 @@ class PassTime(NamedTuple):
         compute, tp, cp, ep = other
         return PassTime(self.compute + compute, self.tp + tp, self.cp + cp, self.ep + ep)
 
+    def less(self, other: PassTime) -> PassTime:
+        """Without a part of it, term by term."""
+        return PassTime(*(mine - theirs for mine, theirs in zip(self, other, strict=True)))
+
     @property
     def total(self) -> Seconds:
         """All of it."""
         return self.compute + self.tp + self.cp + self.ep
+
+
+_NO_TIME = PassTime()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +56,7 @@ class UnitTimes:
         saved_bytes: for the backward pass by part; ``input_bytes`` comes on top.
         launch_s: what of both passes is spent waiting for the host to launch kernels.
         offloaded_bytes: sent to the host and fetched for the backward pass.
+        not_recomputed: what full recomputation leaves out of the forward pass.
     """
 
     forward: Mapping[Part, PassTime]
@@ -59,6 +67,7 @@ class UnitTimes:
     working_bytes: float
     launch_s: Seconds = 0.0
     offloaded_bytes: float = 0.0
+    not_recomputed: PassTime = _NO_TIME
 
     def __add__(self, other: UnitTimes) -> UnitTimes:
         forward, saved = dict(self.forward), dict(self.saved_bytes)
@@ -75,6 +84,7 @@ class UnitTimes:
             working_bytes=max(self.working_bytes, other.working_bytes),
             launch_s=self.launch_s + other.launch_s,
             offloaded_bytes=self.offloaded_bytes + other.offloaded_bytes,
+            not_recomputed=other.not_recomputed,  # the end of the unit
         )
 
     def with_input(self, num_bytes: float) -> UnitTimes:
@@ -138,7 +148,31 @@ def unit_times(
         working_bytes=times.graph.working_bytes,
         launch_s=sum(waits),
         offloaded_bytes=times.graph.offloaded_bytes,
+        not_recomputed=_after_last_saved(times, settings, execution),
     )
+
+
+def _after_last_saved(times: GraphTimes, settings: CostSettings, execution: Execution) -> PassTime:
+    """What comes after the last tensor that a layer's backward pass needs.
+
+    A dense layer ends with its last product, the sum of that over tensor ranks and the residual;
+    one with experts with the way back of the tokens.
+    """
+    if not settings.traits.recompute_stops_early:
+        return _NO_TIME
+    compute = sum(times.operators[name][0] for name in _LAST if name in times.operators)
+    tp = ep = 0.0
+    for call, seconds in zip(times.graph.collectives, times.traffic, strict=True):
+        own = _own_time(call, seconds, times, settings, execution)
+        if call.name.startswith("fc2.") and not call.backward:
+            tp += own
+        elif call.part is Part.DISPATCH and call.group is Group.EXPERT and not call.backward:
+            ep += own * times.pace(call.part) / 2
+    return PassTime(compute=compute, tp=tp, ep=ep)
+
+
+#: Operators behind the last tensor that a dense layer saves.
+_LAST = ("fc2", "mlp_residual")
 
 
 def _only_compute(seconds: Seconds) -> list[Seconds]:

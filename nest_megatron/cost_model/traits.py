@@ -130,6 +130,9 @@ class ExecutionTraits:
             where sequences are packed (``SequenceLengths.attended``).
         attention_deviation: of the same (``SequenceLengths.attention_deviation``).
         offloads_layer_inputs: full recomputation keeps the inputs of layers on the host.
+        recompute_stops_early: full recomputation ends with the last tensor that the backward pass
+            needs (``torch.utils.checkpoint`` with ``use_reentrant=False``, and so PyTorch's
+            ``checkpoint_wrapper``), where Megatron's goes through the whole layer.
     """
 
     async_tensor_traffic: bool = True
@@ -169,6 +172,7 @@ class ExecutionTraits:
     expert_capacity_factor: float | None = None
     pads_to_capacity: bool = False
     offloads_layer_inputs: bool = False
+    recompute_stops_early: bool = False
     attended_tokens: float | None = ranged(None, 1)
     attention_deviation: float = ranged(0.0, 0)
 

@@ -105,7 +105,7 @@ def run_unit(
         group = recompute.num_layers or 1 if recompute.method is RecomputeMethod.UNIFORM else 1
         # the next layer's input comes back from the host beside this one's
         more = times.input_bytes if inputs_on_host else -times.input_bytes
-        repeated = times.whole_forward
+        repeated = times.whole_forward.less(times.not_recomputed)
         working += (group * saved + more) / num_layers
         saved = 0.0 if inputs_on_host else times.input_bytes / group
     elif recompute.modules and not kind.is_end:

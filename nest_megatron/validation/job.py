@@ -34,6 +34,7 @@ from nest_megatron.validation.row_settings import (
     NO_SETTINGS,
     TRAITS,
     WORDS,
+    balanced_stages,
     partition_of,
     planned_grids,
     possible_grids,
@@ -123,6 +124,9 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
         **stated_in(row, TRAITS),
     )
     settings, packs = with_packs(row, settings, spec.seq_length)
+    partition = partition_of(row, spec, grid.dims) if recipe.certain else None
+    if rule.balances_weights:
+        partition = balanced_stages(spec, grid.dims.pipeline_model_parallel_size)
     return RowJob(
         spec=spec,
         cluster=machine.cluster,
@@ -131,7 +135,7 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
         target=rule.target,
         flags=flags,
         assumptions=(*notes, *packs),
-        partition=partition_of(row, spec, grid.dims) if recipe.certain else None,
+        partition=partition,
         pipeline_runs=_pipeline_runs(row, grid) if rule.splits_local_batch else 1,
     )
 

@@ -11,6 +11,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -104,6 +105,27 @@ def partition_of(
         )
     except UserInputError:  # the recipe's model or layout is another one
         return None
+
+
+def balanced_stages(spec: TransformerSpec, num_stages: int) -> StagePartition | None:
+    """The stages of nanotron: each ends with the unit that lifts all so far above their share.
+
+    Weights count, of layers and of the head. ``None`` where fewer stages come out, which it cannot
+    train.
+
+    Source: nanotron src/nanotron/models/base.py ``build_model``, llama.py
+    ``get_block_compute_costs`` @01de8d9.
+    """
+    layer = 4 * spec.hidden_size + 3 * spec.ffn_hidden_size
+    costs = (0, *(layer for _ in range(spec.num_layers)), spec.vocab_size)
+    sums = tuple(accumulate(costs))
+    cuts = [0]
+    for unit, cost in enumerate(sums):
+        if cost * num_stages > sums[-1] * len(cuts):
+            cuts.append(unit + 1)
+    if len(cuts) != num_stages:
+        return None
+    return StagePartition(boundaries=(*cuts, len(costs)), pipeline_model_parallel_size=num_stages)
 
 
 def _ends(text: str) -> tuple[int | None, int | None]:

@@ -12,6 +12,7 @@ from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.validation.assess import Predictor
 from nest_megatron.validation.job import job_of
 from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.row_settings import balanced_stages
 
 ROW = {
     "model": "Llama 3.1 70B",
@@ -42,6 +43,26 @@ ROW = {
 )
 def test_runs_are_local_batches(cells: dict[str, str], runs: int) -> None:
     assert job_of({**ROW, **cells}, ModelBook.load()).pipeline_runs == runs
+
+
+@pytest.mark.parametrize(
+    ("pp", "boundaries"),
+    [
+        (1, (0, 82)),
+        (2, (0, 42, 82)),  # the head weighs as much as one layer and a quarter
+        (4, (0, 22, 42, 62, 82)),
+    ],
+)
+def test_stages_of_nanotron_weigh_the_same(pp: int, boundaries: tuple[int, ...]) -> None:
+    row = {**ROW, "model": "Llama-like 80.0B", "framework": "nanotron v0.5", "pp": str(pp)}
+    partition = job_of({**row, "recompute": ""}, ModelBook.load()).partition
+    assert partition is not None
+    assert partition.boundaries == boundaries
+
+
+def test_what_nanotron_cannot_balance_is_not_known() -> None:
+    spec = job_of({**ROW, "model": "Llama-like 1.34B"}, ModelBook.load()).spec
+    assert balanced_stages(dataclasses.replace(spec, vocab_size=10**7), 4) is None
 
 
 def test_each_run_pays_for_its_own_bubble() -> None:

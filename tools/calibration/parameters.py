@@ -92,7 +92,7 @@ _SLOWDOWNS = (
     ("megatron_bridge_0.5", 1.0, 0.05),
     ("composer", 1.1, 0.15),
     ("pytorch_fsdp", 1.1, 0.15),
-    ("nanotron", 1.2, 0.15),
+    ("internevo", 1.2, 0.15),
 )
 
 #: Frameworks that train with Megatron's loop; the time of a step that nothing hides is theirs:
