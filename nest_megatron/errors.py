@@ -47,6 +47,16 @@ def exit_code_of(error: BaseException) -> int:
     return NestError.exit_code if isinstance(error, OSError) else FaultError.exit_code
 
 
+def error_line(error: BaseException, most: int | None = None) -> str:
+    r"""The kind of an error, and so much of its first line.
+
+    >>> error_line(ValueError("no\nmore"))
+    'ValueError: no'
+    """
+    line = next(iter(str(error).strip().splitlines()), "")[:most]
+    return f"{type(error).__name__}: {line}".rstrip(": ")
+
+
 def shortened(text: str) -> str:
     """A text as an error repeats it: the start of a long one."""
     return text if len(text) <= 200 else f"{text[:197]}..."

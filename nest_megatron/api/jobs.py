@@ -51,6 +51,8 @@ from nest_megatron.version import __version__
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from nest_megatron.integrations.typed_command import CommandPlan
+
 
 def plan_job(
     settings: Settings,
@@ -98,8 +100,8 @@ def command_words(command: StrPath | Sequence[str]) -> str | Sequence[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SweptCommand:
-    """A user's command, of Megatron-LM or of a recipe, planned by each job of a sweep.
+class TypedCommand:
+    """A user's command, of Megatron-LM or of a recipe, for one job or for each of a sweep.
 
     Args:
         text: the command.
@@ -115,25 +117,29 @@ class SweptCommand:
     strict: bool
     notes: tuple[str, ...] = ()
 
-    def plan(
-        self, composed: Settings, *, begun_s: Seconds, on_progress: Progress | None = None
-    ) -> Plan:
-        """Its plan under the settings of a job."""
+    def planned(
+        self,
+        composed: Settings,
+        begun_s: Seconds | None,
+        on_progress: Progress | None = None,
+        *,
+        shortlist: bool = False,
+    ) -> CommandPlan:
+        """Its plan under the settings of a job, with what it becomes."""
         from nest_megatron.integrations.typed_command import plan_command
 
-        found = plan_command(
+        return plan_command(
             self.text,
             composed,
             free=self.free,
             version=self.version,
             strict=self.strict,
             begun_s=begun_s,
+            shortlist=shortlist,
             on_progress=on_progress,
         )
-        notes = (*self.notes, *found.plan.notes)
-        return Plan(record=dataclasses.replace(found.plan, notes=notes))
 
-    def recorded(self, composed: Settings) -> SweptCommand:
+    def recorded(self, composed: Settings) -> TypedCommand:
         """What its script launches, where it is one, so that the script runs once."""
         from nest_megatron.integrations.typed_command import kept_command
 
@@ -175,7 +181,7 @@ class SweepJob:
     varied: tuple[Setting, ...]
     key: str
     config_dir: str | None = None
-    command: SweptCommand | None = None
+    command: TypedCommand | None = None
     source_job: RecipeJob | None = None
 
     def composed(self, *, without: Callable[[str], bool] | None = None) -> Settings:
@@ -190,8 +196,10 @@ class SweepJob:
 
     def plan(self, begun_s: Seconds, on_progress: Progress | None = None) -> Plan:
         """Its plan; raises as ``plan_job``."""
-        if self.command is not None:
-            return self.command.plan(self.composed(), begun_s=begun_s, on_progress=on_progress)
+        if (command := self.command) is not None:
+            found = command.planned(self.composed(), begun_s, on_progress).plan
+            notes = (*command.notes, *found.notes)
+            return Plan(record=dataclasses.replace(found, notes=notes))
         composed, source_job = self.composed(), self.source_job
         return plan_job(composed, begun_s=begun_s, source_job=source_job, on_progress=on_progress)
 
@@ -200,7 +208,7 @@ def sweep_job(
     settings: tuple[Setting, ...],
     keys: Collection[str],
     config_dir: Path | None = None,
-    command: SweptCommand | None = None,
+    command: TypedCommand | None = None,
     source_job: RecipeJob | None = None,
 ) -> SweepJob:
     """A job with its key: the composed values, files of the user included.

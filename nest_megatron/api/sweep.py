@@ -18,7 +18,7 @@ from nest_megatron.api.jobs import (
     ON_JOB,
     Result,
     SweepJob,
-    SweptCommand,
+    TypedCommand,
     check_launcher,
     code_of,
     command_words,
@@ -313,7 +313,7 @@ def whatif_command(
     texts = _texts({"cluster": typed_path(cluster), **settings, **changes})
     words = command_words(command)
     words = words if isinstance(words, str) else tuple(words)
-    read = SweptCommand(
+    read = TypedCommand(
         text=words,
         free=(free,) if isinstance(free, str) else tuple(free),
         version=megatron_version,
@@ -385,7 +385,7 @@ def plan_variants(path: Path, changes: Sequence[Setting], options: SweepOptions)
 
 
 def command_variants(
-    command: SweptCommand, changes: Sequence[Setting], options: SweepOptions
+    command: TypedCommand, changes: Sequence[Setting], options: SweepOptions
 ) -> WhatIf:
     """Plan each change of a command's job: settings with several values are the changes.
 
@@ -429,7 +429,7 @@ def _jobs(
     base: Sequence[Setting],
     changes: Sequence[Setting],
     keys: Collection[str],
-    command: SweptCommand | None = None,
+    command: TypedCommand | None = None,
     source_job: RecipeJob | None = None,
 ) -> list[SweepJob]:
     """The job unchanged, and one for each combination of the changes."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import partial
 
 import click
 
 from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.cli.command_kinds import command, json_option
-from nest_megatron.cli.complete import completing
+from nest_megatron.cli.complete import completing_catalogue
 from nest_megatron.errors import UserInputError, nearest
 
 
@@ -24,7 +23,7 @@ from nest_megatron.errors import UserInputError, nearest
     "name",
     required=False,
     metavar="[NAME|WORD|PATH]",
-    shell_complete=completing(partial(catalogue_names, "model")),
+    shell_complete=completing_catalogue("model"),
 )
 @json_option
 def models(name: str | None, *, as_json: bool) -> None:
@@ -65,7 +64,7 @@ def models(name: str | None, *, as_json: bool) -> None:
     "name",
     required=False,
     metavar="[NAME|WORD|PATH]",
-    shell_complete=completing(partial(catalogue_names, "cluster")),
+    shell_complete=completing_catalogue("cluster"),
 )
 @json_option
 def clusters(name: str | None, *, as_json: bool) -> None:

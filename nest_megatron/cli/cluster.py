@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from functools import partial
 from pathlib import Path
 
 import click
 
-from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.cli.command_kinds import NEXT, OUTPUT, PATH, group, json_option
-from nest_megatron.cli.complete import completing
+from nest_megatron.cli.complete import completing_catalogue
 from nest_megatron.cluster import sources
 from nest_megatron.cluster.hosts import this_host
 from nest_megatron.cluster.topology import host_file
@@ -86,7 +84,7 @@ def cluster_new(*, name: str | None, out: Path | None) -> None:
     "--cluster",
     "base",
     metavar="NAME",
-    shell_complete=completing(partial(catalogue_names, "cluster")),
+    shell_complete=completing_catalogue("cluster"),
     help="A cluster of the catalogue, or a file, for what cannot be detected.",
 )
 @click.option(

@@ -75,6 +75,11 @@ def complete_override(
     return [each for each in candidates(incomplete) if each.partition("=")[0] not in done]
 
 
+def completing_catalogue(group: str) -> Complete:
+    """Candidates among the names of a group of the catalogue."""
+    return completing(lambda: catalogue_names(group))
+
+
 def completing(names: Callable[[], Iterable[str]]) -> Complete:
     """Candidates of which one is to be typed, the last of several with commas between them."""
 

@@ -79,11 +79,14 @@ def run_plan_table(options: PlanOptions, nodes: str) -> int:
 
 
 def _table_job(composed: Settings, options: PlanOptions) -> TableJob:
-    if (text := options.command()) is None:
+    if (command := options.command()) is None:
         return table_job(composed)
-    version = options.megatron_version
     job, request = read_request(
-        text, composed, free=options.freed, version=version, strict=options.strict
+        command.text,
+        composed,
+        free=command.free,
+        version=command.version,
+        strict=command.strict,
     )
     return TableJob(
         request=request,
@@ -147,7 +150,7 @@ def run_scaling(options: PlanOptions, gpus: str) -> int:
         raise UserInputError(_SIZE, value, limit=f"{_FOR_GPUS} says it", fix=_EITHER)
     same = tuple(setting for setting in settings if setting.key != "out")
     each = [(*same, Setting(key=_SIZE, value=str(size))) for size in sizes]
-    command = options.swept_command()
+    command = options.command()
     if command is not None:
         command = command.recorded(compose(with_defaults(each[0]), options.config_dir))
         print_notes(command.notes)
@@ -181,7 +184,7 @@ class WhatIfOptions(CommandOptions):
 def run_whatif(options: WhatIfOptions) -> int:
     """Plan each change of a job, and print one row a change."""
     options.require_command()
-    words, command = list(options.overrides), options.swept_command()
+    words, command = list(options.overrides), options.command()
     path = Path(words.pop(0)) if words and command is None else None
     if command is None and (path is None or ("=" in path.name and not path.exists())):
         raise UserInputError(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import click
 
-from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.cli.command_kinds import NEXT, OUTPUT, PATH, group, json_option
-from nest_megatron.cli.complete import completing
+from nest_megatron.cli.complete import completing_catalogue
 from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.config.catalogue import named_cluster
 from nest_megatron.errors import UserInputError
@@ -44,7 +42,7 @@ def network() -> None:
 @click.option(
     "--cluster",
     metavar="NAME",
-    shell_complete=completing(partial(catalogue_names, "cluster")),
+    shell_complete=completing_catalogue("cluster"),
     help="The measured cluster: a name of the catalogue, or a file.",
 )
 @click.option("--out", type=OUTPUT, help="Write the cluster with its measured network here.")

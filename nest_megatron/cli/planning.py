@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nest_megatron.api import Plan, planned_command
-from nest_megatron.api.jobs import SweptCommand, estimate_job, plan_job
+from nest_megatron.api.jobs import TypedCommand, estimate_job, plan_job
 from nest_megatron.cli.command_kinds import forced
 from nest_megatron.cluster.placement import (
     Launcher,
@@ -37,7 +37,7 @@ from nest_megatron.layout.plan import ParallelPlan, script_words
 from nest_megatron.plain import to_plain
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import command_lines, progress, say, show, show_json
-from nest_megatron.report.failure import WITHOUT_PLAN
+from nest_megatron.report.failure import WITHOUT_PLAN, print_without_plan
 from nest_megatron.report.memory_words import plan_verdict
 from nest_megatron.report.terminal import changes_table
 from nest_megatron.units import Seconds, format_seconds
@@ -147,17 +147,17 @@ class CommandOptions:
     from_command: str | tuple[str, ...] | None
     free: str = ""
     megatron_version: str | None
-    strict: bool
+    strict: bool = False
     as_json: bool
 
-    def command(self) -> str | tuple[str, ...] | None:
-        """The user's command, which may come from standard input; words behind ``--``."""
-        return sys.stdin.read() if self.from_command == "-" else self.from_command
-
-    @property
-    def freed(self) -> list[str]:
-        """Names that the user frees."""
-        return [name for name in self.free.split(",") if name.strip()]
+    def command(self) -> TypedCommand | None:
+        """The user's command, if there is one; its text may come from standard input."""
+        text = sys.stdin.read() if self.from_command == "-" else self.from_command
+        if text is None:
+            return None
+        free = tuple(name for name in self.free.split(",") if name.strip())
+        version = self.megatron_version
+        return TypedCommand(text=text, free=free, version=version, strict=self.strict)
 
     def require_command(self) -> None:
         """Refuse options that go with --from alone."""
@@ -166,14 +166,6 @@ class CommandOptions:
                 raise UserInputError(
                     option, given, "it goes with --from", "Add --from with your command."
                 )
-
-    def swept_command(self) -> SweptCommand | None:
-        """The user's command as the jobs of a table plan it, if there is one."""
-        if (text := self.command()) is None:
-            return None
-        return SweptCommand(
-            text=text, free=tuple(self.freed), version=self.megatron_version, strict=self.strict
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +241,7 @@ def run_plan(options: PlanOptions) -> int:
     composed = composed_settings(settings, options.config_dir)
     placement = None if options.hosts is None else placed(composed, options.hosts)
     composed = composed if placement is None else placement.composed
-    command = None if options.from_command is None else options.command()
+    command = options.command()
     try:
         found, parts = _planned(composed, options, command)
         if placement is not None:
@@ -263,11 +255,7 @@ def run_plan(options: PlanOptions) -> int:
         if options.html is not None:
             found.explain().write_html(options.html, force=True)  # checked before
     except WITHOUT_PLAN as error:
-        if options.as_json:
-            show_json(error.document())
-        else:
-            show(*error.report())
-        return error.exit_code
+        return print_without_plan(error, as_json=options.as_json)
     if placement is not None and options.hostfile is not None:
         words = placement.write(options.hostfile, Launcher(options.launcher))
         if not options.as_json:
@@ -279,14 +267,8 @@ def run_estimate(options: EstimateOptions) -> int:
     """Price one layout and print the prediction."""
     options.require_command()
     composed = composed_settings(parse(options.overrides), options.config_dir)
-    if (text := options.command()) is None:
-        found = estimate_job(composed)
-    else:
-        from nest_megatron.integrations.typed_command import estimate_command
-
-        version = options.megatron_version
-        priced = estimate_command(text, composed, version=version, strict=options.strict)
-        found = Plan(record=priced.plan)
+    command = options.command()
+    found = estimate_job(composed) if command is None else Plan(record=command.typed(composed))
     _tell(found, composed, options)
     predicted = found.predicted
     may_fit = within_error(predicted.peak_memory_bytes, predicted.capacity_bytes)
@@ -306,7 +288,7 @@ def composed_settings(settings: Sequence[Setting], config_dir: Path | None) -> S
 
 
 def _planned(
-    composed: Settings, options: PlanOptions, command: str | tuple[str, ...] | None
+    composed: Settings, options: PlanOptions, command: TypedCommand | None
 ) -> tuple[Plan, list[RenderableType]]:
     """A plan, and of a user's command what it becomes."""
     with progress() as report:
@@ -315,18 +297,7 @@ def _planned(
                 composed, begun_s=options.begun_s, shortlist=options.shortlist, on_progress=report
             )
             return found, []
-        from nest_megatron.integrations.typed_command import plan_command
-
-        planned = plan_command(
-            command,
-            composed,
-            free=options.freed,
-            version=options.megatron_version,
-            strict=options.strict,
-            begun_s=options.begun_s,
-            shortlist=options.shortlist,
-            on_progress=report,
-        )
+        planned = command.planned(composed, options.begun_s, report, shortlist=options.shortlist)
     return planned_command(planned, composed), _command_parts(planned, with_reasons=options.full)
 
 

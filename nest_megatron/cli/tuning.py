@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from nest_megatron.cli.planning import composed_settings
+from nest_megatron.cli.planning import CommandOptions, composed_settings
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import NOTHING_FITS, OK, UserInputError
 from nest_megatron.integrations.plan_output import require_tune
@@ -19,7 +19,7 @@ from nest_megatron.integrations.typed_command import kept_command
 from nest_megatron.layout import plan_file
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import print_notes, progress, say, show, show_json
-from nest_megatron.report.failure import WITHOUT_PLAN
+from nest_megatron.report.failure import WITHOUT_PLAN, print_without_plan
 from nest_megatron.tuning.job import TunedJob, read_tuned
 from nest_megatron.tuning.launchers import launcher_named
 from nest_megatron.tuning.report import (
@@ -36,18 +36,13 @@ from nest_megatron.units import Seconds, format_duration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuneOptions:
+class TuneOptions(CommandOptions):
     """What ``tune`` was told; each field is an option.
 
     Args:
         begun_s: when the command began (``time.monotonic``), for ``search.max_seconds``.
     """
 
-    overrides: Sequence[str]
-    config_dir: Path | None
-    from_command: str | tuple[str, ...] | None
-    free: str
-    megatron_version: str | None
     budget: int
     iterations: int
     run_timeout_minutes: float
@@ -56,7 +51,6 @@ class TuneOptions:
     out: Path | None
     resume: Path | None
     dry_run: bool
-    as_json: bool
     begun_s: Seconds | None
 
     def request(self) -> TuneRequest:
@@ -105,8 +99,7 @@ def run_tune(options: TuneOptions) -> int:
         with _session(options) as session:
             return _tuned(session, options)
     except WITHOUT_PLAN as error:
-        show_json(error.document()) if options.as_json else show(*error.report())
-        return error.exit_code
+        return print_without_plan(error, as_json=options.as_json)
 
 
 def _tuned(session: Session, options: TuneOptions) -> int:

@@ -23,7 +23,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.errors import UserInputError, error_line, nearest
 from nest_megatron.megatron_core.fx import ChainWork, Place, chain_work, traced
 from nest_megatron.model.graph import ChainBlock, ChainGraph, ChainOperator, TensorShape
 from nest_megatron.packages import require_package
@@ -298,7 +298,5 @@ def _called(name: str, function: Any) -> Any:
 
 def _fails(name: str, error: Exception, what: str) -> UserInputError:
     last = traceback.extract_tb(error.__traceback__)[-1]
-    first = next(iter(str(error).splitlines()), "")
-    reason = f"{type(error).__name__}: {first}".rstrip(".: ")
     inside = "" if Path(last.filename) == Path(__file__) else f" at {last.filename}:{last.lineno}"
-    return _wrong(name, f"{what}{inside}: {reason}", "Correct the module.")
+    return _wrong(name, f"{what}{inside}: {error_line(error).rstrip('.: ')}", "Correct the module.")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nest_megatron.errors import UnplannableModelError, UserInputError, nearest
+from nest_megatron.errors import UnplannableModelError, UserInputError, error_line, nearest
 from nest_megatron.megatron_core.substitutes import as_on_a_gpu, at_level
 from nest_megatron.model.graph import ChainEdge, ChainOperator, OperatorKind, TensorShape
 
@@ -228,9 +228,7 @@ def _refusal(error: Exception, module: Any, path: str) -> UnplannableModelError:
         limit = f"it decides by the values of a tensor{place}, and a trace has shapes only"
         fix = "Use a tensor operation instead (torch.where, masks), or extract the parts around it "
         return UnplannableModelError("module", where, limit, fix=f"{fix}one by one.")
-    first = next(iter(str(error).strip().splitlines()), "")
-    reason = f"{type(error).__name__}: {first}".rstrip(".: ")
-    limit = f"its forward pass fails on these inputs{place}: {reason}"
+    limit = f"its forward pass fails on these inputs{place}: {error_line(error).rstrip('.: ')}"
     fix = "Check the inputs' number, shapes (--input) and number types (--dtype)."
     return UnplannableModelError("module", where, limit, fix)
 

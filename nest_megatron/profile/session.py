@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nest_megatron.cluster.discovery import open_nvml
-from nest_megatron.errors import NestError, ProfileError
+from nest_megatron.errors import NestError, ProfileError, error_line
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.execution import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock
@@ -153,9 +153,7 @@ def run(
         except MemoryError:
             found = Skipped(task=task, reason="it does not fit on this device", is_too_large=True)
         except Exception as error:  # noqa: BLE001 - whatever Megatron has against this shape
-            words = next(iter(str(error).strip().splitlines()), "")
-            reason = f"{type(error).__name__}: {words}"
-            found = Skipped(task=task, reason=reason, is_too_large=False)
+            found = Skipped(task=task, reason=error_line(error), is_too_large=False)
         yield found
         if isinstance(found, Skipped) and measuring.where is Where.GPU:
             _require_device(found)

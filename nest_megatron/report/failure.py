@@ -23,6 +23,7 @@ from nest_megatron.errors import (
     PROGRAM,
     NestError,
     OneRankError,
+    error_line,
     exit_code_of,
 )
 from nest_megatron.files import user_folder
@@ -113,6 +114,14 @@ def require_plan(found: Found | NoPlan | EndedEarly, notes: Sequence[str] = ()) 
     return found
 
 
+def print_without_plan(error: NothingFitsError | SearchEndedError, *, as_json: bool) -> int:
+    """Print why there is no plan; the exit code."""
+    from nest_megatron.report.console import show, show_json
+
+    show_json(error.document()) if as_json else show(*error.report())
+    return error.exit_code
+
+
 def is_first_of_host() -> bool:
     """Whether this is the rank that speaks for its host where ranks do not know of each other."""
     return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
@@ -162,8 +171,7 @@ def report(error: Exception, arguments: Sequence[str]) -> int:
         reason = error.strerror or str(error)
         print_to_stderr(f"error: the operating system refused: {where}{reason}.")
         return BAD_INPUT
-    text = next(iter(str(error).splitlines()), "")[:200]
-    fault = f"failed: {type(error).__name__}: {text}".rstrip(": ")
+    fault = f"failed: {error_line(error, 200)}"
     if isinstance(error, MemoryError):
         fault = "ran out of memory."
     path = _saved(error, arguments)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.api.jobs import SweptCommand
+from nest_megatron.api.jobs import TypedCommand
 from nest_megatron.cli.tuning import TuneOptions
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
@@ -108,7 +108,7 @@ def test_a_script_of_several_plans_runs_once(
     settings = (CLUSTER, "model.vocab_size=131072")
     composed = compose(parse(settings))
     typed: dict[str, Any] = {"free": (), "version": "0.16", "strict": False}
-    command = SweptCommand(text=words, **typed).recorded(composed)
+    command = TypedCommand(text=words, **typed).recorded(composed)
     assert command.recorded(composed).text == command.text
     assert command.typed(composed).layout.num_gpus == 16
     options: dict[str, Any] = dict.fromkeys(TuneOptions.__dataclass_fields__)
