@@ -34,7 +34,7 @@ from nest_megatron.errors import NestError  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.integrations import megatron_bridge, nemo  # noqa: E402
 from nest_megatron.report.failure import NothingFitsError  # noqa: E402
-from nest_megatron.research.comparison_run import layout_words  # noqa: E402
+from nest_megatron.research.comparison_run import layout_lines  # noqa: E402
 from tests.nemo import bridge, recipes, substitutes  # noqa: E402
 from tools.markdown import table  # noqa: E402
 
@@ -186,7 +186,7 @@ def judged(
         assert again(found) == (), "written again, a plan changes nothing"
     except Exception as error:  # noqa: BLE001 - whatever a framework raises is an answer
         return "failed", f"{type(error).__name__}: {error}".splitlines()[0]
-    return "accepted", " ".join(layout_words(found))
+    return "accepted", " ".join(layout_lines(found))
 
 
 def page(found: list[Row]) -> Iterator[str]:

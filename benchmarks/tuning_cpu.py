@@ -44,7 +44,7 @@ from nest_megatron.layout.plan_file import digest  # noqa: E402
 from nest_megatron.planner.choice import Candidate  # noqa: E402
 from nest_megatron.tuning.job import TunedJob, read_tuned  # noqa: E402
 from nest_megatron.tuning.launchers import run_locally  # noqa: E402
-from nest_megatron.tuning.selection import Known, Stop, chosen, layout_words, next_run  # noqa: E402
+from nest_megatron.tuning.selection import Known, Stop, candidate_words, chosen, next_run  # noqa: E402
 from nest_megatron.tuning.session import (  # noqa: E402
     Failure,
     State,
@@ -246,7 +246,7 @@ def measure(job: TunedJob, candidate: Candidate, iterations: int, *, slowed: int
         trial = Trial(
             number=1,
             plan="",
-            layout=layout_words(candidate),
+            layout=candidate_words(candidate),
             predicted_s=candidate.step.median_s,
             state=State.STARTED,
         )

@@ -15,14 +15,11 @@ from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.peak_limit import PeakLimit
 from nest_megatron.errors import UserInputError
 from nest_megatron.planner import Request
+from nest_megatron.report.plan_rows import tokens_per_s
 from nest_megatron.research.baselines import network_blind
 from nest_megatron.research.baselines.job import ComparisonJob
 from nest_megatron.research.comparison import NEST, PLANNERS, Compared, compare
-from nest_megatron.research.comparison_run import (
-    compare_composed,
-    comparison_report,
-    tokens_per_s,
-)
+from nest_megatron.research.comparison_run import compare_composed, comparison_report
 from tests.catalogue import cluster, model
 from tests.solver.jobs import KERNEL
 

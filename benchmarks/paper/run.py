@@ -34,7 +34,7 @@ from nest_megatron.report.console import show, show_json
 from nest_megatron.report.tables import EdgelessTable, figure_columns, name_columns, word_columns
 from nest_megatron.report.words import TERM_WORDS
 from nest_megatron.research.comparison import NEST, Compared, compare
-from nest_megatron.research.comparison_run import layout_words
+from nest_megatron.research.comparison_run import layout_lines
 from nest_megatron.research.nest_dp.job import PaperOptimizer
 
 #: Sequences of one optimizer step in every experiment of the paper.
@@ -116,7 +116,7 @@ def _outcome(compared: Compared) -> PlannerResult:
     plan = compared.plan
     return PlannerResult(
         iteration_time_s=None if plan is None else plan.predicted.iteration_time_s,
-        layout=compared.reason if plan is None else " ".join(layout_words(plan)),
+        layout=compared.reason if plan is None else " ".join(layout_lines(plan)),
         seconds=compared.search_s,
         worst_term=compared.worst_term or "",
         optimal=plan is not None and plan.search.certificate == "optimal",

@@ -226,14 +226,13 @@ class Plan(Shown):
         yield from (*more, notes_report(self.notes))
 
     def __repr__(self) -> str:
-        from nest_megatron.report.words import degrees
+        from nest_megatron.report.words import degree_words
 
-        sizes, step_s = degrees(self.layout), self.predicted.iteration_time_s
-        names = [name for name in ("TP", "PP", "VPP", "CP", "EP", "DP") if sizes[name] > 1]
-        words = [f"{name} {sizes[name]}" for name in names] or ["one rank"]
+        words = degree_words(self.layout, ("TP", "PP", "VPP", "CP", "EP", "DP")) or ["one rank"]
         job = f"{self.model.name} on {self.cluster.describe()}"
         batch = f"batch {self.layout.global_batch_size}"
-        return f"<Plan of {job}: {' '.join(words)}, {batch}, {format_seconds(step_s)} a step>"
+        step = format_seconds(self.predicted.iteration_time_s)
+        return f"<Plan of {job}: {' '.join(words)}, {batch}, {step} a step>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

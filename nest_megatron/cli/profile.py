@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +59,7 @@ from nest_megatron.profile.session import (
     run,
     with_clocks,
 )
-from nest_megatron.report.console import say, show, show_json
+from nest_megatron.report.console import say, show, show_json, status_line
 from nest_megatron.units import counted
 
 if TYPE_CHECKING:
@@ -306,30 +305,19 @@ def _time(own: RankTasks, measuring: Measuring, until: float) -> tuple[list[Timi
     on_cpu = own.machine.is_cpu
     alone = contextlib.nullcontext() if on_cpu else store.timing_alone(gpu_uuid())
     try:
-        with quiet(), alone, _status(own) as report:
+        line = status_line("timing layers", is_shown=not own.ranks.rank)
+        with quiet(), alone, line as tell:
             for found in run(own.request.spec, own.tasks, measuring, until=until):
                 if isinstance(found, Skipped):
                     skipped.append(found)
                     continue
                 timings.append(found)
                 store.record(own.profile([found]))
-                report(len(timings))
+                tell(f"timing layers: {len(timings)} of {len(own.tasks)} shapes")
     except KeyboardInterrupt as error:
         stored = f"{counted(len(timings), 'shape')} timed by this process, and stored"
         raise KeyboardInterrupt(stored) from error
     return timings, skipped
-
-
-@contextlib.contextmanager
-def _status(own: RankTasks) -> Iterator[Callable[[int], None]]:
-    """A line on rank 0's terminal that says how far it is."""
-    if own.ranks.rank or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("timing layers") as status:
-        yield lambda done: status.update(f"timing layers: {done} of {len(own.tasks)} shapes")
 
 
 def _write_network(measured: NetworkProfile, out: Path | None) -> Path:

@@ -11,14 +11,19 @@ from rich.text import Text
 from nest_megatron.layout.dims import SHORT_DEGREES
 from nest_megatron.layout.estimate import (
     BeforeAfter,
-    Changes,
     ChoiceChange,
     Difference,
     LayoutChange,
     PricedLayout,
 )
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.report.memory_words import memory_level, memory_verdict, plan_verdict, risk_words
+from nest_megatron.report.memory_words import (
+    memory_level,
+    memory_verdict,
+    plan_verdict,
+    price_cells,
+    risk_words,
+)
 from nest_megatron.report.tables import (
     FittingTable,
     figure_columns,
@@ -33,60 +38,54 @@ from nest_megatron.units import (
     Bytes,
     Seconds,
     format_chance,
-    format_count,
     format_gib,
     format_seconds,
-)
-
-#: What the two tables of changes show, and what is said of a change in each that Megatron refuses.
-_ALONE, _IN_ORDER = (
-    ("What each change brings alone, beside what runs today", "not by itself"),
-    ("One after another, each on top of those above it", "together"),
 )
 
 
 def before_after_report(found: BeforeAfter, plan: ParallelPlan) -> RenderableType:
     """Both side by side, what each change brings, and what it needs."""
-    title = Text("Today and planned", style="bold cyan")
-    if found.before is None or found.changes is None:
-        return Group(title, indented(Text(refused_words(found), style="yellow")), Text())
-    parts = [
-        title,
-        FittingTable(
-            *(*name_columns(""), *figure_columns("Today", "Plan"), *word_columns("")),
-            rows=side_by_side(found.before, plan, found.changes.whole),
-        ),
-        indented(verdict(found.before, found.changes.whole)),
-        Text(),
-    ]
-    if found.changes.in_order:
-        parts += _changes_report(found.before, found.changes)
+    title, shown = Text("Today and planned", style="bold cyan"), before_after_section(found, plan)
+    if not shown["figures"]:
+        return Group(title, indented(Text(shown["verdict"], style="yellow")), Text())
+    columns = (*name_columns(""), *figure_columns("Today", "Plan"), *word_columns(""))
+    table = FittingTable(*columns, rows=shown["figures"])
+    parts: list[RenderableType] = [title, table, indented(shown["verdict"]), Text()]
+    for each in shown["tables"]:
+        columns = *name_columns("#"), *word_columns("Change"), *figure_columns("Step", "", "GiB")
+        parts += [heading(each["caption"]), FittingTable(*columns, rows=each["rows"])]
+        parts += map(indented, each["rules"])
+    if shown["tables"]:
+        parts.append(indented(shown["sum"]))
     if found.needs:
-        parts += [
-            heading("What the change needs"),
-            *(indented(f"- {each}") for each in found.needs),
-        ]
+        parts.append(heading("What the change needs"))
+        parts += [indented(f"- {each}") for each in found.needs]
     return Group(*parts, Text())
 
 
 def before_after_section(found: BeforeAfter, plan: ParallelPlan) -> Mapping[str, Any]:
-    """The same for the page of a plan."""
+    """What a terminal and the page of a plan show."""
     before, changes = found.before, found.changes
     if before is None or changes is None:
         return {"verdict": refused_words(found), "level": "bad", "figures": ()}
-    tables = [
-        {"caption": title, "rows": [*change_rows(rows, first)], "rules": [*rules(rows, what)]}
-        for (title, what), rows, first in _tables(before, changes)
-    ]
     whole = changes.whole
     is_better = whole.seconds == 0 or (whole.is_sure and whole.chance_faster >= 0.5)
     memory = memory_level(before)  # not_modelled is no warning: the job runs with those flags
+    alone = "What each change brings alone, beside what runs today"
+    in_order = "One after another, each on top of those above it"
+    tables = [
+        {"caption": caption, "rows": [*change_rows(rows, first)], "rules": [*rules(rows, what)]}
+        for caption, rows, first, what in (
+            (alone, changes.alone, None, "not by itself"),
+            (in_order, changes.in_order, before, "together"),
+        )
+    ]
     return {
-        "verdict": verdict(before, changes.whole),
+        "verdict": verdict(before, whole),
         "level": memory or ("" if is_better else "warning"),
-        "figures": [*side_by_side(before, plan, changes.whole)],
+        "figures": [*side_by_side(before, plan, whole)],
         "tables": tables if changes.in_order else (),
-        "sum": sum_words(changes.whole),
+        "sum": sum_words(whole),
         "needs": found.needs,
     }
 
@@ -141,10 +140,7 @@ def _figures(plan: PricedLayout | ParallelPlan) -> Iterator[tuple[str, str]]:
     yield "Memory peak", format_gib(found.peak_memory_bytes)
     yield "Limit", format_gib(found.capacity_bytes)
     yield "P(OOM)", format_chance(plan.uncertainty.out_of_memory)
-    if plan.price is not None and plan.price.tokens_per_dollar is not None:
-        yield "Tokens/$", format_count(plan.price.tokens_per_dollar)
-    if plan.price is not None and plan.price.run_dollars is not None:
-        yield "Run $", format_count(plan.price.run_dollars)
+    yield from ((name, cell) for name, cell in price_cells(plan).items() if name != "MWh")
 
 
 def difference_words(found: Difference) -> str:
@@ -156,17 +152,6 @@ def difference_words(found: Difference) -> str:
     """
     low, high = found.low_percent, found.high_percent
     return f"{found.percent:+.1f} % ({low:+.1f} to {high:+.1f} % in 9 of 10)"
-
-
-def _changes_report(before: PricedLayout, found: Changes) -> Iterator[RenderableType]:
-    for (title, what), changes, first in _tables(before, found):
-        yield heading(title)
-        yield FittingTable(
-            *(*name_columns("#"), *word_columns("Change"), *figure_columns("Step", "", "GiB")),
-            rows=change_rows(changes, first),
-        )
-        yield from map(indented, rules(changes, what))
-    yield indented(sum_words(found.whole))
 
 
 def sum_words(whole: Difference) -> str:
@@ -181,13 +166,6 @@ def sum_words(whole: Difference) -> str:
         f"All together: {seconds}, {whole.percent:+.1f} %. Seconds add up; each % is of the step "
         "in the row above."
     )
-
-
-def _tables(
-    before: PricedLayout, found: Changes
-) -> tuple[tuple[tuple[str, str], tuple[LayoutChange, ...], PricedLayout | None], ...]:
-    """Both tables of changes: title and words, changes, and what stands at the head."""
-    return (_ALONE, found.alone, None), (_IN_ORDER, found.in_order, before)
 
 
 def change_rows(

@@ -9,9 +9,10 @@ import json
 import math
 import os
 import shlex
+import shutil
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from nest_megatron.planner import Progress
 
-_LINE = 78
+LINE = 78
 _PATIENCE_S, _REFRESH_S = 1.0, 0.25
 #: The font of the terminal's tables, in a notebook.
 _PRE = (
@@ -214,13 +215,17 @@ def command_lines(
     words: Sequence[str],
     environment: Iterable[tuple[str, str]] = (),
     indent: str = "  ",
-    width: int = _LINE,
+    width: int | None = None,
 ) -> str:
     """A command to copy: broken before flags, with backslashes.
+
+    Args:
+        width: of its lines; of the terminal, and no more than is read with ease, if not given.
 
     >>> print(command_lines(["torchrun", "x.py", "--layout", "Et|tL"], [("A", "1")]))
       A=1 torchrun x.py --layout 'Et|tL'
     """
+    width = width or min(LINE, shutil.get_terminal_size().columns - len(indent))
     pieces: list[str] = [f"{name}={shlex.quote(value)}" for name, value in environment]
     for before, word in pairwise(["", *words]):
         if before.startswith("--") and not word.startswith("--"):
@@ -245,6 +250,18 @@ def search_words(solved: int, best: float | None, bound: float) -> str:
     """
     told = "no plan yet" if best is None else f"best {format_seconds(best)}"
     return f"searching: {solved} solved, {told}, bound {format_seconds(bound)}"
+
+
+@contextlib.contextmanager
+def status_line(text: str, *, is_shown: bool = True) -> Iterator[Callable[[str], None]]:
+    """A line on a terminal that says what is at work, and a function that changes it."""
+    if not (is_shown and sys.stderr.isatty()):
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text) as status:
+        yield status.update
 
 
 @contextlib.contextmanager

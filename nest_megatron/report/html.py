@@ -23,13 +23,7 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.before_after import before_after_section
-from nest_megatron.report.charts import (
-    MEMORY_COLOURS,
-    OTHER_COLOUR,
-    TERM_COLOURS,
-    ink_on,
-)
-from nest_megatron.report.console import command_lines
+from nest_megatron.report.console import LINE, command_lines
 from nest_megatron.report.html_sensitivity import reached_levels, sensitivity
 from nest_megatron.report.memory_words import memory_level, plan_verdict, risk_words
 from nest_megatron.report.page import render_page
@@ -44,8 +38,6 @@ from nest_megatron.report.site import site_rows
 from nest_megatron.report.terminal import provenance_rows, summary_rows
 from nest_megatron.report.timeline import schedule
 from nest_megatron.report.words import (
-    MEMORY_WORDS,
-    TERM_WORDS,
     block_name,
     certificate,
     confidence_words,
@@ -105,8 +97,7 @@ def html_report(
         facts=[row for row in rows if row[0] not in _FIGURES],
         kinds=[kind_of_layers(plan, kind, 1) for kind in dict.fromkeys(plan.model.layer_kinds())],
         chunks=partial(chunks, plan),
-        terms=_terms(plan),
-        memory=_memory_parts(plan),
+        terms={name: s for name, s in plan.predicted.terms.items() if to_ticks(s) > 0},
         schedule=schedule(plan, schedule_view(plan, times)),
         groups=groups(plan),
         choices=choices(plan),
@@ -168,33 +159,6 @@ def _model_words(spec: TransformerSpec) -> str:
     return ", ".join(words)
 
 
-def _terms(plan: ParallelPlan) -> Sequence[Mapping[str, Any]]:
-    predicted = plan.predicted
-    return [
-        {
-            "name": TERM_WORDS.get(name, name),
-            "value": format_seconds(seconds),
-            "share": seconds / predicted.iteration_time_s,
-            "colour": (colour := TERM_COLOURS.get(name, OTHER_COLOUR)),
-            "ink": ink_on(colour),
-        }
-        for name, seconds in predicted.terms.items()
-        if to_ticks(seconds) > 0
-    ]
-
-
-def _memory_parts(plan: ParallelPlan) -> Mapping[str, Mapping[str, str]]:
-    """Names and colours of what pipeline ranks hold."""
-    held = dict.fromkeys(name for each in plan.predicted.stages for name in each.memory_bytes)
-    return {
-        name: {
-            "name": MEMORY_WORDS.get(name, name),
-            "colour": MEMORY_COLOURS.get(name, OTHER_COLOUR),
-        }
-        for name in held
-    }
-
-
 def search_steps(search: SearchRecord) -> tuple[tuple[str, int], ...]:
     """How the search narrowed the candidates down, from all of them to the answer."""
     fitting = search.candidates - sum(search.infeasible.values())
@@ -225,14 +189,15 @@ def _launches(plan: ParallelPlan, flags: Iterable[str]) -> Sequence[tuple[str, s
         (name, _command(plan, each), (*plan.notes, *each.notes))
         for name, each in plan.launch.items()
     ]
-    return found or [("", command_lines([*flags], indent=""), plan.notes)]
+    return found or [("", command_lines([*flags], indent="", width=LINE), plan.notes)]
 
 
 def _command(plan: ParallelPlan, command: LaunchCommand) -> str:
     """A shell command: what must not be set, the environment, torchrun, script and flags."""
     unset = [f"unset {name}" for name, value in command.environment.items() if value is None]
     given = [(name, value) for name, value in command.environment.items() if value is not None]
-    return "\n".join([*unset, command_lines(launch_words(plan, command), given, indent="")])
+    words = launch_words(plan, command)
+    return "\n".join([*unset, command_lines(words, given, indent="", width=LINE)])
 
 
 def _settings(plan: ParallelPlan) -> Sequence[tuple[str, str, str]]:

@@ -105,7 +105,7 @@ def price_rows(plan: ParallelPlan) -> Iterator[tuple[str, str]]:
         yield "Run", words + kept
 
 
-def price_cells(plan: ParallelPlan) -> dict[str, str]:
+def price_cells(plan: PricedLayout | ParallelPlan) -> dict[str, str]:
     """Cells of what a plan costs, by the heads of their columns; none for what is not known."""
     if (price := plan.price) is None:
         return {}

@@ -7,6 +7,8 @@ import hashlib
 
 from nest_megatron.files import MARK
 from nest_megatron.printing import cleaned
+from nest_megatron.report.charts import MEMORY_COLOURS, OTHER_COLOUR, TERM_COLOURS, ink_on
+from nest_megatron.report.words import MEMORY_WORDS, TERM_WORDS
 from nest_megatron.units import GIB, format_chance, format_gib, format_seconds
 
 _PACKAGE = "nest_megatron.report"
@@ -42,7 +44,10 @@ def render_page(
     )
     words = {"time": format_seconds, "gib": format_gib, "chance": format_chance}
     environment.filters["gib2"] = lambda num_bytes: f"{num_bytes / GIB:.2f} GiB"
-    environment.filters |= {**words, "zip": zip}
+    environment.filters |= {**words, "zip": zip, "ink": ink_on}
+    colours = {"terms": TERM_COLOURS, "memory": MEMORY_COLOURS, "other": OTHER_COLOUR}
+    environment.globals["colours"] = colours
+    environment.globals["names"] = {"terms": TERM_WORDS, "memory": MEMORY_WORDS}
     page = environment.get_template(template)
     code = environment.get_template(script).render() if script else ""
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()

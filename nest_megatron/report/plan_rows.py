@@ -13,7 +13,7 @@ from nest_megatron.layout.dims import DEGREES
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.plan_table import PlanTable
 from nest_megatron.report.memory_words import price_cells
-from nest_megatron.report.words import degrees
+from nest_megatron.report.words import degree_words
 from nest_megatron.units import Bytes, counted, format_gib, format_seconds, without_suffix
 
 if TYPE_CHECKING:
@@ -102,15 +102,14 @@ def short_key(key: str) -> str:
 
 
 def tokens_per_s(plan: ParallelPlan) -> float:
-    """Throughput of all GPUs that a plan uses."""
-    return plan.predicted.tokens_per_s_per_gpu * plan.layout.num_gpus
+    """Tokens that all GPUs of a plan work through in a second."""
+    tokens = plan.layout.global_batch_size * plan.train.seq_length
+    return tokens / plan.predicted.iteration_time_s
 
 
 def plan_cells(plan: ParallelPlan) -> dict[str, str]:
     """Cells of a plan, by the heads of their columns."""
-    predicted, virtual = plan.predicted, plan.layout.dims.virtual_pipeline_model_parallel_size
-    sizes: dict[str, object] = {**degrees(plan.layout)}
-    sizes["PP"] = f"{sizes['PP']}x{virtual}" if virtual > 1 else sizes["PP"]
+    predicted = plan.predicted
     names = ("TP", "PP", "CP", "DP", *(["EP"] if plan.model.is_moe else []))
     return {
         "Step": format_seconds(predicted.iteration_time_s),
@@ -118,7 +117,7 @@ def plan_cells(plan: ParallelPlan) -> dict[str, str]:
         "Tok/s/GPU": f"{predicted.tokens_per_s_per_gpu:,.0f}",
         "MFU": f"{100 * predicted.mfu:.1f} %",
         "Memory": format_gib(predicted.peak_memory_bytes),
-        "Layout": " ".join(f"{name} {sizes[name]}" for name in names),
+        "Layout": " ".join(degree_words(plan.layout, names, least=1)),
         "Proof": plan.search.certificate if plan.search.certificate in _PROVEN else "gap",
         **price_cells(plan),
     }

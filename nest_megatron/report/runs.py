@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from nest_megatron.errors import exit_code_of
+from nest_megatron.errors import error_line, exit_code_of
 from nest_megatron.history.records import Outcome, RefusedLaunch, RunRecord
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.report.tables import (
@@ -19,7 +19,7 @@ from nest_megatron.report.tables import (
     pairs,
     word_columns,
 )
-from nest_megatron.report.words import degrees, narrow_words
+from nest_megatron.report.words import degree_words, narrow_words
 from nest_megatron.units import (
     Bytes,
     Seconds,
@@ -79,8 +79,7 @@ def first_line(error: BaseException) -> str:
     """An error in one line, with its kind."""
     if isinstance(error, SystemExit):
         return f"the process ended itself with code {exit_code_of(error)}"
-    text = next(iter(str(error).splitlines()), "")[:_LONGEST_ERROR]
-    return f"{type(error).__name__}: {text}".rstrip(": ")
+    return error_line(error, _LONGEST_ERROR)
 
 
 def runs_table(runs: Sequence[RunRecord]) -> RenderableType:
@@ -100,7 +99,7 @@ def _row(run: RunRecord) -> tuple[str, ...]:
         run.id,
         _minute(run.start),
         f"{run.job.model}, {_gpus(run)}",
-        layout_words(run.grid),
+        grid_words(run.grid),
         format_seconds(run.predicted.step_s),
         "" if measured is None else format_seconds(measured.step_s),
         "" if error is None else f"{error:+.1f} %",
@@ -188,18 +187,17 @@ def _gpus(run: RunRecord) -> str:
     return f"{counted(num_ranks, 'rank')}, {_NO_GPU}"
 
 
-def layout_words(grid: PartialLayout) -> str:
+def grid_words(grid: PartialLayout) -> str:
     """A layout in one line: degrees above one, the micro batch, recomputation, sharding.
 
     >>> from nest_megatron.layout.dims import ParallelDims
     >>> dims = ParallelDims(tensor_model_parallel_size=2, data_parallel_size=4)
-    >>> layout_words(PartialLayout(dims=dims, global_batch_size=8, micro_batch_size=1,
+    >>> grid_words(PartialLayout(dims=dims, global_batch_size=8, micro_batch_size=1,
     ...                   sequence_parallel=True))
     'TP2 DP4, micro batch 1'
     """
-    sizes = degrees(grid)
-    named = (f"{name}{sizes[name]}" for name in _SHOWN_DEGREES if sizes[name] > 1)
-    words = [" ".join(named) or "one rank"]
+    sizes = (word.replace(" ", "") for word in degree_words(grid, _SHOWN_DEGREES))
+    words = [" ".join(sizes) or "one rank"]
     words.append(f"micro batch {grid.micro_batch_size}")
     if (label := grid.recompute.label()) != "none":
         words.append(f"recompute {label}")
@@ -220,7 +218,7 @@ def run_details(run: RunRecord) -> RenderableType:
                 ("planned for", f"{cluster.num_gpus} x {cluster.accelerator} ({cluster.name})"),
                 ("ran on", run.device or _NO_GPU),
                 ("GPUs", run.device or "none: the driver names no GPU on the first host"),
-                ("layout", layout_words(run.grid)),
+                ("layout", grid_words(run.grid)),
                 ("plan", run.plan + _signed(run)),
                 ("started", _who(run)),
                 ("ended", run.end or "not known"),

@@ -20,6 +20,7 @@ from nest_megatron.report.charts import (
     write_chart,
     write_legend,
 )
+from nest_megatron.report.runners_up import same_price
 from nest_megatron.report.schedule_view import (
     ScheduleView,
     Span,
@@ -164,7 +165,7 @@ def _words(plan: ParallelPlan, view: ScheduleView, drawn: Sequence[Bar], *, numb
             "What a pass spends on communication that nothing hides is drawn at its end, wherever "
             "in the pass it is."
         )
-    if not _is_predicted(plan, view):
+    if not same_price(view.iteration_time_s, plan.predicted.iteration_time_s):
         said.append(
             f"This version's cost model says {format_seconds(view.iteration_time_s)} a step; the "
             f"plan was made by version {plan.provenance.nest_megatron_version} with another result."
@@ -175,7 +176,8 @@ def _words(plan: ParallelPlan, view: ScheduleView, drawn: Sequence[Bar], *, numb
 def _idle_words(plan: ParallelPlan, view: ScheduleView) -> str:
     """How much of the idle time of the rank that the terms are about is the pipeline bubble."""
     rank, bubble_s = plan.predicted.critical_rank, plan.predicted.terms.get("pipeline_bubble", 0.0)
-    if to_ticks(bubble_s) <= 0 or not _is_predicted(plan, view):
+    is_predicted = same_price(view.iteration_time_s, plan.predicted.iteration_time_s)
+    if to_ticks(bubble_s) <= 0 or not is_predicted:
         return ""
     idle, bubble = _sums(view, rank)[_IDLE], format_seconds(bubble_s)
     if idle == bubble:
@@ -185,11 +187,6 @@ def _idle_words(plan: ParallelPlan, view: ScheduleView) -> str:
         "rest it waits for transfers between stages, and for weights, gradients and optimizer "
         "steps of other ranks."
     )
-
-
-def _is_predicted(plan: ParallelPlan, view: ScheduleView) -> bool:
-    """Whether the schedule takes as long as the plan says, which another version may not."""
-    return abs(view.iteration_time_s / plan.predicted.iteration_time_s - 1) <= 1e-6
 
 
 #: Place of the idle time in what ``_sums`` gives.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from nest_megatron.cost_model.device_memory import FRAGMENTATION
@@ -386,8 +386,23 @@ def block_name(block: LayerBlock) -> str:
 
 def layout_words(layout: PartialLayout) -> str:
     """The degrees above 1 and the micro batch size of a layout."""
-    sizes = [f"{name} {size}" for name, size in degrees(layout).items() if size > 1]
-    return " ".join([*sizes, f"MBS {layout.micro_batch_size}"])
+    return " ".join([*degree_words(layout), f"MBS {layout.micro_batch_size}"])
+
+
+def degree_words(
+    layout: PartialLayout, names: Iterable[str] = tuple(SHORT_DEGREES.values()), *, least: int = 2
+) -> list[str]:
+    """The degrees of a layout that are at least so large, by their short names.
+
+    Virtual stages stand beside the stages (``PP 4x7``) where they are not named themselves.
+    """
+    sizes, names = degrees(layout), list(names)
+    virtual = f"x{sizes['VPP']}" if sizes["VPP"] > 1 and "VPP" not in names else ""
+    return [
+        f"{name} {sizes[name]}{virtual if name == 'PP' else ''}"
+        for name in names
+        if sizes[name] >= least
+    ]
 
 
 def degrees(layout: PartialLayout) -> dict[str, int]:

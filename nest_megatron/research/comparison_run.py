@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,8 +31,9 @@ from nest_megatron.report.charts import (
     write_chart,
     write_legend,
 )
-from nest_megatron.report.console import Shown, say, show, show_json
+from nest_megatron.report.console import Shown, say, show, show_json, status_line
 from nest_megatron.report.page import render_page
+from nest_megatron.report.plan_rows import tokens_per_s
 from nest_megatron.report.tables import (
     FittingTable,
     figure_columns,
@@ -44,7 +43,7 @@ from nest_megatron.report.tables import (
     word_columns,
 )
 from nest_megatron.report.terminal import notes_report
-from nest_megatron.report.words import TERM_WORDS, degrees
+from nest_megatron.report.words import TERM_WORDS, degree_words
 from nest_megatron.research.comparison import (
     NEST,
     PLANNERS,
@@ -68,8 +67,8 @@ def run_compare(
     if composed.out is not None:
         fix = "Use --chart for a picture, or `nest-megatron plan` for the plan."
         raise UserInputError("out", composed.out, "a comparison writes no plan", fix)
-    with _told() as on_planner:
-        found = compare_composed(composed, names, on_planner)
+    with status_line("planning") as tell:
+        found = compare_composed(composed, names, lambda name: tell(f"planning: {name}"))
     if chart is not None:
         write_comparison(found.rows, chart, found.title, found.request.notes)
     if as_json:
@@ -128,18 +127,6 @@ def compare_composed(
         note = f"Planners are compared without the calibration of this site ({site.name})."
         request = replace(request, site=None, notes=(*request.notes, note))
     return PlannerComparison(request=request, rows=compare(request, names, on_planner))
-
-
-@contextlib.contextmanager
-def _told() -> Iterator[Callable[[str], None]]:
-    """A line on a terminal that says which planner is at work."""
-    if not sys.stderr.isatty():
-        yield lambda name: None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("planning") as status:
-        yield lambda name: status.update(f"planning: {name}")
 
 
 def _plain_row(row: Compared, rates: Rates | None) -> dict[str, Any]:
@@ -221,31 +208,20 @@ def _cells(row: Compared) -> list[str]:
         format_seconds(predicted.iteration_time_s),
         f"{tokens_per_s(row.plan):,.0f}",
         "-" if share is None else f"{100 * share:.1f}%{' tie' if row.is_tie else ''}",
-        "\n".join(layout_words(row.plan)),
+        "\n".join(layout_lines(row.plan)),
         f"{predicted.peak_memory_bytes / GIB:.1f}",
         format_chance(row.plan.uncertainty.out_of_memory),
         search,
     ]
 
 
-def tokens_per_s(plan: ParallelPlan) -> float:
-    """Tokens that all GPUs of a plan work through in a second."""
-    tokens = plan.layout.global_batch_size * plan.train.seq_length
-    return tokens / plan.predicted.iteration_time_s
-
-
-def layout_words(plan: ParallelPlan) -> list[str]:
+def layout_lines(plan: ParallelPlan) -> list[str]:
     """A plan's layout in two or three short texts; a degree of 1 is left out.
 
     Example: ``TP 4 PP 4x7 DP 32``, ``MBS 1 ZeRO-1``, ``recompute full block 2``.
     """
     grid = plan.layout
-    sizes, virtual = degrees(grid), grid.dims.virtual_pipeline_model_parallel_size
-    shown = " ".join(
-        f"{name} {sizes[name]}{f'x{virtual}' if name == 'PP' and virtual > 1 else ''}"
-        for name in ("TP", "PP", "CP", "EP", "DP")
-        if sizes[name] > 1 or (name == "PP" and virtual > 1)
-    )
+    shown = " ".join(degree_words(grid, ("TP", "PP", "CP", "EP", "DP")))
     batch = f"MBS {grid.micro_batch_size} ZeRO-{int(grid.zero)}"
     recompute = grid.recompute.label()
     parts = (shown, batch, "" if recompute == "none" else f"recompute {recompute}")
@@ -347,7 +323,7 @@ def _draw_row(axes: Any, row: Compared, at: int, scale: float) -> None:
     share, step = row.relative_throughput, format_seconds(row.plan.predicted.iteration_time_s)
     told = step if share is None else f"{step}   {100 * share:.1f} %"
     axes.text(left + 0.08, at, told, va="center", fontsize=8, fontweight="bold")
-    parts = (f"{tokens_per_s(row.plan):,.0f} tokens/s", *layout_words(row.plan))
+    parts = (f"{tokens_per_s(row.plan):,.0f} tokens/s", *layout_lines(row.plan))
     under = ", ".join((*parts, f"found in {row.search_s:.2f} s"))
     axes.text(0, at + 0.3, under, va="top", fontsize=6.5, color=SOFT)
 
@@ -368,19 +344,10 @@ def comparison_page(rows: Sequence[Compared], title: str, notes: Sequence[str] =
 
 def _bar(row: Compared, longest: float) -> Mapping[str, Any]:
     whole = sum(row.terms.values())
-    parts = [
-        {
-            "name": TERM_WORDS[name],
-            "value": format_seconds(row.terms[name]),
-            "share": row.terms[name] / whole,
-            "colour": TERM_COLOURS[name],
-            "ink": ink_on(TERM_COLOURS[name]),
-        }
-        for name in TERM_COLOURS
-        if row.terms.get(name, 0.0) > 0
-    ]
+    terms = {name: row.terms[name] for name in TERM_COLOURS if row.terms.get(name, 0.0) > 0}
     step = "no plan" if row.plan is None else format_seconds(row.plan.predicted.iteration_time_s)
-    return {"name": row.name, "parts": parts, "percent": 100 * whole / longest, "step": step}
+    percent = 100 * whole / longest
+    return {"name": row.name, "terms": terms, "whole": whole, "percent": percent, "step": step}
 
 
 def _page_cells(row: Compared) -> list[str]:

@@ -21,7 +21,7 @@ from nest_megatron.report.tables import (
     word_columns,
 )
 from nest_megatron.report.words import narrow_words
-from nest_megatron.tuning.selection import Known, NextRun, Stop, chosen, layout_words
+from nest_megatron.tuning.selection import Known, NextRun, Stop, candidate_words, chosen
 from nest_megatron.tuning.session import State, Trial
 from nest_megatron.tuning.tuner import Tuned, outcome_words
 from nest_megatron.units import Seconds, format_duration, format_seconds
@@ -109,7 +109,7 @@ def dry_run_document(known: Known, runs: Sequence[NextRun], stop: Stop) -> Mappi
     return {
         "runs": [
             {
-                "layout": layout_words(run.candidate),
+                "layout": candidate_words(run.candidate),
                 "predicted_s": run.candidate.step.median_s,
                 "gain_percent": 100 * run.gain,
                 "seconds": run.seconds,
@@ -130,7 +130,7 @@ def runs_table(runs: Sequence[NextRun]) -> RenderableType:
     for number, run in enumerate(runs, 1):
         gain = f"{100 * run.gain:.2f} %" if number > 1 else "-"
         step, time = format_seconds(run.candidate.step.median_s), format_duration(run.seconds)
-        table.add_row(str(number), step, gain, time, layout_words(run.candidate))
+        table.add_row(str(number), step, gain, time, candidate_words(run.candidate))
     return table
 
 
@@ -205,7 +205,7 @@ def _off_words(known: Known) -> str:
 
 def taken_words(known: Known, taken: Candidate) -> str:
     """The plan that is taken, with its measured step or the one that is expected."""
-    layout = layout_words(taken)
+    layout = candidate_words(taken)
     if taken.solved in known.steps_s:
         return f"{layout}: measured {format_seconds(known.steps_s[taken.solved])} a step."
     low_s, high_s = taken.step.interval(0.9)
@@ -247,7 +247,7 @@ def tuned_document(
 def _candidate_document(known: Known, candidate: Candidate) -> Mapping[str, Any]:
     now = {each.solved: each.step for each in known.candidates()}.get(candidate.solved)
     return {
-        "layout": layout_words(candidate),
+        "layout": candidate_words(candidate),
         "predicted_s": known.predicted[candidate.solved].median_s,
         "expected_s": None if now is None else now.median_s,
         "measured_s": known.steps_s.get(candidate.solved),

@@ -30,7 +30,7 @@ from nest_megatron.units import Bytes, Seconds
 START_S: Seconds = 90.0
 
 
-def layout_words(candidate: Candidate) -> str:
+def candidate_words(candidate: Candidate) -> str:
     """A plan in one line."""
     layout = candidate.solved.layout
     words, virtual = describe_grid(layout), layout.dims.virtual_pipeline_model_parallel_size

@@ -17,7 +17,7 @@ from nest_megatron.planner import describe_grid
 from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.tuning.job import RunCommand, TunedJob
 from nest_megatron.tuning.launchers import Launcher, running_file
-from nest_megatron.tuning.selection import Known, NextRun, Stop, layout_words, next_run
+from nest_megatron.tuning.selection import Known, NextRun, Stop, candidate_words, next_run
 from nest_megatron.tuning.session import (
     Ended,
     Failure,
@@ -114,7 +114,7 @@ class Tuner:
 
     def _run(self, run: NextRun) -> None:
         number, candidate = len(self.session.trials) + 1, run.candidate
-        layout = layout_words(candidate)
+        layout = candidate_words(candidate)
         prior = next(e for e in self.job.ranked.candidates if e.solved == candidate.solved)
         trial = Trial(
             number=number,

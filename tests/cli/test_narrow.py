@@ -40,6 +40,15 @@ def test_every_number_of_a_plan_is_printed(columns: str, monkeypatch: pytest.Mon
         assert f"{other['slower_percent']:.2f} %" in done.out
 
 
+@pytest.mark.parametrize("columns", ["60", "80"])
+def test_the_command_of_a_plan_keeps_to_the_terminal(
+    columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    done = run("explain", str(ROOT / "recipes" / "mixtral_8x7b_dgx_h100_64.yaml"))
+    assert max(map(len, done.out.splitlines())) <= int(columns)
+
+
 @pytest.mark.parametrize("columns", ["40", "60", "80"])
 def test_every_model_and_cluster_keeps_its_columns(
     columns: str, monkeypatch: pytest.MonkeyPatch

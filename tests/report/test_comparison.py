@@ -14,7 +14,7 @@ from nest_megatron.research.comparison_run import (
     comparison_page,
     draw_comparison,
     fastest_first,
-    layout_words,
+    layout_lines,
     why,
     write_comparison,
 )
@@ -50,7 +50,7 @@ def test_sentences(rows: tuple[Compared, ...]) -> None:
 
 def test_layouts_leave_ones_out(rows: tuple[Compared, ...]) -> None:
     assert rows[0].plan is not None
-    words = layout_words(rows[0].plan)
+    words = layout_lines(rows[0].plan)
     assert words[0].endswith("DP 4") or "DP 8" in words[0]
     assert "CP" not in words[0]
     assert words[1].startswith("MBS ")
