@@ -13,8 +13,8 @@ import multiprocessing
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import NamedTuple
 
 from nest_megatron.app.task import Answer, MistakesError, Task
 from nest_megatron.errors import NestError
@@ -25,8 +25,7 @@ from nest_megatron.units import Seconds
 _REFRESH_S = 0.2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Working:
+class Working(NamedTuple):
     """How far a run is, in words, and for how long it has run."""
 
     text: str

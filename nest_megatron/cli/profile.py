@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -29,7 +29,6 @@ from nest_megatron.cli.profile_request import (
 )
 from nest_megatron.errors import BAD_INPUT, OK, UserInputError, require_seconds
 from nest_megatron.files import now
-from nest_megatron.layout.dims import LAYER_DEGREES
 from nest_megatron.megatron_core.stage import Where, require_megatron
 from nest_megatron.megatron_core.substitutes import quiet
 from nest_megatron.model.execution import Implementation
@@ -39,6 +38,7 @@ from nest_megatron.profile import network, store
 from nest_megatron.profile.network import NETWORK_SHARE, NetworkProfile
 from nest_megatron.profile.network_fit import require_least_squares
 from nest_megatron.profile.records import (
+    SHAPE,
     LayerProfile,
     Machine,
     Timing,
@@ -132,8 +132,7 @@ class _Options:
     as_json: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timed:
+class Timed(NamedTuple):
     """What was measured: by this process, or by all.
 
     Args:
@@ -285,8 +284,7 @@ def tasks_of_rank(
 
 def shape_of(task: Task) -> Shape:
     """What tells timings apart (``Timing.shape``)."""
-    names = (*LAYER_DEGREES, "micro_batch_size", "sequence_parallel")
-    return (task.block, *(getattr(task.shard, name) for name in names))
+    return (task.block, *(getattr(task.shard, name) for name in SHAPE))
 
 
 def _known(machine: Machine, request: ProfileRequest) -> tuple[Timing, ...]:

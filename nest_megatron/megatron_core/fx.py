@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nest_megatron.errors import UnplannableModelError, UserInputError, error_line, nearest
 from nest_megatron.megatron_core.substitutes import as_on_a_gpu, at_level
@@ -43,8 +43,7 @@ class Place:
         return next((number for name, number in self.calls if name == path), 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
+class Trace(NamedTuple):
     """What a run leaves behind.
 
     Args:
@@ -267,8 +266,7 @@ _FREE = frozenset(
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChainWork:
+class ChainWork(NamedTuple):
     """Operators in the order of the run and their places, edges, and what is saved first where."""
 
     operators: tuple[ChainOperator, ...]

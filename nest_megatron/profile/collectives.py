@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.errors import ProfileError
@@ -192,16 +192,14 @@ _STRETCH_S = 2e-4
 _MAX_CALLS = 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pattern:
+class _Pattern(NamedTuple):
     """Groups that talk at the same time: ``shape`` is ranks on a host, and hosts."""
 
     shape: tuple[int, int]
     groups: tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Task:
+class _Task(NamedTuple):
     pattern: int
     kind: CollectiveKind
     message_bytes: int

@@ -92,8 +92,7 @@ class LayerTimes:
         return Source.ANALYTIC, ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Table:
+class _Table(NamedTuple):
     exact: dict[Point, Timing]
     places: tuple[tuple[tuple[float, ...], Timing], ...]
 

@@ -17,9 +17,9 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
+from typing import NamedTuple
 
 from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.errors import ProfileError
@@ -66,8 +66,7 @@ _HEAD = re.compile(r"#\s+size\s+count\s+type\b")
 _FOOT = re.compile(r"#\s*Out of bounds values\s*:\s*(\d{1,18})")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class Reading(NamedTuple):
     """What logs hold: samples, versions of nccl-tests and NCCL, and what tells nothing.
 
     Args:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -77,8 +76,7 @@ def _figure(field: str, first: float) -> _Figure:
     return _Figure(field, min(max(scaled(first), low), high), low, high)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted:
+class Fitted(NamedTuple):
     """All levels with their new figures, the fits of those that samples reach, and notes."""
 
     levels: tuple[NetworkLevel, ...]
@@ -152,7 +150,7 @@ def fit_hosts(samples: Sequence[CollectiveSample]) -> Fitted:
     if fits[0].name != "node" and any(each.shape[0] > 1 for each in samples):
         words = "No sample stays inside one host; what its ranks spend there counts as network's."
         notes = (*notes, words)
-    return dataclasses.replace(fitted, fits=tuple(fits), notes=notes)
+    return fitted._replace(fits=tuple(fits), notes=notes)
 
 
 def predicted(sample: CollectiveSample, levels: Sequence[NetworkLevel]) -> float:

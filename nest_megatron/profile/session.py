@@ -9,10 +9,9 @@ import platform
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nest_megatron.cluster.discovery import open_nvml
 from nest_megatron.errors import NestError, ProfileError, error_line
@@ -28,8 +27,7 @@ from nest_megatron.profile.records import Machine, Timing
 from nest_megatron.units import Seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(NamedTuple):
     """One block to time in one shape."""
 
     block: LayerBlock
@@ -45,8 +43,7 @@ class Task:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Skipped:
+class Skipped(NamedTuple):
     """A block that was not timed, and why; one that is too large does not fit on the device."""
 
     task: Task
@@ -62,17 +59,14 @@ EXPERT_SIZES = (8, 4, 2, 1)
 MICRO_BATCH_SIZES = (1, 2, 4)
 
 
-def usual_shards(
-    spec: TransformerSpec, *, flash_attention: bool, largest: int = 8
-) -> tuple[LayerShard, ...]:
+def usual_shards(spec: TransformerSpec, *, flash_attention: bool) -> tuple[LayerShard, ...]:
     """The shapes that layouts inside one node use, those of small micro batches first.
 
-    A profile holds them where nobody knows yet which will be needed; ``largest`` is the most ranks
-    that a group inside a layer has.
+    A profile holds them where nobody knows yet which will be needed.
     """
     expert_sizes = [1]  # else the larger first: they hold less, and run more often
     if spec.is_moe and spec.num_experts is not None:
-        expert_sizes = [ep for ep in EXPERT_SIZES if ep <= largest and spec.num_experts % ep == 0]
+        expert_sizes = [ep for ep in EXPERT_SIZES if spec.num_experts % ep == 0]
     return tuple(
         LayerShard(
             tensor_model_parallel_size=tp,
@@ -84,7 +78,7 @@ def usual_shards(
         for micro_batch_size in MICRO_BATCH_SIZES
         for ep in expert_sizes
         for tp in TENSOR_SIZES
-        if tp <= largest and divides(spec, tp)
+        if divides(spec, tp)
     )
 
 
@@ -243,8 +237,7 @@ def _clocks(uuid: str) -> tuple[int | None, int | None]:
 _PATIENCE = timedelta(minutes=10)
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
+class Ranks(NamedTuple):
     """This process among those that torchrun started; alone without it."""
 
     rank: int

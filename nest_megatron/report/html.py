@@ -13,7 +13,6 @@ from typing import Any
 from nest_megatron.cost_model.settings import OF_EXPERTS, CostSettings
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.diff import plan_values, reason
-from nest_megatron.layout.estimate import Alternative
 from nest_megatron.layout.layout import layout_arguments
 from nest_megatron.layout.plan import LaunchCommand, ParallelPlan, SearchRecord, launch_words
 from nest_megatron.layout.rank_order import GroupKind, group_of_rank, group_shape
@@ -307,7 +306,10 @@ def runners_up(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[s
     if not plan.alternatives:
         return None
     plans = [as_alternative(plan), *plan.alternatives]
-    cells = [_described(plan, each) for each in plans]
+    cells = [
+        degree_cells(each) | {"Stages": _shown(layout_arguments(plan.model, each.layout)[_LAYOUT])}
+        for each in plans
+    ]
     lost = [
         term_words(terms, most=3) if terms else "priced otherwise by this version"
         for terms in term_differences(plan, times)
@@ -328,8 +330,3 @@ def runners_up(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[s
         "highest": max((each.high_s for each in known), default=None),
         "caption": " ".join(filter(None, said)),
     }
-
-
-def _described(plan: ParallelPlan, other: Alternative) -> dict[str, str]:
-    stages = layout_arguments(plan.model, other.layout)["pipeline_model_parallel_layout"]
-    return {**degree_cells(other), "Stages": _shown(stages)}

@@ -7,7 +7,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -80,8 +79,7 @@ def _scaled(part: Any, path: Sequence[str | int], factor: float) -> Any:
     return dataclasses.replace(part, **{first: int(value) if first == "memory_bytes" else value})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Priced:
+class _Priced(NamedTuple):
     """A layout's step and its peak of memory beside the limit."""
 
     step_s: Seconds

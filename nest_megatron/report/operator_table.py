@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
@@ -197,8 +197,7 @@ _LATE = (_FROM_EXPERTS, "mlp_residual")
 _INWARDS = ("all_gather", "send_recv")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(NamedTuple):
     """An operator, and the collectives before it in the forward pass and after it."""
 
     operator: Operator

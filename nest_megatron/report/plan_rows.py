@@ -224,16 +224,8 @@ class RowsTable:
 
         rates = [row.throughput() or 0.0 for row in rows]
         most = max(rates, default=0.0) or 1.0
-        shown = [
-            {
-                "share": rate / most,
-                "throughput": own.get("Tok/s/GPU", "-"),
-                "cells": [own.get(name, "-").replace("\n", ", ") for name in self.heads],
-            }
-            for rate, own in zip(rates, self.cells, strict=True)
-        ]
-        head = [*self.heads]
-        return render_page("rows.html", title, job=job, head=head, rows=shown, notes=self.notes)
+        shares = [rate / most for rate in rates]
+        return render_page("rows.html", title, job=job, table=self, shares=shares)
 
 
 _SWEEP = ("#", "Job", "Step", "MFU", "Memory", "Layout", "Proof")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nest_megatron.model.graph import (
     ChainBlock,
@@ -88,8 +88,7 @@ class _Work:
 _NOTHING = _Work(0.0, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     """An operator, or collectives that lie between two operators."""
 
     part: str

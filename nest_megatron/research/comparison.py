@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from nest_megatron.cost_model.estimate import mean_terms
 from nest_megatron.cost_model.peak_limit import PeakLimit
@@ -28,8 +29,7 @@ from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.units import Seconds, format_gib, format_seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Baseline:
+class Baseline(NamedTuple):
     """A planner: its name, what it is in a few words, and the plan that it chooses for a job."""
 
     name: str

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nest_megatron.documents import parse_json
 from nest_megatron.errors import UserInputError
@@ -82,8 +82,7 @@ _TAIL_BYTES = 64 * 2**10
 _CONSEQUENCES = re.compile(r"^(W|E)\d{4} |ChildFailedError|SignalException|^\s*$|^[=\-_]+$")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class Ended(NamedTuple):
     """How a launched command ended; ``code`` is ``None`` where time ended it."""
 
     code: int | None

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.files import write_text
@@ -40,8 +41,7 @@ _HOPELESS = 2
 _HISTORY, _OUTPUT, _PLAN = "record.jsonl", "output.txt", "plan.yaml"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuned:
+class Tuned(NamedTuple):
     """How a tuning ended."""
 
     known: Known

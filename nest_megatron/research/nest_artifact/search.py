@@ -220,8 +220,7 @@ def _pricer(
     return price
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArtifactSolution:
+class ArtifactSolution(NamedTuple):
     """The best plan and its price."""
 
     placement: StagePlacement
