@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.report.charts import IDLE, INK, ink_on
+from nest_megatron.report.charts import IDLE, INK
 from nest_megatron.report.plan_rows import (
     SETTING_WIDTH,
     PlanRow,
@@ -251,6 +251,10 @@ def variants_page(present: ParallelPlan | None, variants: Sequence[Variant]) -> 
         headline=f"Unchanged: {unchanged['Best layout']}{step}",
         range=_common_words(before),
         maps=list(_heat_maps(variants[1:])),
+        nothing=(IDLE, INK),
+        shade=_shade,
+        format_count=format_count,
+        plan_cells=plan_cells,
         head=head,
         rows=[
             {"cells": [each.get(name, "-") for name in head], "place": _place(variant, choices)}
@@ -303,7 +307,9 @@ def _heat_maps(changed: Sequence[Variant]) -> Iterator[Mapping[str, Any]]:
                 "axes": [short_key(key) for key in axes[:2]],
                 "rows": dict.fromkeys(place[:-1] for place in panel),
                 "columns": dict.fromkeys(place[-1] for place in panel),
-                "cell": partial(_cell, panel, read, most),
+                "panel": panel,
+                "read": read,
+                "most": most,
             }
 
 
@@ -329,26 +335,7 @@ def _place(variant: Variant, choices: Mapping[str, Sequence[str]]) -> str:
     return ",".join(own)
 
 
-def _cell(
-    panel: Mapping[tuple[str, ...], Variant],
-    read: Callable[[ParallelPlan], float | None],
-    most: float,
-    place: tuple[str, ...],
-) -> Mapping[str, Any]:
-    """A figure and its layout, on a shade between white and dark blue for its share of the most."""
-    variant = panel.get(place)
-    plan = None if variant is None else variant.row.plan
-    value = None if plan is None else read(plan)
-    if plan is None or value is None:
-        status = "no result" if variant is None else variant.row.status
-        return {"text": status, "words": "", "colour": IDLE, "ink": INK, "is_best": False}
-    share = value / most
-    shade = (round(255 + share * (dark - 255)) for dark in bytes.fromhex(_DARK[1:]))
-    colour = f"#{bytes(shade).hex()}"
-    return {
-        "text": f"{value:,.0f}" if value < 1e6 else format_count(value),
-        "words": plan_cells(plan)["Layout"],
-        "colour": colour,
-        "ink": ink_on(colour),
-        "is_best": value == most,
-    }
+def _shade(share: float) -> str:
+    """A colour between white and dark blue, for a share of the most."""
+    parts = (round(255 + share * (dark - 255)) for dark in bytes.fromhex(_DARK[1:]))
+    return f"#{bytes(parts).hex()}"
