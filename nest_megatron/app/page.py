@@ -236,6 +236,7 @@ class Page:
         self._planned = self._sized = Task(work=Work.PLAN)
         self._is_closed = False
         self._kept: Kept | None = None
+        self._form: dict[str, NameField | ui.input | ui.textarea] = {}
         ui.context.client.on_connect(self._restore)
         ui.context.client.on_delete(self._close)
         ui.add_css(_STYLE)
@@ -246,13 +247,6 @@ class Page:
             with ui.column().classes("w-full lg:w-auto grow min-w-0"):
                 self._make_results()
                 self._make_guide()
-        self._form = {
-            **{MODEL: self._model, MODEL_FILE: self._own_model},
-            **{COMMAND: self._command, FREE: self._free, RELEASE: self._release},
-            **{CLUSTER: self._cluster, CLUSTER_FILE: self._own_cluster},
-            **{GPUS: self._gpus, BATCH: self._batch, SETTINGS: self._settings},
-            CHANGES: self._changes,
-        }
         for each in (self._source, *self._form.values()):
             each.on_value_change(self._keep)
 
@@ -261,21 +255,21 @@ class Page:
         self._source = ui.toggle([_MODEL, _COMMAND], value=_MODEL).props("no-caps spread")
         self._source.classes("w-full").visible = self._is_local
         with ui.column().classes("w-full") as by_model:
-            self._model = NameField(MODEL, nest_megatron.models(), "llama3_8b")
-            self._own_model = self._text(MODEL_FILE)
+            self._form[MODEL] = NameField(MODEL, nest_megatron.models(), "llama3_8b")
+            self._add_text(MODEL_FILE)
         with ui.column().classes("w-full") as by_command:
-            self._command = self._text(COMMAND)
-            self._free = self._line(FREE, value="all").classes("w-full")
-            self._release = NameField(RELEASE, RELEASES, DEFAULT_VERSION)
+            self._add_text(COMMAND)
+            self._add_line(FREE, value="all")
+            self._form[RELEASE] = NameField(RELEASE, RELEASES, DEFAULT_VERSION)
         by_model.bind_visibility_from(self._source, "value", value=_MODEL)
         by_command.bind_visibility_from(self._source, "value", value=_COMMAND)
-        self._cluster = NameField(CLUSTER, nest_megatron.clusters(), "dgx_h100")
-        self._own_cluster = self._text(CLUSTER_FILE)
+        self._form[CLUSTER] = NameField(CLUSTER, nest_megatron.clusters(), "dgx_h100")
+        self._add_text(CLUSTER_FILE)
         with ui.row(wrap=False).classes("w-full"):
-            self._gpus = self._line(GPUS, placeholder="8, or 8..64")
-            self._gpus.tooltip("8..64, which doubles, or 8..64:8 plans each; the batch stays")
-            self._batch = self._line(BATCH, placeholder="as given")
-        self._settings = labelled(
+            gpus = self._add_line(GPUS, placeholder="8, or 8..64")
+            gpus.tooltip("8..64, which doubles, or 8..64:8 plans each; the batch stays")
+            self._add_line(BATCH, placeholder="as given")
+        self._form[SETTINGS] = labelled(
             ui.textarea(SETTINGS, placeholder="parallel.tensor_model_parallel_size=8")
         ).props("autogrow")
         with ui.row().classes("moves-focus"):
@@ -292,17 +286,15 @@ class Page:
                 "command, or of the settings with Megatron's defaults"
             )
 
-    def _line(self, label: str, value: str = "", placeholder: str | None = None) -> ui.input:
+    def _add_line(self, label: str, value: str = "", placeholder: str | None = None) -> ui.input:
         """A field of one line, in which Enter plans."""
-        field = labelled(ui.input(label, value=value, placeholder=placeholder))
-        field.on("keydown.enter", self._plan)
-        return field
+        field = self._form[label] = labelled(ui.input(label, value=value, placeholder=placeholder))
+        return field.on("keydown.enter", self._plan)
 
-    def _text(self, label: str) -> ui.textarea:
+    def _add_text(self, label: str) -> None:
         """A field for a path or for contents, where those are taken."""
-        field = labelled(ui.textarea(label)).props("autogrow")
+        field = self._form[label] = labelled(ui.textarea(label)).props("autogrow")
         field.visible = self._is_local
-        return field
 
     def _make_guide(self) -> None:
         """What to fill first, until there is an answer."""
@@ -347,36 +339,40 @@ class Page:
     def _make_what_if(self) -> None:
         with ui.row(wrap=False).classes("w-full items-center moves-focus"):
             example = "gpus=16,32 memory=141GiB"
-            self._changes = labelled(ui.input(CHANGES, placeholder=example)).classes("grow")
-            self._changes.on("keydown.enter", self._compare)
+            changes = self._form[CHANGES] = labelled(ui.input(CHANGES, placeholder=example))
+            changes.classes("grow").on("keydown.enter", self._compare)
             self._buttons.append(ui.button("Compare", on_click=self._compare).props("outline"))
         saved = {"Save this comparison": ("whatif.html", lambda answer: answer.page)}
         self._changed = Section("On changed clusters", saved, is_table=True)
 
+    def _typed(self) -> dict[str, str]:
+        """What each field holds, by its label."""
+        return {label: (each.value or "").strip() for label, each in self._form.items()}
+
     def _task(self, work: Work) -> Task:
-        by_command = self._source.value == _COMMAND
+        typed, by_command = self._typed(), self._source.value == _COMMAND
         return Task(
             work=work,
             is_local=self._is_local,
-            model="" if by_command else _first(self._own_model.value, self._model.value),
-            cluster=_first(self._own_cluster.value, self._cluster.value),
-            command=_first(self._command.value) if by_command else "",
-            free=_first(self._free.value),
-            megatron_version=self._release.value,
-            num_gpus=_first(self._gpus.value),
-            global_batch_size=_first(self._batch.value),
-            settings=_first(self._settings.value),
+            model="" if by_command else typed[MODEL_FILE] or typed[MODEL],
+            cluster=typed[CLUSTER_FILE] or typed[CLUSTER],
+            command=typed[COMMAND] if by_command else "",
+            free=typed[FREE],
+            megatron_version=typed[RELEASE],
+            num_gpus=typed[GPUS],
+            global_batch_size=typed[BATCH],
+            settings=typed[SETTINGS],
         )
 
     async def _plan(self) -> None:
-        await self._start(Work.SIZES if ".." in _first(self._gpus.value) else Work.PLAN)
+        await self._start(Work.SIZES if ".." in self._typed()[GPUS] else Work.PLAN)
 
     async def _start(self, work: Work) -> None:
         await self._answer(self._task(work))
 
     async def _compare(self) -> None:
         """Plan the job that is shown again, changed; the form may be another by now."""
-        changes, plan_file = _first(self._changes.value), self._found.answer.plan_file
+        changes, plan_file = self._typed()[CHANGES], self._found.answer.plan_file
         job = dataclasses.replace(self._planned, work=Work.WHATIF, plan_file=plan_file)
         await self._answer(dataclasses.replace(job, changes=changes))
 
@@ -481,8 +477,3 @@ class Page:
     def _cancel(self) -> None:
         if self._run is not None:
             self._run.cancel()
-
-
-def _first(*texts: str | None) -> str:
-    """The first that is not empty, without the space around it."""
-    return next((text.strip() for text in texts if text and text.strip()), "")

@@ -159,15 +159,14 @@ class Task:
 
     def _sizes(self, folder: Path, on_part: Callable[[str], None]) -> Answer:
         self._require_model("what if gpus=16,32 beside its plan asks that of a command")
-        settings = dataclasses.replace(self, num_gpus="").keywords()
 
         def sizes() -> Iterator[int]:
             for size in read_counts(self.num_gpus, GPUS, doubling=True):
                 on_part(f"planning for {size} GPUs")
                 yield size
 
-        model, cluster = self._sources(folder)
-        found = nest_megatron.plan_for_gpus(model=model, cluster=cluster, gpus=sizes(), **settings)
+        job = dataclasses.replace(self, num_gpus="")._job(folder)
+        found = nest_megatron.plan_for_gpus(gpus=sizes(), **job)
         plans = {size: plan_file.dump(each.record) for size, each in found.plans().items()}
         return Answer(text=str(found), table=to_csv(found.rows), plans=plans)
 
@@ -175,7 +174,8 @@ class Task:
         from nest_megatron.research.comparison_run import compare_composed
 
         self._require_model("the other planners know no commands")
-        composed = compose_keywords(*self._sources(folder), self.keywords())
+        job = self._job(folder)
+        composed = compose_keywords(job.pop("model"), job.pop("cluster"), job)
         found = compare_composed(composed, on_planner=lambda name: on_part(f"planning: {name}"))
         return Answer(text=str(found), page=found.to_html())
 
@@ -193,11 +193,14 @@ class Task:
         """The cluster, as the API takes it."""
         return _source(self.cluster.strip(), folder / "cluster.yaml")
 
-    def _sources(self, folder: Path) -> tuple[str | Path, str | Path]:
-        """Both, where the form has a model."""
-        model = self._model(folder)
-        assert model is not None, "a form without model and command has a mistake"
-        return model, self._cluster(folder)
+    def _job(self, folder: Path) -> dict[str, Any]:
+        """The job and the settings, as the API takes them."""
+        job: dict[str, Any] = {"cluster": self._cluster(folder), **self.keywords()}
+        if not self.command:
+            return {"model": self._model(folder), **job}
+        words = tokens(self.command)
+        command = words if names_script(words) else self.command  # bash runs a script's words
+        return {"command": command, "megatron_version": self.megatron_version, **job}
 
     def _what_if(self, folder: Path, on_part: Callable[[str], None]) -> WhatIf:
         def on_job(text: str) -> None:
@@ -212,44 +215,19 @@ class Task:
         if not self.command:
             return nest_megatron.whatif(self._written(folder), changes, on_job=on_job)
         return nest_megatron.whatif_command(
-            self._typed(),
-            changes,
-            cluster=self._cluster(folder),
-            free=self._freed(),
-            megatron_version=self.megatron_version,
-            on_job=on_job,
-            **self.keywords(),
+            changes=changes, free=self._freed(), on_job=on_job, **self._job(folder)
         )
-
-    def _typed(self) -> str | list[str]:
-        """The command; the words of one that starts a script, which bash runs."""
-        words = tokens(self.command)
-        return words if names_script(words) else self.command
 
     def _freed(self) -> list[str]:
         return [name.strip() for name in self.free.split(",") if name.strip()]
 
     def _plan(self, folder: Path, on_progress: Progress | None) -> Plan:
-        api, settings = nest_megatron, self.keywords()
-        is_plan = self.work is Work.PLAN
+        api, job = nest_megatron, self._job(folder)
+        if self.work is Work.ESTIMATE:
+            return api.estimate_command(**job) if self.command else api.estimate(**job)
         if self.command:
-            cluster, version = self._cluster(folder), self.megatron_version
-            if not is_plan:
-                return api.estimate_command(
-                    self._typed(), cluster=cluster, megatron_version=version, **settings
-                )
-            return api.plan_command(
-                self._typed(),
-                cluster=cluster,
-                free=self._freed(),
-                megatron_version=version,
-                on_progress=on_progress,
-                **settings,
-            )
-        model, cluster = self._sources(folder)
-        if not is_plan:
-            return api.estimate(model=model, cluster=cluster, **settings)
-        return api.plan(model=model, cluster=cluster, on_progress=on_progress, **settings)
+            return api.plan_command(free=self._freed(), on_progress=on_progress, **job)
+        return api.plan(on_progress=on_progress, **job)
 
 
 class MistakesError(NestError):
