@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import UserInputError, message_line
 from nest_megatron.files import MAX_BYTES, read_text
 from nest_megatron.printing import cleaned
 
@@ -303,7 +303,7 @@ def _json_depth(text: str, most: int) -> int:
 
 
 def _unreadable(what: str, name: str | None, wanted: str, error: BaseException) -> UserInputError:
-    line = next(iter(str(error).splitlines()), type(error).__name__)
+    line = message_line(error)
     reason = line if len(line) <= _MAX_REASON else f"{line[:_MAX_REASON]}..."
     return _refused(what, name, f"it is not {wanted}: {reason}")
 

@@ -57,6 +57,11 @@ def error_line(error: BaseException, most: int | None = None) -> str:
     return f"{type(error).__name__}: {line}".rstrip(": ")
 
 
+def message_line(error: BaseException) -> str:
+    """The first line of what an error says, or its kind."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def shortened(text: str) -> str:
     """A text as an error repeats it: the start of a long one."""
     return text if len(text) <= 200 else f"{text[:197]}..."

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from nest_megatron.cluster.records import CollectiveKind
-from nest_megatron.errors import ProfileError
+from nest_megatron.errors import ProfileError, message_line
 from nest_megatron.files import now
 from nest_megatron.profile.clock import (
     OUT_OF_MEMORY,
@@ -92,7 +92,7 @@ class Caller:
         try:
             self.prepared(kind, size, self._world)()
         except _LACKING as error:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            reason = message_line(error)
         lacking = self.agree(bool(reason))
         return (reason or "another rank refused it") if lacking else None
 

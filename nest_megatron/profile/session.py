@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nest_megatron.cluster.discovery import open_nvml
-from nest_megatron.errors import NestError, ProfileError, error_line
+from nest_megatron.errors import NestError, ProfileError, error_line, message_line
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.execution import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock
@@ -295,7 +295,7 @@ def _naming_failures(backend: str) -> Iterator[None]:
     except NestError:
         raise
     except (RuntimeError, ValueError) as error:  # as torch.distributed has them
-        limit = f"it failed: {next(iter(str(error).splitlines()), type(error).__name__)}"
+        limit = f"it failed: {message_line(error)}"
         fix = "What was timed is stored. NCCL_DEBUG=INFO says more; --no-collectives times layers."
         raise ProfileError("process group", backend, limit, fix) from error
 
