@@ -185,7 +185,10 @@ def _theirs(request: Request, ours: Compared, baseline: Baseline) -> Compared:
     if request.space.sharding is not None:
         chosen = replace(chosen, sharding=request.space.sharding)
     bare = Request(
-        spec=request.spec, cluster=request.cluster, global_batch_size=request.global_batch_size
+        spec=request.spec,
+        cluster=request.cluster,
+        global_batch_size=request.global_batch_size,
+        rates=request.rates,
     )
     found = assemble(bare, model, predict(bare, model, chosen), nothing_searched())
     terms = mean_terms(model, chosen)

@@ -17,11 +17,9 @@ from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import require_folder, write_text
 from nest_megatron.integrations.plan_job import RecipeJob
-from nest_megatron.layout.estimate import Rates
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.plain import to_plain
 from nest_megatron.planner import Request
-from nest_megatron.planner.layouts import priced
 from nest_megatron.report.charts import (
     SOFT,
     SUFFIXES,
@@ -33,7 +31,7 @@ from nest_megatron.report.charts import (
 )
 from nest_megatron.report.console import Shown, say, show, show_json, status_line
 from nest_megatron.report.page import render_page
-from nest_megatron.report.plan_rows import tokens_per_s
+from nest_megatron.report.plan_rows import plan_cells, tokens_per_s
 from nest_megatron.report.tables import (
     FittingTable,
     figure_columns,
@@ -51,7 +49,7 @@ from nest_megatron.research.comparison import (
     compare,
     split_planners,
 )
-from nest_megatron.units import GIB, Seconds, format_chance, format_count, format_seconds
+from nest_megatron.units import GIB, Seconds, format_chance, format_seconds
 
 
 def run_compare(
@@ -79,7 +77,7 @@ def run_compare(
                 "cluster": request.cluster.name,
                 "num_gpus": request.cluster.num_gpus,
                 "global_batch_size": request.global_batch_size,
-                "planners": [_plain_row(row, request.rates) for row in found.rows],
+                "planners": [*map(_plain_row, found.rows)],
                 "notes": list(request.notes),
             }
         )
@@ -107,7 +105,9 @@ class PlannerComparison(Shown):
 
     def report(self) -> Iterator[RenderableType]:
         """The table, why each lost, and what was assumed."""
-        yield from (Text(self.title), comparison_report(self.rows, self.request.rates), "")
+        rates = self.request.rates
+        has_price = rates is not None and rates.gpu_hour is not None
+        yield from (Text(self.title), comparison_report(self.rows, has_price=has_price), "")
         if self.request.notes:
             yield notes_report(self.request.notes)
 
@@ -129,7 +129,7 @@ def compare_composed(
     return PlannerComparison(request=request, rows=compare(request, names, on_planner))
 
 
-def _plain_row(row: Compared, rates: Rates | None) -> dict[str, Any]:
+def _plain_row(row: Compared) -> dict[str, Any]:
     """One planner for programs; what it has no plan for is null."""
     found, worst = row.plan, row.worst_term
     return {
@@ -137,7 +137,7 @@ def _plain_row(row: Compared, rates: Rates | None) -> dict[str, Any]:
         "title": row.title,
         "iteration_time_s": found and found.predicted.iteration_time_s,
         "tokens_per_s": found and tokens_per_s(found),
-        "price": found and rates and to_plain(priced(found, rates)),
+        "price": found and to_plain(found.price),
         "relative_throughput": row.relative_throughput,
         "chance_slower": row.chance_slower,
         "tie": None if row.chance_slower is None else row.is_tie,
@@ -159,15 +159,19 @@ _TRAFFIC = ("tp_communication", "cp_communication", "ep_communication")
 #: Shares of the throughput of ``nest`` that are told apart from it.
 _EQUAL = 0.9995
 _HTML = ".html"
+#: Columns of the page; the figures are behind the reasons.
+_HEAD = (
+    *("Planner", "What it is", "Layout", "Why"),
+    *("Step", "Tokens/s", "Of nest", "GiB", "P(OOM)", "Search"),
+)
 #: Terms that are at least this share of some step are in the legend.
 _SEEN = 0.002
 #: Inches: the whole width, the widest bar, a row, and an estimate of a character of a figure.
 _WIDTH, _BAR, _ROW, _CHARACTER = 11.0, 7.2, 0.5, 0.065
 
 
-def comparison_report(rows: Sequence[Compared], rates: Rates | None = None) -> RenderableType:
+def comparison_report(rows: Sequence[Compared], *, has_price: bool = False) -> RenderableType:
     """A row a planner, and why each lost."""
-    has_price = rates is not None and rates.gpu_hour is not None
     ordered = fastest_first(rows)
     table = FittingTable(
         *name_columns("Planner", min_width=max((len(row.name) for row in rows), default=0)),
@@ -177,11 +181,9 @@ def comparison_report(rows: Sequence[Compared], rates: Rates | None = None) -> R
         pad_edge=False,
     )
     for row in ordered:
-        dollar = []
-        if rates is not None and has_price:
-            found = None if row.plan is None else priced(row.plan, rates).tokens_per_dollar
-            dollar = ["-" if found is None else format_count(found)]
-        table.add_row(*_cells(row), *dollar, style="bold" if row.name == NEST else "")
+        cells = _cells(row)
+        shown = (cells.get(str(column.header), "-") for column in table.columns)
+        table.add_row(*shown, style="bold" if row.name == NEST else "")
     reasons = pairs((row.name, why(row)) for row in ordered)
     return Group(table, heading("Why each is where it is"), reasons)
 
@@ -196,23 +198,20 @@ def fastest_first(rows: Sequence[Compared]) -> list[Compared]:
     return sorted(rows, key=place)
 
 
-def _cells(row: Compared) -> list[str]:
-    """A planner by the columns of the table."""
-    search = f"{row.search_s:.2f} s"
+def _cells(row: Compared) -> dict[str, str]:
+    """A planner by the heads of the columns; what it has no plan for is left out."""
+    cells = {"Planner": row.name, "Search": f"{row.search_s:.2f} s"}
     if row.plan is None:
-        return [row.name, "-", "-", "-", "no plan", "-", "-", search]
-    predicted = row.plan.predicted
-    share = row.relative_throughput
-    return [
-        row.name,
-        format_seconds(predicted.iteration_time_s),
-        f"{tokens_per_s(row.plan):,.0f}",
-        "-" if share is None else f"{100 * share:.1f}%{' tie' if row.is_tie else ''}",
-        "\n".join(layout_lines(row.plan)),
-        f"{predicted.peak_memory_bytes / GIB:.1f}",
-        format_chance(row.plan.uncertainty.out_of_memory),
-        search,
-    ]
+        return {**cells, "Layout": "no plan"}
+    cells |= plan_cells(row.plan)
+    if (share := row.relative_throughput) is not None:
+        cells["Of nest"] = f"{100 * share:.1f}%{' tie' if row.is_tie else ''}"
+    return {
+        **cells,
+        "Layout": "\n".join(layout_lines(row.plan)),
+        "GiB": f"{row.plan.predicted.peak_memory_bytes / GIB:.1f}",
+        "P(OOM)": format_chance(row.plan.uncertainty.out_of_memory),
+    }
 
 
 def layout_lines(plan: ParallelPlan) -> list[str]:
@@ -337,6 +336,7 @@ def comparison_page(rows: Sequence[Compared], title: str, notes: Sequence[str] =
         package="nest_megatron.research",
         bars=[_bar(row, _longest(rows)) for row in ordered],
         legend_entries=_legend(ordered),
+        head=_HEAD,
         rows=[_page_cells(row) for row in ordered],
         notes=notes,
     )
@@ -352,6 +352,5 @@ def _bar(row: Compared, longest: float) -> Mapping[str, Any]:
 
 def _page_cells(row: Compared) -> list[str]:
     """What the terminal says of a planner, with what it is and why it is there."""
-    name, step, tokens, share, layout, *memory, search = _cells(row)
-    layouts = layout.replace("\n", ", ")
-    return [name, row.title, layouts, why(row), step, tokens, share, *memory, search]
+    cells = {**_cells(row), "What it is": row.title, "Why": why(row)}
+    return [cells.get(name, "-").replace("\n", ", ") for name in _HEAD]
