@@ -9,6 +9,7 @@ import platform
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,8 @@ from nest_megatron.profile.records import Machine, Timing
 from nest_megatron.units import Seconds
 
 
-class Task(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Task:
     """One block to time in one shape."""
 
     block: LayerBlock
@@ -43,7 +45,8 @@ class Task(NamedTuple):
         )
 
 
-class Skipped(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
     """A block that was not timed, and why; one that is too large does not fit on the device."""
 
     task: Task

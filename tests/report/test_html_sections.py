@@ -213,7 +213,7 @@ def test_assumptions_have_their_units() -> None:
 def test_faster_means_more_steps_in_the_same_time_everywhere() -> None:
     """As "slower" does: a plan 5 % slower than another is the one than which that is 5 % faster."""
     then = [_Priced(step_s=s, peak_bytes=1, limit_bytes=2) for s in (1.05, 1.0)]
-    now = [dataclasses.replace(each, step_s=1.0) for each in then]
+    now = [each._replace(step_s=1.0) for each in then]
     assert _overtaken(now, then, 1.0) == "runner-up 1 is 5.0 % faster"
 
 

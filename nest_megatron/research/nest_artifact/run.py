@@ -155,6 +155,11 @@ def _report(
     yield _stages_table(priced.stages)
 
 
+def span(first: object, last: object) -> str:
+    """From the first to the last of what one stage has, by name or number."""
+    return str(first) if first == last else f"{first} to {last}"
+
+
 def _stages_table(stages: Sequence[StagePrice]) -> RenderableType:
     """A row for each stage, first to last; links as network levels, 0 the innermost."""
     table = EdgelessTable(
@@ -164,11 +169,10 @@ def _stages_table(stages: Sequence[StagePrice]) -> RenderableType:
     )
     slowest = max(stage.time for stage in stages)
     for number, stage in enumerate(stages):
-        first, last = stage.node_ids[0], stage.node_ids[-1]
         levels = (stage.link_before, stage.link_after)
         table.add_row(
             str(number),
-            str(first) if first == last else f"{first} to {last}",
+            span(stage.node_ids[0], stage.node_ids[-1]),
             str(stage.num_devices),
             f"{stage.time:.6g}",
             f"{format_gib(stage.memory_bytes)}{'' if stage.fits else ' !'}",

@@ -18,7 +18,7 @@ from nest_megatron.plain import to_plain
 from nest_megatron.report.console import say, show, show_json
 from nest_megatron.report.tables import EdgelessTable, figure_columns, name_columns, word_columns
 from nest_megatron.report.terminal import notes_report
-from nest_megatron.research.nest_artifact.run import tell_none
+from nest_megatron.research.nest_artifact.run import span, tell_none
 from nest_megatron.research.nest_artifact.search import NoSolution
 from nest_megatron.research.nest_dp.job import (
     ResearchJob,
@@ -100,9 +100,9 @@ def _stages_table(stages: Sequence[PlannedStage], *, mixed: bool) -> RenderableT
         last = stage.first_device + stage.num_devices - 1
         table.add_row(
             str(number),
-            _span(*stage.layers),
+            span(*stage.layers),
             *([stage.strategy] if mixed else []),
-            _span(str(stage.first_device), str(last)),
+            span(stage.first_device, last),
             f"{stage.zero_stage} over {stage.zero_degree}" if stage.zero_degree > 1 else "",
             stage.link_in,
             format_seconds(stage.time_s),
@@ -110,10 +110,6 @@ def _stages_table(stages: Sequence[PlannedStage], *, mixed: bool) -> RenderableT
             style="bold" if stage.time_s == slowest else "",
         )
     return table
-
-
-def _span(first: str, last: str) -> str:
-    return first if first == last else f"{first} to {last}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from functools import cache, partial
 
@@ -36,9 +35,7 @@ BUDGETS = {
     "mcmc": partial(mcmc.find, seeds=3, steps=80),
     "aceso": partial(aceso.find, evaluations=600),
 }
-QUICK = tuple(
-    dataclasses.replace(each, find=BUDGETS.get(each.name, each.find)) for each in BASELINES
-)
+QUICK = tuple(each._replace(find=BUDGETS.get(each.name, each.find)) for each in BASELINES)
 BY_NAME = pytest.mark.parametrize("baseline", QUICK, ids=lambda baseline: baseline.name)
 
 
