@@ -392,11 +392,23 @@ class Search(Caching):
     def _is_best_in_any_memory(
         self, stages: StageProblems, recompute: Recompute, found: StageSolution
     ) -> bool:
-        """Whether even unlimited memory allows no faster partition than the one found."""
+        """Whether no setting that recomputes more is of interest: memory costs this one nothing.
+
+        Even unlimited memory allows no faster partition than the one found, and no stages that
+        Megatron cuts by itself that would tie with the fastest and are not known.
+        """
         if found.status is not Status.OPTIMAL:
             return False
         unlimited = self._in_unlimited_memory(stages, recompute)
-        return self._solve(unlimited, found.iteration - 1).status is Status.BOUNDED
+        if self._solve(unlimited, found.iteration - 1).status is not Status.BOUNDED:
+            return False
+        longest = self._threshold_of_even_stages(stages.grid)
+        if _tie_of(stages.grid, is_even=True) in self.ties:
+            longest -= 1
+        if longest < found.iteration:
+            return True
+        even = self.solve_even(unlimited, longest + 1, DEFAULT_NODE_LIMIT)
+        return even.status is Status.BOUNDED
 
     def _in_unlimited_memory(self, stages: StageProblems, recompute: Recompute) -> PipelineProblem:
         """A problem that no setting that recomputes more solves faster.
