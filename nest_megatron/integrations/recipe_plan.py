@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from nest_megatron.cluster.discovery import LocalGpus, known_gpus, local_gpus
 from nest_megatron.cluster.hosts import Host
 from nest_megatron.cluster.records import Cluster, Precision
+from nest_megatron.config.catalogue import read_cluster
 from nest_megatron.config.cluster_detection import (
     JobCluster,
     find_cluster,
@@ -376,19 +377,34 @@ def fields_assumed_harmless(settings: Sequence[Setting]) -> tuple[str, ...]:
 
 
 def pinned_recipe(
-    job: Job, path: Path, *, hosts: Sequence[Host] = (), mixed: MixedGpus = MixedGpus.REFUSE
+    job: Job,
+    path: Path,
+    overrides: Sequence[Setting] = (),
+    *,
+    hosts: Sequence[Host] = (),
+    mixed: MixedGpus = MixedGpus.REFUSE,
 ) -> PinnedPlan:
     """A pinned file, for the job that it was made for and no other.
 
     What is not known where it is launched from (a login node has no GPUs) is not compared.
 
     Args:
+        overrides: settings, of which those of the cluster count.
         hosts, mixed: as for ``plan_recipe``.
     """
     pinned = read_launched(path, job.num_gpus)
     num_gpus = job.num_gpus or pinned.plan.layout.num_gpus
+    of_cluster = [each for each in overrides if each.key.partition(".")[0] == "cluster"]
+    cluster = read_cluster(compose(of_cluster), num_gpus) if names_cluster(of_cluster) else None
     gpus, _ = like_gpus(hosts, known_gpus(), mixed)
-    require_pinned_for(pinned, job, num_gpus=num_gpus, gpus=gpus, gpus_per_host=job.gpus_per_node)
+    require_pinned_for(
+        pinned,
+        job,
+        num_gpus=num_gpus,
+        gpus=gpus,
+        gpus_per_host=job.gpus_per_node,
+        cluster=cluster,
+    )
     return pinned
 
 

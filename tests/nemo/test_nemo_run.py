@@ -21,6 +21,7 @@ from nest_megatron.integrations.nemo_run import NestPlugin, cli  # noqa: E402
 from nest_megatron.integrations.nemo_run import plugin as plugin_module  # noqa: E402
 from nest_megatron.integrations.nemo_run.task import read_executor  # noqa: E402
 from nest_megatron.layout import plan_file  # noqa: E402
+from nest_megatron.layout.policy import PolicyError  # noqa: E402
 from nest_megatron.tuning.job import RunCommand  # noqa: E402
 from nest_megatron.tuning.launchers import launcher_named  # noqa: E402
 from tests import catalogue  # noqa: E402
@@ -125,6 +126,46 @@ def test_every_task_of_a_group_is_planned(tmp_path: Path) -> None:
         added.add([recipe(), recipe()], executor=two, plugins=[plugin()], name="both")
         tasks = added.jobs[0].tasks
     assert all(task != recipe() for task in tasks)
+
+
+def test_each_task_has_a_plan_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of a group, and those of one name, share NeMo-Run's folder."""
+    with experiment(tmp_path) as added:
+        for batch in (128, 64):
+            task = recipe()
+            task.data.global_batch_size = batch
+            added.add(task, plugins=[plugin()], name="one")
+        added.add([recipe(), recipe()], executor=[executor()] * 2, plugins=[plugin()], name="both")
+    said = capsys.readouterr().out
+    plans = {path: plan_file.read(path) for path in (tmp_path / "nest_plans").iterdir()}
+    assert len(plans) == 4
+    assert all(path.name in said for path in plans)
+    batches = [plan.layout.global_batch_size for plan in plans.values()]
+    assert sorted(batches) == [64, 128, 128, 128]
+
+
+def test_the_plugin_says_what_it_assumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with experiment(tmp_path) as added:
+        task = recipe()
+        task.model.config.vocab_size = None
+        added.add(task, plugins=[NestPlugin(cluster="dgx_h100")], name="llama")
+    assert "note: The recipe names no tokenizer" in capsys.readouterr().out
+
+
+def test_a_policy_of_pinned_plans_holds_for_recipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text("launch:\n  pinned_only: true\n", encoding="utf-8")
+    monkeypatch.setenv("NEST_MEGATRON_POLICY", str(path))
+    with (
+        pytest.raises(PolicyError, match="only pinned plans are launched here"),
+        experiment(tmp_path) as added,
+    ):
+        added.add(recipe(), plugins=[plugin()])
+    assert not added.jobs
 
 
 def test_a_script_gets_words(tmp_path: Path) -> None:

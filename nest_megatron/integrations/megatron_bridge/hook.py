@@ -154,7 +154,8 @@ def run(
     def planned() -> str:
         nonlocal notes
         if words.mode is Mode.PINNED:
-            pinned = pinned_recipe(recipe, pinned_file(launch.plan), hosts=job.hosts, mixed=mixed)
+            path = pinned_file(launch.plan)
+            pinned = pinned_recipe(recipe, path, words.job, hosts=job.hosts, mixed=mixed)
             job.signer = pinned.signer
             return plan_file.dump(pinned.plan)
         out = plan_output(last_value(words, "out"))

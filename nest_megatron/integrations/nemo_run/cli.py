@@ -61,7 +61,7 @@ def nest_auto(
     options = TaskOptions(
         cluster=cluster, overrides=overrides or [], keep=keep or [], vocab_size=vocab_size
     )
-    plan, changes = plan_recipe(task, options, None)
+    plan, changes, notes = plan_recipe(task, options, None)
     with contextlib.redirect_stdout(sys.stderr):  # the task's own YAML may go to standard output
-        show(fields_report(plan, changes))
+        show(fields_report(plan, changes, notes))
     return task

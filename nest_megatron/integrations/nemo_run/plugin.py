@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import weakref
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import nemo_run as run
 from nemo_run.run import api
 
+from nest_megatron.config.launch import Mode
 from nest_megatron.integrations.nemo_run.task import (
     TaskOptions,
     adapt,
@@ -20,7 +22,11 @@ from nest_megatron.integrations.nemo_run.task import (
     script_words,
     size_of,
 )
-from nest_megatron.integrations.plan_output import fields_report, plan_file_note
+from nest_megatron.integrations.plan_output import (
+    fields_report,
+    plan_file_note,
+    require_launch,
+)
 from nest_megatron.layout import plan_file
 from nest_megatron.report.console import say, show
 
@@ -58,19 +64,28 @@ class NestPlugin(TaskOptions, run.Plugin):
             task.args.extend(words)
             say(f"nest: {task.path} plans as it starts: {' '.join(words)}")
             return
+        require_launch(Mode(self.mode))
         before = divided_ranks(task)
-        plan, changes = plan_recipe(task, self, size_of(executor))
+        plan, changes, notes = plan_recipe(task, self, size_of(executor))
         variables = getattr(executor, "env_vars", None)
-        show(fields_report(plan, changes))
+        show(fields_report(plan, changes, notes))
         for sentence in () if variables is None else adapt(variables, before, plan):
             say(f"nest: {sentence}")
         # the experiment's own folder does not exist yet, and NeMo-Run makes it only where none is
         folder = Path(executor.experiment_dir)
         base = folder.parents[2] if len(folder.parents) > 2 else folder.parent
-        path = base / "nest_plans" / f"{executor.experiment_id}-{Path(executor.job_dir).name}.yaml"
+        path = _free_path(
+            base / "nest_plans", f"{executor.experiment_id}-{Path(executor.job_dir).name}"
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         plan_file.write(plan, path)
         say(plan_file_note(path))
+
+
+def _free_path(folder: Path, stem: str) -> Path:
+    """A file that no other task has: those of a group, and those of one name, share a folder."""
+    ends = ("" if number == 1 else f"-{number}" for number in itertools.count(1))
+    return next(path for end in ends if not (path := folder / f"{stem}{end}.yaml").exists())
 
 
 def _watch_direct_runs() -> None:

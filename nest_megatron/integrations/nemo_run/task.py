@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from nest_megatron.config.launch import Mode
-from nest_megatron.config.overrides import parse
+from nest_megatron.config.overrides import Setting, parse
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.fields import ABSENT, attribute, find
 from nest_megatron.integrations.megatron_lm.attach import is_blackwell
@@ -26,6 +26,7 @@ from nest_megatron.integrations.nemo import (
     read_recipe,
     watch_recipe,
 )
+from nest_megatron.integrations.plan_output import pin_note
 from nest_megatron.integrations.recipe_plan import fields_assumed_harmless, pinned_recipe
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.dims import REPLICA_DEGREES
@@ -146,12 +147,15 @@ class TaskOptions:
 
 def plan_recipe(
     recipe: Any, options: TaskOptions, size: tuple[int, int] | None
-) -> tuple[ParallelPlan, tuple[Change, ...]]:
+) -> tuple[ParallelPlan, tuple[Change, ...], tuple[str, ...]]:
     """Write a plan into a recipe.
 
     Args:
         recipe: of NeMo 2.x; changed in place, or not at all.
         size: nodes, and processes on each, that the executor starts; ``None`` if it does not say.
+
+    Returns:
+        The plan, the fields that it changes, and notes on what it takes for granted.
 
     Raises:
         NestError: if there is no plan, or the recipe and the executor are of different sizes.
@@ -163,7 +167,8 @@ def plan_recipe(
             "it is no recipe of NeMo 2.x and no script",
             "Plan its configuration: nest_megatron.integrations.megatron_bridge.auto_recipe.",
         )
-    harmless = fields_assumed_harmless(parse(_names(options.overrides)))
+    settings = parse(_names(options.overrides))
+    harmless = fields_assumed_harmless(settings)
     job = read_recipe(recipe, vocab_size=options.vocab_size, assume_harmless=harmless)
     own = (job.num_nodes, job.gpus_per_node)
     if size is not None and size != own:
@@ -175,7 +180,11 @@ def plan_recipe(
             f"Give the recipe num_nodes={nodes} and {per_node} devices, or change the executor.",
         )
     if options.mode == Mode.PINNED:
-        plan = pinned_recipe(job, Path(str(options.plan))).plan
+        _refuse_search(options, settings)
+        if options.cluster is not None:
+            settings = (Setting(key="cluster", value=options.cluster), *settings)
+        pinned = pinned_recipe(job, Path(str(options.plan)), settings)
+        plan, notes = pinned.plan, (pin_note(pinned.pin), *job.notes)
         changes = apply_plan(recipe, plan, assume_harmless=harmless)
     else:
         plan, changes = auto_recipe(
@@ -186,9 +195,27 @@ def plan_recipe(
             keep=options.keep or (),
             vocab_size=options.vocab_size,
         )
+        notes = plan.notes
     if options.watch:
         watch_recipe(recipe, plan, steps=options.watch)
-    return plan, changes
+    return plan, changes, notes
+
+
+#: Settings that say where a pinned plan runs and what its job is; others are of a search.
+_OF_PINNED = ("assume_harmless", "cluster")
+
+
+def _refuse_search(options: TaskOptions, settings: Sequence[Setting]) -> None:
+    """Refuse what a plan that is written as it was reviewed does not follow."""
+    others = [each.key for each in settings if each.key.partition(".")[0] not in _OF_PINNED]
+    for name, value in (("free", options.free), ("keep", options.keep), ("overrides", others)):
+        if value:
+            raise _plugin_error(
+                name,
+                value,
+                "mode='pinned' writes the plan as it was reviewed, and searches nothing",
+                "Leave it out, or give mode='auto'.",
+            )
 
 
 def script_words(script: Any, options: TaskOptions) -> list[str]:

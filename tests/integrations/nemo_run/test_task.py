@@ -44,7 +44,7 @@ def pinned(plan: ParallelPlan, folder: Path) -> TaskOptions:
 
 def test_a_recipe_gets_the_plan() -> None:
     task = recipe()
-    plan, changes = plan_recipe(task, ON_DGX, (1, 8))
+    plan, changes, _ = plan_recipe(task, ON_DGX, (1, 8))
     chosen = plan.arguments
     assert task.trainer.strategy.tensor_model_parallel_size == chosen["tensor_model_parallel_size"]
     assert task.data.micro_batch_size == plan.layout.micro_batch_size
@@ -52,9 +52,9 @@ def test_a_recipe_gets_the_plan() -> None:
 
 
 def test_a_pinned_plan_is_written_as_it_is(tmp_path: Path) -> None:
-    plan, _ = plan_recipe(recipe(), ON_DGX, None)
+    plan, *_ = plan_recipe(recipe(), ON_DGX, None)
     task = recipe()
-    again, changes = plan_recipe(task, pinned(plan, tmp_path), (1, 8))
+    again, changes, _ = plan_recipe(task, pinned(plan, tmp_path), (1, 8))
     assert again == plan
     assert plan_recipe(task, pinned(plan, tmp_path), (1, 8))[1] == ()
     assert changes
@@ -68,7 +68,7 @@ def test_choices_of_a_pinned_plan_are_written_and_kept_ones_stay(tmp_path: Path)
 
     fixed = ("parallel.tensor_model_parallel_size=4", "search.num_alternatives=0")
     options = dataclasses.replace(ON_DGX, overrides=fixed)
-    plan, changes = plan_recipe(task(), options, (1, 8))
+    plan, changes, _ = plan_recipe(task(), options, (1, 8))
     assert plan.layout.execution.tp_comm_overlap
     assert "trainer.callbacks[0].tp_comm_overlap" in [change.field for change in changes]
     fresh = task()
@@ -79,11 +79,44 @@ def test_choices_of_a_pinned_plan_are_written_and_kept_ones_stay(tmp_path: Path)
 
 
 def test_a_pinned_plan_refuses_any_other_task(tmp_path: Path) -> None:
-    plan, _ = plan_recipe(recipe(), ON_DGX, None)
+    plan, *_ = plan_recipe(recipe(), ON_DGX, None)
     options, other = pinned(plan, tmp_path), recipe(num_nodes=2)
     with pytest.raises(UserInputError, match="number of GPUs is 16, pinned 8"):
         plan_recipe(other, options, (2, 8))
     assert other == recipe(num_nodes=2)
+
+
+@pytest.mark.parametrize(
+    ("more", "limit"),
+    [
+        ({"keep": ["micro_batch_size"]}, "keep = .*as it was reviewed"),
+        ({"free": ["recompute"]}, "free = .*as it was reviewed"),
+        ({"overrides": ["search.max_seconds=9"]}, "overrides = .*as it was reviewed"),
+        ({"cluster": "dgx_a100"}, "GPU is A100-SXM-80GB, pinned H100-SXM-80GB"),
+        ({"cluster": "dgx_h100", "overrides": ["cluster.oversubscription=2"]}, "network is"),
+    ],
+)
+def test_what_a_pinned_plan_does_not_follow_is_refused(
+    more: dict[str, Any], limit: str, tmp_path: Path
+) -> None:
+    plan, *_ = plan_recipe(recipe(num_nodes=2), ON_DGX, None)
+    options, other = pinned(plan, tmp_path), recipe(num_nodes=2)
+    with pytest.raises(UserInputError, match=limit):
+        plan_recipe(other, dataclasses.replace(options, **more), (2, 8))
+    assert other == recipe(num_nodes=2)
+    named = dataclasses.replace(options, cluster="dgx_h100")
+    assert plan_recipe(other, named, (2, 8))[0] == plan
+
+
+def test_what_is_assumed_of_a_recipe_comes_with_its_plan(tmp_path: Path) -> None:
+    task = recipe()
+    task.model.config.vocab_size = None
+    plan, _, notes = plan_recipe(task, TaskOptions(cluster="dgx_h100"), None)
+    assert "50257 rows are assumed" in " ".join(notes)
+    options = dataclasses.replace(pinned(plan, tmp_path), vocab_size=None)
+    of_pinned = " ".join(plan_recipe(task, options, None)[2])
+    assert "by ada" in of_pinned
+    assert "50257 rows are assumed" in of_pinned
 
 
 def test_the_executor_s_size_is_the_recipe_s() -> None:
