@@ -16,7 +16,7 @@ from typing import Any
 
 from nest_megatron.config.job import Requirement
 from nest_megatron.documents import packaged
-from nest_megatron.errors import UnplannableModelError
+from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.integrations.fields import (
     changed_fields,
     class_names,
@@ -269,11 +269,27 @@ def _hybrid(config: Any) -> dict[str, Any]:
     }
 
 
+def _nemo_hybrid(config: Any) -> dict[str, Any]:
+    """NeMo states the number of layers beside their pattern; megatron-core refuses another one.
+
+    Source: ``allocate_layers`` of megatron-core's ``mamba_hybrid_layer_allocation``.
+    """
+    found = _hybrid(config)
+    if config.num_layers != found["num_layers"]:
+        raise UserInputError(
+            "model.config.num_layers",
+            config.num_layers,
+            f"hybrid_override_pattern has {found['num_layers']} layers",
+            "Change both, or neither.",
+        )
+    return found
+
+
 def _nemotron_h(config: Any) -> dict[str, Any]:
     """NeMo writes the squared ReLU of these models as a function without a name."""
     name = getattr(value_or(config, "activation_func"), "__qualname__", "")
     own = name.startswith("NemotronHConfigBase.")
-    return _hybrid(config) | ({"activation": "squared_relu"} if own else {})
+    return _nemo_hybrid(config) | ({"activation": "squared_relu"} if own else {})
 
 
 def _heterogeneous(config: Any) -> dict[str, Any]:
@@ -402,7 +418,7 @@ FAMILIES: dict[str | None, Family] = {
     ),
     "MambaModelProvider": Family(fields=_hybrid),
     "NemotronHConfigBase": Family(fields=_nemotron_h),
-    "SSMConfig": Family(fields=_hybrid),
+    "SSMConfig": Family(fields=_nemo_hybrid),
     "HeterogeneousTransformerConfig": Family(
         fields=_heterogeneous,
         ones={"virtual_pipeline_model_parallel_size": "its layers are built for one stage a rank"},

@@ -93,6 +93,13 @@ def test_families_with_layers_of_their_own_are_planned_within_their_limits(name:
         assert plan.arguments[degree] == value, degree
 
 
+def test_layers_beside_their_pattern_are_as_many() -> None:
+    source = recipes.recipe("mamba2_130m")
+    source.model.config.num_layers = 12
+    with pytest.raises(UserInputError, match="num_layers = 12: hybrid_override_pattern has 24"):
+        read_recipe(source, vocab_size=50_000)
+
+
 def test_a_command_is_read_as_nemo_runs_it() -> None:
     text = 'nemo llm pretrain --factory "llama3_8b(num_nodes=2)" data.global_batch_size=256 --yes'
     job = recipe_command.read_recipe(text)
