@@ -9,11 +9,9 @@ host's disks is looked at; of what is not, the format that the job states is bel
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
-import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,7 +34,11 @@ from nest_megatron.integrations.fields import (
 )
 from nest_megatron.integrations.megatron_lm import checkpoint
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, read_checkpoint
-from nest_megatron.integrations.megatron_lm.layout_arguments import Values
+from nest_megatron.integrations.megatron_lm.layout_arguments import (
+    Values,
+    in_fields,
+    naming_fields,
+)
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.facts import token_multiple
 from nest_megatron.model.encoder import EXPERTS, Adapters, PeftScheme
@@ -316,14 +318,14 @@ class Restored:
             return {}
         needs = checkpoint.requirements(self.saved, self.values, version)
         if self.is_seen:
-            return {n: replace(r, fix=_in_fields(r.fix, self.fields)) for n, r in needs.items()}
+            return {n: replace(r, fix=in_fields(r.fix, self.fields)) for n, r in needs.items()}
         known = {n: r for n, r in needs.items() if r.value is not None}
         return {n: replace(r, fix=self.afresh or r.fix) for n, r in known.items()}
 
     def check(self, plan: ParallelPlan, version: str) -> None:
         """Raise if a plan's layout is one that the checkpoint cannot be loaded into."""
         if self.is_seen:
-            with _naming_fields(self.fields):
+            with naming_fields(self.fields):
                 checkpoint.check_loadable(self.saved, plan.arguments, self.values, version)
 
     def note(self) -> str:
@@ -338,25 +340,6 @@ class Restored:
                 "be the recipe's; a run that was planned goes on under its own plan (pin it)."
             )
         return found
-
-
-def _in_fields(text: str, fields: Mapping[str, str]) -> str:
-    """A text with fields in the place of Megatron-LM's flags.
-
-    >>> _in_fields("Add --no-load-optim.", {"--no-load-optim": "checkpoint.load_optim=False"})
-    'Add checkpoint.load_optim=False.'
-    """
-    return re.sub(r"--[a-z-]+", lambda flag: fields.get(flag[0], flag[0]), text)
-
-
-@contextlib.contextmanager
-def _naming_fields(fields: Mapping[str, str]) -> Iterator[None]:
-    """Name fields in the place of Megatron-LM's flags in what is refused."""
-    try:
-        yield
-    except UserInputError as error:
-        what, fix = (_in_fields(text, fields) for text in (error.what, error.fix))
-        raise UserInputError(what, error.value, error.limit, fix) from error
 
 
 #: What holds weights alone, of any layout.
@@ -414,7 +397,7 @@ def restored_by_bridge(cfg: Any) -> Restored | None:
     source = str(load if resumes else pretrained or load)
     named = "load" if resumes else "pretrained_checkpoint"
     fields = {**_BRIDGE_FIELDS, "--load": f"checkpoint.{named}"}
-    with _naming_fields(fields):
+    with naming_fields(fields):
         saved = read_checkpoint(values) if _has_checkpoint(source) else None
     if saved is not None:
         saved = replace(saved, **_saved_sizes(saved.directory))

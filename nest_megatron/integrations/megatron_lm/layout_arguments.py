@@ -7,7 +7,9 @@ Source lines are those of Megatron-LM core_v0.16.1; ``args`` stands for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nest_megatron.documents import packaged
@@ -99,6 +101,28 @@ def flag_of(dest: str) -> str:
 def flag_error(dest: str, value: object, limit: str, fix: str) -> UserInputError:
     """What is wrong with an argument, by its flag."""
     return UserInputError(flag_of(dest), value, limit, fix)
+
+
+def in_fields(text: str, fields: Mapping[str, str]) -> str:
+    """A text with fields in the place of Megatron-LM's flags.
+
+    >>> in_fields("Add --no-load-optim.", {"--no-load-optim": "checkpoint.load_optim=False"})
+    'Add checkpoint.load_optim=False.'
+    """
+    return re.sub(r"--[a-z0-9-]+", lambda flag: fields.get(flag[0], flag[0]), text)
+
+
+@contextlib.contextmanager
+def naming_fields(fields: Mapping[str, str]) -> Iterator[None]:
+    """Name fields in the place of Megatron-LM's flags in what is refused."""
+    try:
+        yield
+    except UserInputError as error:
+        said = error.what, error.limit, error.fix
+        what, limit, fix = (in_fields(text, fields) for text in said)
+        if (what, limit, fix) == said or type(error) is not UserInputError:
+            raise
+        raise UserInputError(what, error.value, limit, fix) from error
 
 
 _LAYOUT, _FIRST, _LAST, _EMBEDDING, _LOSS, _PATTERN = STAGE_OPTIONS

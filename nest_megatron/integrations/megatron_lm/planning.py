@@ -24,6 +24,8 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
     Values,
     flag_error,
+    flag_of,
+    naming_fields,
 )
 from nest_megatron.integrations.megatron_lm.parser import load_arguments, read_argv
 from nest_megatron.integrations.megatron_lm.present_layout import (
@@ -68,13 +70,14 @@ def job_request(
         UserInputError: for a setting that cannot be kept.
     """
     job = with_device_settings(job, cluster)
-    space, offer = job_space(job, composed)
-    request = request_for(
-        *(job, cluster, composed, space),
-        offer=offer,
-        freed=freed_flags(job),
-        versions=versions,
-    )
+    with naming_fields({flag_of(name): path for name, path in job.fields.items()}):
+        space, offer = job_space(job, composed)
+        request = request_for(
+            *(job, cluster, composed, space),
+            offer=offer,
+            freed=freed_flags(job),
+            versions=versions,
+        )
     return with_present_layout(request, job, composed)
 
 

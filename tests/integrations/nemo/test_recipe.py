@@ -10,6 +10,7 @@ import pytest
 
 from nest_megatron.api import Plan
 from nest_megatron.errors import UnplannableModelError, UserInputError
+from nest_megatron.integrations.fields import find
 from nest_megatron.integrations.nemo import (
     apply_plan,
     auto_recipe,
@@ -277,6 +278,41 @@ def test_wishes_are_checked(options: dict[str, Any], what: str) -> None:
     with pytest.raises(UserInputError) as refusal:
         auto_recipe(llama(), cluster="dgx_h100", **options)
     assert refusal.value.what == what
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "keep", "field"),
+    [
+        ("data.micro_batch_size", 2, "micro_batch_size", "data.micro_batch_size = 2"),
+        (
+            "trainer.strategy.num_layers_in_first_pipeline_stage",
+            3,
+            "stage_layout",
+            "trainer.strategy.num_layers_in_first_pipeline_stage = 3",
+        ),
+        ("trainer.strategy.fsdp", "megatron", "all", "trainer.strategy.ddp.use_megatron_fsdp"),
+    ],
+)
+def test_what_cannot_be_kept_is_named_by_its_field(
+    path: str, value: object, keep: str, field: str
+) -> None:
+    recipe = llama()
+    recipe.data.packed_sequence_specs = SimpleNamespace(packed_sequence_size=8192)
+    recipe.resume = SimpleNamespace(restore_config=SimpleNamespace(path="/nowhere/llama"))
+    parent, _, name = path.rpartition(".")
+    setattr(find(recipe, parent), name, value)
+    with pytest.raises(UserInputError, match=field) as caught:
+        auto_recipe(recipe, cluster="dgx_h100", keep=[keep])
+    assert "--" not in str(caught.value)
+
+
+def test_offloading_of_no_layer_is_off_in_a_plan() -> None:
+    """megatron-core refuses the switch beside several stages, however many layers it offloads."""
+    recipe = llama()
+    recipe.model.config.cpu_offloading = True
+    changed = by_field(recipe, laid_out(pp=4))
+    assert changed["model.config.cpu_offloading"] == (True, False)
+    assert apply_plan(recipe, laid_out(pp=4)) == ()
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:
