@@ -389,13 +389,7 @@ class ExecutionPlaces:
                         "has.",
                     )
             switches = {name: getattr(wanted, name) for name in fields}
-            left_on = (  # without a layer, and refused beside several stages all the same
-                "cpu_offloading_num_layers" in fields
-                and not wanted.cpu_offloading_num_layers
-                and self._value("cpu_offloading") is True
-            )
             differs = not changed.isdisjoint(fields) or ("cp_comm_type" in fields and idle)
-            differs |= left_on
             differs |= any(  # a switch would be beside the plan's
                 isinstance(value, bool) and bool(stated[name]) != value
                 for name, value in switches.items()
@@ -409,7 +403,7 @@ class ExecutionPlaces:
                 why = "belongs to the choice beside it"
                 if name == "cp_comm_type":
                     why = self.lacks.get("hierarchical_context_parallel_sizes", why)
-                if name in changed or left_on:
+                if name in changed:
                     why = "this plan is priced without it"
                 if name in asked:
                     why = execution_reason(name)

@@ -155,6 +155,11 @@ def other_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
     hybrid = plan.layout.execution.moe_flex_dispatcher_backend is FlexBackend.HYBRIDEP
     if hybrid and differs_by_rank(recipe.find(recipe.data)):
         yield recipe.hybridep_padding, True, "replicas have micro batches of different lengths"
+    switch = f"{recipe.model}.cpu_offloading"
+    layers = recipe.find(f"{switch}_num_layers"), plan.layout.execution.cpu_offloading_num_layers
+    if recipe.find(switch) is True and not any(layers):
+        why = "it offloads no layer, and several stages and recomputation are refused beside it"
+        yield switch, False, why
     if plan.model.is_moe:
         why = "one kernel for all local experts, as was priced"
         yield f"{recipe.model}.moe_grouped_gemm", True, why

@@ -312,6 +312,7 @@ def test_offloading_of_no_layer_is_off_in_a_plan() -> None:
     recipe.model.config.cpu_offloading = True
     changed = by_field(recipe, laid_out(pp=4))
     assert changed["model.config.cpu_offloading"] == (True, False)
+    assert "model.config.offload_modules" not in changed
     assert apply_plan(recipe, laid_out(pp=4)) == ()
 
 
