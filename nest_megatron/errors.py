@@ -148,7 +148,7 @@ def nearest(name: str, known: Iterable[str], *, count: int = 3) -> str:
 
 
 def _close(name: str, names: list[str], count: int) -> str:
-    close = difflib.get_close_matches(name, names, n=count, cutoff=0.4)
+    close = difflib.get_close_matches(str(name), names, n=count, cutoff=0.4)
     return f"Did you mean {' or '.join(close)}?" if close else ""
 
 

@@ -123,10 +123,18 @@ def layout_text(layout: Any) -> str | None:
     layout = getattr(layout, "input_data", layout)  # megatron-core's own parsed form
     if layout is None or isinstance(layout, str):
         return layout
-    return "|".join(
-        "".join(_LETTERS[str(getattr(unit, "name", unit)).strip().lower()] for unit in stage)
-        for stage in layout
-    )
+    try:
+        return "|".join(
+            "".join(_LETTERS[str(getattr(unit, "name", unit)).strip().lower()] for unit in stage)
+            for stage in layout
+        )
+    except (KeyError, TypeError) as error:
+        raise UserInputError(
+            "pipeline_model_parallel_layout",
+            layout,
+            f"a stage is a list of {', '.join(_LETTERS)}",
+            "Write for example 'Et*4|t*4L'.",
+        ) from error
 
 
 def megatron_arguments(items: Mapping[str, Any]) -> dict[str, Any]:

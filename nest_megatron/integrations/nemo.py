@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from typing import Any
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.config.job import Job
 from nest_megatron.cost_model.target_defaults import NEMO, NEMO_LACKS
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import UserInputError, require_at_least
 from nest_megatron.integrations import recipe_plan
 from nest_megatron.integrations.fields import (
     ABSENT,
@@ -150,7 +151,8 @@ class NemoRecipe(Recipe, framework="nemo"):
             devices = list(filter(None, devices.split(","))) if "," in devices else int(devices)
         per_node = len(devices) if isinstance(devices, list | tuple) else devices
         if isinstance(per_node, int) and per_node > 0:
-            return per_node * value_or(self.root.trainer, "num_nodes", 1), per_node
+            nodes = value_or(self.root.trainer, "num_nodes")
+            return per_node * (1 if nodes is None else self.whole("trainer.num_nodes")), per_node
         raise UserInputError(
             "trainer.devices",
             devices,
@@ -404,7 +406,7 @@ def _vocabulary_error(value: str, limit: str) -> UserInputError:
 def auto_recipe(
     recipe: Any,
     *,
-    cluster: str | Cluster | None = None,
+    cluster: str | os.PathLike[str] | Cluster | None = None,
     overrides: Sequence[str] = (),
     free: Sequence[str] | None = None,
     keep: Sequence[str] = (),
@@ -494,6 +496,7 @@ def watch_recipe(recipe: Any, plan: ParallelPlan, *, steps: int = STEPS) -> None
         plan: the one in its fields.
         steps: how many are watched.
     """
+    require_at_least("steps", steps, 1, "Give at least 1, or do not watch it.")
     from nest_megatron.integrations.lightning import WatchCallback
 
     fields: dict[str, Any] = {"plan": plan_file.dump(plan), "steps": steps}

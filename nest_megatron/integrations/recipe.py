@@ -39,6 +39,8 @@ from nest_megatron.integrations.fields import (
     value_or,
 )
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
+    flag_of,
+    naming_fields,
     read_recompute,
     read_sharding,
     read_zero,
@@ -236,6 +238,9 @@ class Recipe(Configuration, ABC):
                 precision, fp8_recipe = narrow, str(value_or(holder, "fp8_recipe", "delayed"))
         restored = self.restored_by(self.root)
         config, data, places = self.find(self.model), self.find(self.data), self.places
+        for item, path in self.items.items():
+            if item.endswith("_parallel_size") and self.find(path) not in (None, ABSENT):
+                self.whole(path)
         family, stated, execution = family_of(config), self.item_values(), places.values()
         sharded = {
             **stated,
@@ -269,6 +274,8 @@ class Recipe(Configuration, ABC):
                 TAKEN_BACK: None,
             }
         )
+        with naming_fields({flag_of(item): self.items[item] for item in RECOMPUTE}):
+            recompute = read_recompute(stated)
         graphs = {name: value_or(config, name) for name in GRAPH_FIELDS}
         overlaps = {  # ``_get_optimizer_overlap_cfgs`` of both: on, if not switched off there
             name: False not in [self.find(f"{path}.{name}") for path in places.overlap]
@@ -300,7 +307,7 @@ class Recipe(Configuration, ABC):
                 **graphs,
                 **{name: sharded[name] for name in ("use_megatron_fsdp", "use_torch_fsdp2")},
             },
-            recompute=read_recompute(stated),
+            recompute=recompute,
             zero=read_zero(sharded) or ZeroStage.NONE,
             sharding=read_sharding(sharded),
             memory_flags=flags,

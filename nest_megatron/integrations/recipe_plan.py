@@ -442,7 +442,7 @@ def require_pinned_for(
 def plan_recipe(
     job: Job,
     *,
-    cluster: str | Cluster | None,
+    cluster: str | os.PathLike[str] | Cluster | None,
     overrides: Sequence[Setting],
     choose: int = 0,
     hosts: Sequence[Host] = (),
@@ -470,6 +470,15 @@ def plan_recipe(
                 "the model and the batch are the recipe's own",
                 "Change the job.",
             )
+    if isinstance(cluster, os.PathLike):
+        cluster = os.fspath(cluster)
+    if not isinstance(cluster, str | Cluster | None):
+        raise UserInputError(
+            "cluster",
+            cluster,
+            "it is a name of the catalogue, a file or a record of a cluster",
+            "Give for example cluster='dgx_h100' (`nest-megatron clusters` lists them).",
+        )
     if isinstance(cluster, str):
         settings = (Setting(key="cluster", value=cluster), *settings)
     settings = with_defaults(settings, names_cluster=isinstance(cluster, Cluster))
@@ -519,7 +528,7 @@ def plan_into(
     make: Callable[[Collection[str]], Recipe],
     overrides: Sequence[str],
     *,
-    cluster: str | Cluster | None,
+    cluster: str | os.PathLike[str] | Cluster | None,
     free: Sequence[str] | None,
     keep: Sequence[str],
     vocab_size: int | None,

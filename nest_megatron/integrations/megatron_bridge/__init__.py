@@ -320,7 +320,7 @@ def read_recipe(
 def auto_recipe(
     cfg: Any,
     *,
-    cluster: str | Cluster | None = None,
+    cluster: str | os.PathLike[str] | Cluster | None = None,
     overrides: Sequence[str] = (),
     free: Sequence[str] | None = None,
     keep: Sequence[str] = (),

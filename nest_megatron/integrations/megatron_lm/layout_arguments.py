@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nest_megatron.documents import packaged
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.layout.execution_rules import EXECUTION_ARGUMENTS
 from nest_megatron.layout.recompute import (
     Recompute,
@@ -151,8 +151,13 @@ def read_recompute(values: Values) -> Recompute | None:
         granularity, modules = "selective", [*modules, "moe"]
     if granularity is None:
         return None
+    method = values.get("recompute_method")
+    for name, value, known in (
+        ("recompute_granularity", granularity, ("full", "selective")),
+        ("recompute_method", method or "uniform", tuple(RecomputeMethod)),
+    ):
+        require_known(flag_of(name), value, known)  # a recipe may hold any text
     if granularity == "full":
-        method = values.get("recompute_method")
         return Recompute(
             granularity=RecomputeGranularity.FULL,
             method=RecomputeMethod(method) if method is not None else None,

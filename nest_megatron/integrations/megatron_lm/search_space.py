@@ -110,7 +110,7 @@ def free_parameters(
 
 
 def _choices(what: str, given: Collection[str] | str) -> tuple[str, ...]:
-    names = (given,) if isinstance(given, str) else tuple(given)
+    names = (given,) if isinstance(given, str) else tuple(map(str, given))
     for name in names:
         require_known(what, name, (*CHOICES, "all"), "it is no choice that a plan makes")
     return names

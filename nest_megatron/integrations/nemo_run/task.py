@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-from nest_megatron.config.launch import Mode
+from nest_megatron.config.defaults import with_defaults
+from nest_megatron.config.launch import Mode, read_launch, read_words, split_words
 from nest_megatron.config.overrides import Setting, parse
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.fields import ABSENT, attribute, find
@@ -179,6 +180,8 @@ def plan_recipe(
             f"the executor starts {nodes} x {per_node} processes",
             f"Give the recipe num_nodes={nodes} and {per_node} devices, or change the executor.",
         )
+    if size is not None:
+        _require_all_ranks(with_defaults(settings), size)
     if options.mode == Mode.PINNED:
         _refuse_search(options, settings)
         if options.cluster is not None:
@@ -218,6 +221,21 @@ def _refuse_search(options: TaskOptions, settings: Sequence[Setting]) -> None:
             )
 
 
+def _require_all_ranks(settings: Sequence[Setting], size: tuple[int, int]) -> None:
+    """Refuse settings that plan for other ranks than an executor starts."""
+    nodes, per_node = size
+    wanted = {"cluster.num_gpus": str(nodes * per_node), "search.use_all_gpus": "true"}
+    for each in settings:
+        value = str(each.value).strip().lower()
+        if wanted.get(each.key, value) != value:
+            raise _plugin_error(
+                each.key,
+                each.value,
+                f"the executor starts {nodes} x {per_node} processes, all of which take part",
+                "Leave it out, or change the executor and the recipe.",
+            )
+
+
 def script_words(script: Any, options: TaskOptions) -> list[str]:
     """The words with which a script plans itself, if it takes any and they can say it."""
     if not script.path or "python" not in script.entrypoint:
@@ -226,6 +244,14 @@ def script_words(script: Any, options: TaskOptions) -> list[str]:
             script.path or "inline",
             "only a Python script with a path takes +nest=auto",
             "Give run.Script(path=..., entrypoint='python'), or plan in the script itself.",
+        )
+    own, _ = split_words(script.args)
+    if own:
+        raise _plugin_error(
+            "task",
+            " ".join(own),
+            "these words of the script plan it already",
+            "Leave them out, or launch it without NestPlugin.",
         )
     if options.keep or options.vocab_size:
         raise _plugin_error(
@@ -241,6 +267,7 @@ def script_words(script: Any, options: TaskOptions) -> list[str]:
         words.append(f"nest.watch={options.watch}")
     if options.free is not None:
         words.append(f"nest.free=[{','.join(_names(options.free))}]")
+    read_launch(read_words(words))  # here, and not once the job has waited for its machines
     return words
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nest_megatron.api import Plan
+from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.integrations.fields import find
 from nest_megatron.integrations.nemo import (
@@ -17,6 +19,7 @@ from nest_megatron.integrations.nemo import (
     plan_changes,
     read_recipe,
     require_language_models,
+    watch_recipe,
 )
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import RecomputeGranularity
@@ -252,6 +255,59 @@ def test_a_recipe_is_planned_at_its_own_size() -> None:
     assert plan.layout.num_gpus == 16
     assert changes
     assert plan_changes(recipe, plan) == ()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("trainer.num_nodes", "2", "num_nodes = '2': it must be a whole number"),
+        ("trainer.num_nodes", 2.0, "num_nodes = 2.0: it must be a whole number"),
+        (
+            "trainer.strategy.tensor_model_parallel_size",
+            "4",
+            "strategy.tensor_model_parallel_size = '4': it must be a whole number",
+        ),
+        ("trainer.strategy.context_parallel_size", 0, "context_parallel_size = 0: it must be"),
+        ("trainer.strategy.pipeline_model_parallel_layout", [4], "a stage is a list of embedding"),
+        ("trainer.strategy.pipeline_model_parallel_layout", [["x"]], "a stage is a list of"),
+        (
+            "model.config.recompute_granularity",
+            "ful",
+            "model.config.recompute_granularity = 'ful': it must be one of full, selective",
+        ),
+        ("model.config.recompute_granularity", 1, "granularity = 1: it must be one of full"),
+    ],
+)
+def test_values_of_a_wrong_kind_are_named(path: str, value: object, said: str) -> None:
+    recipe = llama()
+    parent, _, name = path.rpartition(".")
+    setattr(find(recipe, parent), name, value)
+    with pytest.raises(UserInputError, match=said):
+        read_recipe(recipe)
+
+
+def test_an_unknown_method_of_recomputation_is_named() -> None:
+    recipe = llama()
+    recipe.model.config.recompute_granularity = "full"
+    recipe.model.config.recompute_method = "blocks"
+    with pytest.raises(UserInputError, match=r"model\.config\.recompute_method = 'blocks'.*block"):
+        read_recipe(recipe)
+
+
+def test_a_cluster_is_a_name_a_file_or_a_record(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(catalogue_root().joinpath("cluster", "dgx_a100.yaml").read_bytes())
+    plan, _ = auto_recipe(llama(), cluster=path)
+    assert plan.cluster.accelerator.name == "A100-SXM-80GB"
+    with pytest.raises(UserInputError, match=r"cluster = \{'accelerator': 'h100'\}: it is a name"):
+        auto_recipe(llama(), cluster={"accelerator": "h100"})  # type: ignore[arg-type]
+
+
+def test_a_recipe_watches_one_step_at_least() -> None:
+    recipe = llama()
+    with pytest.raises(UserInputError, match="steps = 0: it must be at least 1"):
+        watch_recipe(recipe, laid_out(), steps=0)
+    assert recipe.trainer.callbacks == []
 
 
 def test_what_is_kept_stays_and_what_is_freed_alone_changes() -> None:

@@ -129,8 +129,21 @@ def test_another_task_is_refused() -> None:
         plan_recipe(SimpleNamespace(config=None), ON_DGX, None)
 
 
+@pytest.mark.parametrize("setting", ["cluster.num_gpus=64", "search.use_all_gpus=false"])
+def test_a_plan_takes_the_ranks_that_the_executor_starts(setting: str) -> None:
+    task = recipe(num_nodes=2)
+    options = dataclasses.replace(ON_DGX, overrides=[setting])
+    with pytest.raises(UserInputError, match="the executor starts 2 x 8 processes"):
+        plan_recipe(task, options, (2, 8))
+    assert task == recipe(num_nodes=2)
+    same = dataclasses.replace(ON_DGX, overrides=["cluster.num_gpus=16"])
+    assert plan_recipe(task, same, (2, 8))[0].layout.num_gpus == 16
+
+
 def script(**more: Any) -> Any:
-    return SimpleNamespace(**{"path": "pretrain_gpt.py", "entrypoint": "python", **more})
+    return SimpleNamespace(
+        **{"path": "pretrain_gpt.py", "entrypoint": "python", "args": [], **more}
+    )
 
 
 def test_a_script_gets_words() -> None:
@@ -151,6 +164,17 @@ def test_a_script_gets_words() -> None:
 def test_scripts_that_take_no_words_are_refused(other: dict[str, str]) -> None:
     with pytest.raises(UserInputError, match="only a Python script"):
         script_words(script(**other), TaskOptions())
+
+
+def test_words_of_the_script_itself_stay() -> None:
+    own = script(args=["--bf16", "+nest=pinned", "nest.plan=/plans/a.yaml"])
+    with pytest.raises(UserInputError, match=r"\+nest=pinned nest.plan=.*plan it already"):
+        script_words(own, TaskOptions())
+
+
+def test_words_are_checked_before_a_script_waits_for_its_machines() -> None:
+    with pytest.raises(UserInputError, match=r"nest\.search\.max_second = '9'"):
+        script_words(script(), TaskOptions(overrides=["search.max_second=9"]))
 
 
 def test_a_script_keeps_by_itself() -> None:
