@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,12 +53,12 @@ class Duration(click.types.FloatParamType):
             found = float(value)
         except ValueError:
             found = float(read_quantity(value, self.field, what))
-        if found > 0:
+        if 0 < found < math.inf:
             return found
         raise UserInputError(
             what,
             found,
-            "it must be above 0",
+            "it must be above 0 and finite",
             f"Write for example {dimension_of(self.field).example}.",
         )
 

@@ -21,7 +21,7 @@ from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import print_notes, progress, say, show, show_json
 from nest_megatron.report.failure import WITHOUT_PLAN, print_without_plan
 from nest_megatron.tuning.job import TunedJob, read_tuned
-from nest_megatron.tuning.launchers import launcher_named
+from nest_megatron.tuning.launchers import launcher_named, read_options
 from nest_megatron.tuning.report import (
     dry_run_document,
     plan_words,
@@ -66,6 +66,7 @@ class TuneOptions(CommandOptions):
                 "the command is kept in the folder, so that a tuning can go on",
                 "Give it in quotes, or `-- bash train.sh`; --resume FOLDER goes on.",
             )
+        read_options(self.launcher, self.launcher_options)
         composed = composed_settings(parse(self.overrides), self.config_dir)
         kept = kept_command(self.from_command, composed, self.megatron_version)
         if kept.folder and Path(kept.folder) != Path.cwd():

@@ -25,6 +25,7 @@ from nest_megatron.integrations.nemo_run.task import (
     run_script,
 )
 from nest_megatron.integrations.process_variables import first_host
+from nest_megatron.packages import is_installed
 from nest_megatron.tuning import LAUNCHERS
 from nest_megatron.tuning.job import RunCommand, meets
 from nest_megatron.tuning.session import Ended, open_locked
@@ -170,6 +171,31 @@ def launcher_named(name: str, options: Sequence[str], command: RunCommand) -> La
     Raises:
         UserInputError: for an unknown one, or one whose package is not installed.
     """
+    given = read_options(name, options)
+    if name == "auto":
+        in_allocation = "SLURM_JOB_ID" in os.environ and command.num_nodes > 1
+        name = "srun" if in_allocation and not command.starts_ranks else "local"
+    if name == "submitit":
+        if not is_installed(name):
+            raise UserInputError(
+                "--launcher",
+                name,
+                "submitit is not installed here",
+                "pip install submitit, or give --launcher srun inside an allocation.",
+            )
+        cluster = given.pop("cluster", None)
+        return partial(run_by_submitit, options=given, cluster=cluster)
+    if name == "nemo_run":
+        return partial(run_by_nemo_run, executor=str(given["executor"]))
+    return run_as_step if name == "srun" else run_locally
+
+
+def read_options(name: str, options: Sequence[str]) -> dict[str, Any]:
+    """The options of a launcher, which may be ``auto``; nothing is loaded.
+
+    Raises:
+        UserInputError: for a launcher that is not known, and options that it does not take.
+    """
     require_known("--launcher", name, LAUNCHERS)
     given = _pairs(options)
     if given and name not in ("submitit", "nemo_run"):
@@ -179,22 +205,14 @@ def launcher_named(name: str, options: Sequence[str], command: RunCommand) -> La
             "options are those of submitit and NeMo-Run",
             "Leave them out, or add --launcher submitit or nemo_run.",
         )
-    if name == "auto":
-        in_allocation = "SLURM_JOB_ID" in os.environ and command.num_nodes > 1
-        name = "srun" if in_allocation and not command.starts_ranks else "local"
-    if name == "submitit":
-        cluster = given.pop("cluster", None)
-        return partial(run_by_submitit, options=given, cluster=cluster)
-    if name == "nemo_run":
-        if given.keys() != {"executor"}:
-            raise UserInputError(
-                "--launcher-option",
-                list(options),
-                "NeMo-Run is told one executor, and nothing else",
-                "Give --launcher-option executor=NAME, or a .yaml file.",
-            )
-        return partial(run_by_nemo_run, executor=str(given["executor"]))
-    return run_as_step if name == "srun" else run_locally
+    if name == "nemo_run" and given.keys() != {"executor"}:
+        raise UserInputError(
+            "--launcher-option",
+            list(options),
+            "NeMo-Run is told one executor, and nothing else",
+            "Give --launcher-option executor=NAME, or a .yaml file.",
+        )
+    return given
 
 
 def _pairs(options: Iterable[str]) -> dict[str, Any]:

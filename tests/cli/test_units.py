@@ -87,6 +87,7 @@ def test_a_time_of_an_option_has_a_unit_or_the_one_of_its_name(
         (("profile", "model=llama3_8b", "--max-seconds", "nan"), "above 0"),
         (("tune", "--run-timeout", "10m"), "90s, or 10min"),
         (("tune", "--run-timeout", "-5min"), "--run-timeout = -5.0: it must be above 0"),
+        (("tune", "--run-timeout", "inf"), "--run-timeout = inf: it must be above 0 and finite"),
     ],
 )
 def test_a_wrong_time_of_an_option_is_named(words: tuple[str, ...], told: str) -> None:

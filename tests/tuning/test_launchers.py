@@ -113,6 +113,12 @@ def test_a_wrong_launcher_is_refused(name: str, options: list[str]) -> None:
         launcher_named(name, options, COMMAND)
 
 
+def test_a_launcher_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(UserInputError, match="submitit is not installed here"):
+        launcher_named("submitit", [], COMMAND)
+
+
 def test_options_reach_submitit() -> None:
     found = launcher_named("submitit", ["slurm_partition=h100", "cpus_per_task=8"], COMMAND)
     assert isinstance(found, partial)

@@ -71,6 +71,25 @@ def test_a_dry_run_starts_no_run_of_a_tuning_that_goes_on(tmp_path: Path) -> Non
     assert (done.code, "Leave one of them out." in done.err) == (2, True)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--launcher", "nemo_run"),
+        ("--launcher", "submitit", "--launcher-option", "slurm_partition"),
+        ("--launcher-option", "slurm_partition=h100"),
+    ],
+)
+def test_options_of_a_launcher_are_read_before_a_folder_is_made(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    typed = command("--use-distributed-optimizer")
+    words = ("cluster=dgx_h100", "cluster.num_gpus=16", "--out", str(tmp_path / "runs"))
+    for more in ((), ("--dry-run",)):
+        done = run("tune", "--from", typed, *words, *options, *more)
+        assert (done.code, "error: --launcher-option" in done.err) == (2, True)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_the_first_run_is_of_the_plan_without_runs(tmp_path: Path) -> None:
     launcher = Answered(as_predicted)
     found = tuned(tmp_path, launcher)
