@@ -210,8 +210,14 @@ class NemoRecipe(Recipe, framework="nemo"):
             return preset, True, ()
         if given is not None:
             return given, False, ()
-        for holder in (recipe.model, recipe.data):
-            if (tokenizer := value_or(holder, "tokenizer")) is not None:
+        own = value_or(recipe, "tokenizer")  # one of its own, or whose of the two both take
+        holders = (recipe.data, recipe.model) if own == "data" else (recipe.model, recipe.data)
+        named = (
+            None if isinstance(own, str) else own,
+            *(value_or(h, "tokenizer") for h in holders),
+        )
+        for tokenizer in named:
+            if tokenizer is not None:
                 rows, notes = _tokenizer_rows(tokenizer)
                 return rows, False, notes
         base = hub_name(self.find("resume.restore_config.path"))

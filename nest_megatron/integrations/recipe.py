@@ -212,9 +212,9 @@ class Recipe(Configuration, ABC):
             spec = replace(
                 spec, decoder_seq_length=value_or(data, "seq_length_dec", spec.decoder_seq_length)
             )
-        for name in ("peft", "model_transform"):
-            if (peft := value_or(self.root, name)) is not None:
-                where = f"{self.variable}.{name}"
+        for path in ("peft", "model_transform", "model.model_transform"):  # NeMo takes the first
+            if (peft := self.find(path)) not in (None, ABSENT):
+                where = f"{self.variable}.{path}"
                 spec, assumed = with_adapters(spec, peft, where, config, self._assume_harmless)
                 return spec, (*notes, *assumed)
         return spec, notes

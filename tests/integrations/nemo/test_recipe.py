@@ -57,6 +57,19 @@ def test_without_a_tokenizer_mock_data_decides_and_says_so() -> None:
     assert read_recipe(recipe, vocab_size=1000).spec.vocab_size == 1000
 
 
+@pytest.mark.parametrize(
+    ("own", "rows"),
+    [(None, 1000), ("model", 1000), ("data", 2000), (SimpleNamespace(vocab_size=3000), 3000)],
+)
+def test_the_tokenizer_is_the_one_that_nemo_takes(own: Any, rows: int) -> None:
+    recipe = llama()
+    recipe.model.config.vocab_size = None
+    recipe.model.tokenizer = SimpleNamespace(vocab_size=1000)
+    recipe.data.tokenizer = SimpleNamespace(vocab_size=2000)
+    recipe.tokenizer = own
+    assert read_recipe(recipe).spec.vocab_size == rows
+
+
 @pytest.mark.parametrize("name", ["silu", "squared_relu"])
 def test_an_activation_may_be_given_by_its_name(name: str) -> None:
     recipe = llama()
@@ -209,10 +222,11 @@ def lora(**fields: Any) -> Any:
     return type("LoRA", (SimpleNamespace,), {})(target_modules=["linear_qkv"], dim=8, **fields)
 
 
-@pytest.mark.parametrize("name", ["peft", "model_transform"])
-def test_adapters_are_planned_beside_frozen_weights(name: str) -> None:
+@pytest.mark.parametrize("path", ["peft", "model_transform", "model.model_transform"])
+def test_adapters_are_planned_beside_frozen_weights(path: str) -> None:
     recipe = llama()
-    setattr(recipe, name, lora(alpha=16))
+    parent, _, name = path.rpartition(".")
+    setattr(find(recipe, parent), name, lora(alpha=16))
     adapters = Adapters(target_modules=("linear_qkv",), dim=8)
     assert read_recipe(recipe).spec.adapters == adapters
     plan, _ = auto_recipe(recipe, cluster="dgx_h100", free=["all"])
