@@ -43,6 +43,9 @@ cdef enum:
     NUM_FIELDS = 13
 
 cdef enum:
+    MOST_UNITS = (1 << 31) - 2  # places are kept in int32
+
+cdef enum:
     MTP_ALONE = 2  # of the ways in which MTP layers stand apart from the head
 
 cdef enum:
@@ -1645,8 +1648,35 @@ cdef object solution_of(const Work* w, int status):
     return status, w.lower, iteration, boundaries, w.nodes, w.simulations
 
 
+cdef bint has_shape(
+    const Work* w,
+    const uint8_t* kinds,
+    Py_ssize_t num_kinds,
+    Py_ssize_t num_forward,
+    Py_ssize_t num_backward,
+) noexcept nogil:
+    """Whether the numbers of a problem belong together, as ``problem_checks.check_shape`` asks."""
+    cdef Py_ssize_t x
+    if w.p < 1 or w.v < 1 or w.m < 1 or w.n > MOST_UNITS or w.p > w.n or w.v > w.n // w.p:
+        return False
+    if w.m > MOST_TICKS // w.n:
+        return False
+    if w.v == 1 and w.overlap or w.v > 1 and (w.p == 1 or w.m % w.p):
+        return False
+    if not 0 <= w.num_layers < w.n or w.block < 0:
+        return False
+    if num_forward != w.p * w.v or num_backward != num_forward or num_kinds > 256:
+        return False
+    if not -NO_THRESHOLD <= w.threshold <= NO_THRESHOLD or not 0 <= w.node_limit <= NO_THRESHOLD:
+        return False
+    for x in range(w.n):
+        if kinds[x] >= num_kinds:
+            return False
+    return True
+
+
 def solve(problem, int64_t threshold, int64_t node_limit, learning, out_of_time):
-    """Solve one stage problem whose shape was checked (``problem_checks.check_shape``).
+    """Solve one stage problem.
 
     Args:
         problem: a ``PipelineProblem``.
@@ -1656,8 +1686,8 @@ def solve(problem, int64_t threshold, int64_t node_limit, learning, out_of_time)
         out_of_time: asked at every pause, or ``None``; once true the search ends as at its limit.
 
     Returns:
-        The fields of a ``StageSolution``, or ``None`` where a value is negative or so large that a
-        sum could leave int64.
+        The fields of a ``StageSolution``, or ``None`` for what ``problem_checks`` refuses:
+        malformed, or with a value that is negative or so large that a sum could leave int64.
 
     Raises:
         MemoryError: if the tables do not fit.
@@ -1682,6 +1712,9 @@ def solve(problem, int64_t threshold, int64_t node_limit, learning, out_of_time)
         w.block = min(<Py_ssize_t>problem.block_num_layers, w.num_layers)
         w.capacity, w.constant = problem.capacity_bytes, problem.constant
         w.threshold, w.node_limit = threshold, node_limit
+        count = len(problem.send_backward)
+        if not has_shape(w, kinds, len(costs), len(problem.send_forward), count):
+            return None
         w.max_path_bounds, w.nogoods_after = learning.max_path_bounds, learning.nogoods_after
         w.max_nogoods, w.max_needs = learning.max_nogoods, learning.max_needs
         w.width = w.n - p + 1

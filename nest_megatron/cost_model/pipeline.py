@@ -45,8 +45,7 @@ class UnitCost(NamedTuple):
     block_working_bytes: Bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineProblem:
+class PipelineProblem(NamedTuple):
     """One grid with everything but the stage partition.
 
     Args:

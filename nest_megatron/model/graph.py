@@ -9,9 +9,10 @@ import functools
 import math
 import operator
 from collections import Counter, defaultdict
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
+from typing import NamedTuple
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
@@ -59,8 +60,7 @@ class Part(Name):
     HEAD = "head"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operator:
+class Operator(NamedTuple):
     """One operator of one rank for one micro batch.
 
     Args:
@@ -104,8 +104,7 @@ class Operator:
         return self.frozen and not self.backward_flops and not self.backward_bytes_moved
 
 
-@dataclass(frozen=True, slots=True)
-class LayerCollective:
+class LayerCollective(NamedTuple):
     """Communication inside a layer, in one direction of the pass.
 
     Args:
@@ -123,7 +122,6 @@ class LayerCollective:
     part: Part
     kind: str
     message_bytes: float
-    _: KW_ONLY
     group: Group = Group.TENSOR
     backward: bool = False
     hidden_under: str = ""

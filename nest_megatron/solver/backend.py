@@ -99,9 +99,12 @@ def solve_compiled(
     """
     from nest_megatron.solver import _stage_dp
 
-    check_shape(problem, threshold, node_limit)
-    solved = _stage_dp.solve(problem, threshold, node_limit, learning, out_of_time)
+    try:
+        solved = _stage_dp.solve(problem, threshold, node_limit, learning, out_of_time)
+    except OverflowError:  # no int64
+        solved = None
     if solved is None:
+        check_shape(problem, threshold, node_limit)
         check_values(problem)
         raise UserInputError(
             "stage problem", problem, limit=f"no number above {MOST}", fix="Check its units."

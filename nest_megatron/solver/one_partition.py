@@ -8,8 +8,6 @@ backend, judges that problem with all that it promises: bounds, thresholds, limi
 
 from __future__ import annotations
 
-import dataclasses
-
 from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, chunks_of
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.rulebook.schedule import lets_nemo_build_mtp, misplaced_mtp_chunk
@@ -115,10 +113,9 @@ def as_built(
 
 def _with_end_joined(problem: PipelineProblem, first: int) -> PipelineProblem:
     """The units from ``first`` on as one, whose layer no block of recomputation covers."""
-    end = chunk_cost(dataclasses.replace(problem, block_num_layers=0), first, problem.num_units)
+    end = chunk_cost(problem._replace(block_num_layers=0), first, problem.num_units)
     costs = (*problem.costs, end)
-    return dataclasses.replace(
-        problem,
+    return problem._replace(
         unit_kinds=bytes((*problem.unit_kinds[:first], len(costs) - 1)),
         costs=costs,
         num_layers=first - 1,
@@ -143,8 +140,7 @@ def joined(problem: PipelineProblem, boundaries: tuple[int, ...]) -> PipelinePro
             limit=f"it may have {_MOST_KINDS} virtual stages of different cost",
             fix="Give more virtual stages the same layers.",
         )
-    return dataclasses.replace(
-        problem,
+    return problem._replace(
         unit_kinds=bytes(kinds[cost] for cost in chunks),
         costs=tuple(kinds),
         num_layers=max(0, len(chunks) - 2),

@@ -103,7 +103,7 @@ class Predictor(Caching):
             problem = stage_problem(model, grid)
             # between a pipeline's filling and its draining
             between = max(1, problem.num_microbatches // job.pipeline_runs)
-            problems.append((grid, dataclasses.replace(problem, num_microbatches=between)))
+            problems.append((grid, problem._replace(num_microbatches=between)))
         partition = measured_partition(job, problems[0][1])
         memory = [stage_memory(problem, partition) for _, problem in problems]
         needs = [max(stages) for stages in memory]
@@ -163,9 +163,7 @@ def _balanced(problem: PipelineProblem) -> StagePartition:
         detail = f"{problem.num_chunks} stages for {problem.num_units} units"
         raise RefusedRowError("more pipeline stages than layers", detail)
     few = min(problem.num_microbatches, _ROUNDS * problem.num_stages)
-    question = dataclasses.replace(
-        problem, capacity_bytes=_NO_LIMIT, num_microbatches=few, block_num_layers=0
-    )
+    question = problem._replace(capacity_bytes=_NO_LIMIT, num_microbatches=few, block_num_layers=0)
     try:
         boundaries = solver_of(choose())(question, NO_THRESHOLD, _MOST_NODES).boundaries
     except UserInputError as error:
@@ -181,7 +179,7 @@ def iteration_ticks(problem: PipelineProblem, partition: StagePartition) -> Tick
 
     The stage solver judges it: asked for the one partition, it simulates the one schedule.
     """
-    unbounded = dataclasses.replace(problem, capacity_bytes=_NO_LIMIT)
+    unbounded = problem._replace(capacity_bytes=_NO_LIMIT)
     try:
         only = joined(unbounded, partition.boundaries)
         return solver_of(choose())(only, NO_THRESHOLD, DEFAULT_NODE_LIMIT).iteration

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost
@@ -132,7 +131,7 @@ def edge_problem(seed: int) -> PipelineProblem:
         )
         for cost in problem.costs
     )
-    return dataclasses.replace(problem, costs=costs)
+    return problem._replace(costs=costs)
 
 
 def long_problem(seed: int) -> PipelineProblem:

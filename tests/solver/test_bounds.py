@@ -60,7 +60,7 @@ def test_bounds_are_below_every_candidate(name: str, adapters: Adapters | None) 
                 for recompute in settings[:: 1 + len(settings) // 3]:
                     candidate = dataclasses.replace(family, recompute=recompute)
                     problem = stage_problem(model, candidate)
-                    roomy = dataclasses.replace(problem, capacity_bytes=UNLIMITED)
+                    roomy = problem._replace(capacity_bytes=UNLIMITED)
                     found = SOLVE(roomy, NO_THRESHOLD, 20_000)
                     assert bounds.outside_experts(shard) <= bounds.even(shard) <= found.iteration
                     assert bounds.even(candidate, recompute) <= found.iteration
@@ -71,7 +71,7 @@ def test_bounds_are_below_every_candidate(name: str, adapters: Adapters | None) 
                         memory.of_shard(shard),
                         memory.of_family(candidate),
                     )
-                    tight = dataclasses.replace(problem, capacity_bytes=int(least) - 1)
+                    tight = problem._replace(capacity_bytes=int(least) - 1)
                     assert SOLVE(tight, 0, 20_000).status is Status.INFEASIBLE
                     checked += 1
     assert checked > 100

@@ -346,7 +346,7 @@ def test_partitions_that_are_none_of_the_model_are_refused() -> None:
 def test_mtp_layers_that_are_built_of_a_layer_lie_beside_the_last() -> None:
     found = 0
     for seed in range(300):
-        problem = dataclasses.replace(random_problem(seed), block_num_layers=0)
+        problem = random_problem(seed)._replace(block_num_layers=0)
         layers = problem.num_layers
         if problem.num_units != layers + 3 or layers < 2:
             continue

@@ -49,7 +49,7 @@ def look_at_everything(
         count += 1
         problem = stage_problem(everything.model, candidate)
         if limit is not None:
-            problem = dataclasses.replace(problem, capacity_bytes=limit.of(candidate))
+            problem = problem._replace(capacity_bytes=limit.of(candidate))
         found = brute_force.solve(problem)
         if found.boundaries:
             plan = SolvedLayout.of(candidate, candidate.recompute, found, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import random
 from collections.abc import Callable
@@ -288,7 +287,7 @@ def test_virtual_stages(stages: int, virtual: int, microbatches: int, capacity_b
         capacity_bytes=capacity_bytes,
     )
     assert_same(problem)
-    assert_same(dataclasses.replace(problem, overlap_p2p=False))
+    assert_same(problem._replace(overlap_p2p=False))
 
 
 @pytest.mark.parametrize("boundaries", [(0, 1, 4), (0, 2, 4), (0, 3, 4)])
@@ -321,7 +320,7 @@ def test_long_schedules(boundaries: tuple[int, ...], microbatches: int) -> None:
 @given(seed=st.integers(0, 10**9), more=st.integers(0, 50))
 def test_more_memory_is_never_worse(seed: int, more: int) -> None:
     problem = random_problem(seed)
-    larger = dataclasses.replace(problem, capacity_bytes=problem.capacity_bytes + more)
+    larger = problem._replace(capacity_bytes=problem.capacity_bytes + more)
     assert solve_compiled(larger).iteration <= solve_compiled(problem).iteration
 
 
@@ -329,8 +328,7 @@ def test_more_memory_is_never_worse(seed: int, more: int) -> None:
 @given(seed=st.integers(0, 10**9))
 def test_faster_links_are_never_worse(seed: int) -> None:
     problem = random_problem(seed)
-    faster = dataclasses.replace(
-        problem,
+    faster = problem._replace(
         send_forward=tuple(max(0, t - 1) for t in problem.send_forward),
         send_backward=tuple(t // 2 for t in problem.send_backward),
     )
@@ -339,14 +337,14 @@ def test_faster_links_are_never_worse(seed: int) -> None:
 
 def replaced(**fields: object) -> PipelineProblem:
     problem = equal_layers(stages=4, microbatches=8, layers=10)
-    return dataclasses.replace(problem, **fields)  # type: ignore[arg-type]
+    return problem._replace(**fields)  # type: ignore[arg-type]
 
 
 BAD_PROBLEMS = {
     "more stages than units": equal_layers(stages=16, microbatches=4, layers=10),
     "one virtual stage overlaps": replaced(overlap_p2p=True),
-    "micro batches": dataclasses.replace(
-        equal_layers(stages=4, virtual=2, microbatches=8, layers=10), num_microbatches=9
+    "micro batches": equal_layers(stages=4, virtual=2, microbatches=8, layers=10)._replace(
+        num_microbatches=9
     ),
     "no micro batch": replaced(num_microbatches=0),
     "micro batches beyond int64": replaced(num_microbatches=1 << 62),

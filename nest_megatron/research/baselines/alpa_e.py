@@ -77,7 +77,7 @@ def _candidates(job: ComparisonJob, mesh: CostModel) -> Iterator[SolvedLayout]:
     for recompute in job.all_or_no_recompute():
         for bare in least:
             grid = replace(bare, recompute=recompute)
-            problem = replace(stage_problem(mesh, grid), capacity_bytes=UNLIMITED)
+            problem = stage_problem(mesh, grid)._replace(capacity_bytes=UNLIMITED)
             plan = solved(grid, job.solve_stages(problem, NO_THRESHOLD, PARTITION_NODES))
             if plan is not None:
                 yield plan

@@ -86,7 +86,7 @@ class ComparisonJob:
     def problem(self, grid: PartialLayout) -> PipelineProblem:
         """The stage problem of a grid on the real cluster, under the limit of its memory."""
         problem = stage_problem(self.model, grid)
-        return replace(problem, capacity_bytes=self.peaks.of(grid))
+        return problem._replace(capacity_bytes=self.peaks.of(grid))
 
     def search(self, model: CostModel, space: SearchSpace) -> tuple[SolvedLayout | None, int]:
         """The fastest plan of a space under a cost model, and how many candidates there are."""

@@ -113,7 +113,7 @@ class Layouts:
         one = joined(self.job.problem(grid), boundaries)
         found, missing = self._solve(one), 0
         if not found.boundaries:
-            found = self._solve(replace(one, capacity_bytes=UNLIMITED))
+            found = self._solve(one._replace(capacity_bytes=UNLIMITED))
             missing = _needed_bytes(one) - one.capacity_bytes
         return State(
             grid=grid, boundaries=boundaries, iteration=found.iteration, missing_bytes=missing
@@ -130,7 +130,7 @@ def _needed_bytes(one: PipelineProblem) -> Bytes:
     are much quicker to count.
     """
     rounds = min(one.num_microbatches, 2 * one.num_stages)
-    one = replace(one, num_microbatches=rounds)
+    one = one._replace(num_microbatches=rounds)
     chunks = [chunk_cost(one, index, index + 1) for index in range(one.num_chunks)]
     ranks = range(one.num_stages)
     return max(rank_memory(one, rank, chunks[rank :: one.num_stages]).total for rank in ranks)
