@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.keys import SHARD, split_block
@@ -24,6 +26,16 @@ from nest_megatron.units import Ticks, to_ticks
 _ALONE = {module: selective_recompute([module]) for module in RecomputeModule}
 
 
+class Work(NamedTuple):
+    """One micro batch through one unit of each kind, and the largest share of it that is forward.
+
+    Ticks are at least those of the unit, to within two.
+    """
+
+    each: tuple[Ticks, ...]
+    forward_share: float
+
+
 class Bounds(Caching):
     """Bounds for the grids of one job; what grids share is computed once.
 
@@ -34,7 +46,9 @@ class Bounds(Caching):
     def __init__(self, model: CostModel, global_batch_size: int) -> None:
         self.model = model
         self.global_batch_size = global_batch_size
-        self._num_units = model.spec.num_units
+        self._counts = tuple(model.num_units.values())
+        layers = (place for place, kind in enumerate(model.num_units) if not kind.is_end)
+        self._layers = max(layers, key=self._counts.__getitem__)  # the most frequent kind
         self.floor = to_ticks(model.settings.iteration_floor_s)
 
     def waits(self, grid: PartialLayout) -> Ticks:
@@ -45,34 +59,50 @@ class Bounds(Caching):
         return max(0, to_ticks(self.model.straggler_time(grid)) - 1)
 
     @cached_by(lambda _, grid, recompute: (SHARD.of(grid), recompute))
-    def _work(self, grid: PartialLayout, recompute: Recompute) -> tuple[Ticks, Ticks, float]:
-        """Forward and backward time of one micro batch through all units, as ``_add_up`` says."""
+    def _work(self, grid: PartialLayout, recompute: Recompute) -> Work:
+        """One micro batch through the units of a grid; blocks count as no recomputation."""
         if recompute.method is RecomputeMethod.BLOCK:
             recompute = NO_RECOMPUTE  # how many layers blocks cover depends on the partition
-        return self._add_up(self.model.pass_times(grid, recompute))
+        return _in_ticks(self.model.pass_times(grid, recompute))
 
-    def _add_up(self, times: Iterable[Sides]) -> tuple[Ticks, Ticks, float]:
-        """Ticks of all units from the time of each kind of unit: at least, to within one a unit.
-
-        Returns:
-            Both sums, and the largest share of a unit's time that is forward.
-        """
-        forward = backward = 0
-        share = 0.0
-        for count, (ahead_s, back_s) in zip(self.model.num_units.values(), times, strict=True):
-            ahead, back = max(0, to_ticks(ahead_s) - 1), max(0, to_ticks(back_s) - 1)
-            forward, backward = forward + count * ahead, backward + count * back
-            share = max(share, (ahead + 1) / max(1, ahead + back))
-        return forward, backward, share
+    def _of_all(self, each: Sequence[Ticks]) -> Ticks:
+        """What all units take together, from what one of each kind takes."""
+        return sum(map(operator.mul, self._counts, each))
 
     def even(self, grid: PartialLayout, recompute: Recompute = NO_RECOMPUTE) -> Ticks:
         """All ranks busy all the time: the work of the whole batch over all ranks."""
-        forward, backward, _ = self._work(grid, recompute)
-        return self._evenly(grid, forward + backward)
+        return self._evenly(grid, self._of_all(self._work(grid, recompute).each))
 
     def waiting(self, grid: PartialLayout) -> Ticks:
-        """The same, and what every plan of the grid waits."""
-        return self.even(grid) + self.waits(grid)
+        """The fullest pipeline rank busy all the time, and what every plan of the grid waits."""
+        return self._busy(grid) + self.waits(grid)
+
+    @cached_by(
+        lambda _, grid: (
+            SHARD.of(grid),
+            grid.dims.pipeline_model_parallel_size,
+            grid.num_microbatches,
+        )
+    )
+    def _busy(self, grid: PartialLayout) -> Ticks:
+        each, ranks = self._work(grid, NO_RECOMPUTE).each, grid.dims.pipeline_model_parallel_size
+        return self.floor + grid.num_microbatches * self._fullest(each, ranks)
+
+    def _fullest(self, each: Sequence[Ticks], ranks: int) -> Ticks:
+        """The least work that the rank with most of it can have: no unit is divided.
+
+        Ranks with at most ``w`` hold ``(ranks - 1) [w / t] + [(w - h) / t]`` layers of the most
+        frequent kind, which take ``t`` each, if one of them holds a unit that takes ``h``, the
+        longest of the other kinds.
+        """
+        least = max(*each, -(-self._of_all(each) // ranks))
+        layer, count = each[self._layers], self._counts[self._layers]
+        if ranks == 1 or not layer:
+            return least
+        other = max((t for i, t in enumerate(each) if i != self._layers), default=0)
+        while (ranks - 1) * (least // layer) + (least - other) // layer < count:
+            least += min(layer - least % layer, layer - (least - other) % layer)
+        return least
 
     def _evenly(self, grid: PartialLayout, work: Ticks) -> Ticks:
         """The step, if the work of each micro batch were divided over all ranks."""
@@ -93,11 +123,11 @@ class Bounds(Caching):
     )
     def outside_experts(self, grid: PartialLayout) -> Ticks:
         """The same, by what expert degrees do not change."""
-        forward, backward, _ = self._add_up(self.model.pass_times_outside_experts(grid))
-        return self._evenly(grid, forward + backward)
+        work = _in_ticks(self.model.pass_times_outside_experts(grid))
+        return self._evenly(grid, self._of_all(work.each))
 
     def pipelines(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> list[Ticks]:
-        """A balanced pipeline with its fill and drain (plain schedule), or with none, by setting.
+        """The fullest rank of a pipeline, or a balanced one with its fill and drain, by setting.
 
         With stage times ``t_i`` the plain schedule takes at least ``T + w_i t_i`` for every stage,
         ``T`` the time of one micro batch through all stages and
@@ -120,22 +150,21 @@ class Bounds(Caching):
         )
     )
     def _without_waits(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> list[Ticks]:
-        dims, m = grid.dims, grid.num_microbatches
-        p = dims.pipeline_model_parallel_size
-        forward, backward, share = self._work(grid, NO_RECOMPUTE)
-        plain = p > 1 and dims.virtual_pipeline_model_parallel_size == 1
-        spread = _spread(p, m, share) * (1.0 - 1e-12) if plain else 0.0
-        added: dict[Recompute, Ticks] = {}
+        m, p = grid.num_microbatches, grid.dims.pipeline_model_parallel_size
+        own = self._work(grid, NO_RECOMPUTE)
+        plain = p > 1 and grid.dims.virtual_pipeline_model_parallel_size == 1
+        spread = _spread(p, m, own.forward_share) * (1.0 - 1e-12) if plain else 0.0
+        added: dict[Recompute, tuple[Ticks, ...]] = {}
         bounds = []
         for recompute in settings:
-            work = forward + backward
-            alone = [_ALONE[module] for module in recompute.modules]
-            for part in alone or [recompute]:
+            each = own.each
+            for part in [_ALONE[module] for module in recompute.modules] or [recompute]:
                 if part not in added:
-                    more = self._work(grid, part)[1] - backward - self._num_units
-                    added[part] = max(0, more)
-                work += added[part]
-            bounds.append(self.floor + max(work * m // p, math.floor(work * spread)))
+                    pairs = zip(self._work(grid, part).each, own.each, strict=True)
+                    added[part] = tuple(max(0, with_it - without - 1) for with_it, without in pairs)
+                each = tuple(map(operator.add, each, added[part]))
+            busy = m * self._fullest(each, p)
+            bounds.append(self.floor + max(busy, math.floor(self._of_all(each) * spread)))
         return bounds
 
     def added_by_blocks(self, grid: PartialLayout, block: Recompute) -> Ticks:
@@ -154,6 +183,15 @@ class Bounds(Caching):
         dearer = [k.block.backward - k.own.backward for k in kinds if k.kind.is_layer]
         inner = grid.dims.virtual_pipeline_model_parallel_size - 1
         return grid.num_microbatches * inner * recomputed * max(0, min(dearer))
+
+
+def _in_ticks(times: Iterable[Sides]) -> Work:
+    each, share = [], 0.0
+    for ahead_s, back_s in times:
+        ahead, back = max(0, to_ticks(ahead_s) - 1), max(0, to_ticks(back_s) - 1)
+        each.append(ahead + back)
+        share = max(share, (ahead + 1) / max(1, ahead + back))
+    return Work(tuple(each), share)
 
 
 @functools.lru_cache(maxsize=4096)
