@@ -25,9 +25,9 @@ from typing import NamedTuple
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.recompute import FULL_RECOMPUTE, Recompute
+from nest_megatron.layout.recompute import Recompute
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.solver.executions import RecomputeKinds, with_stages_and_zero
+from nest_megatron.solver.executions import with_stages_and_zero
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.units import Ticks
 
@@ -84,8 +84,9 @@ class CandidateCounts(Caching):
     def of_grid(self, grid: PartialLayout, zeros: Sequence[ZeroStage]) -> int:
         """Candidates of a grid under these ZeRO stages."""
         sizes, pp = self.grids.virtual_sizes(grid), grid.dims.pipeline_model_parallel_size
+        blocks = {virtual: self.grids.largest_block(pp * virtual) for virtual in sizes}
         return sum(
-            self._num_settings(pp * virtual, kinds)
+            len(self.grids.allowed_settings(blocks[virtual], kinds))
             for virtual, zero in product(sizes, zeros)
             for kinds in self.grids.ways.possible(
                 with_stages_and_zero(grid, virtual, zero)
@@ -94,11 +95,4 @@ class CandidateCounts(Caching):
 
     def of_family(self, family: PartialLayout) -> int:
         """Candidates of a grid whose virtual stages, ZeRO stage and execution are chosen."""
-        return self._num_settings(*self.grids.settings_key(family))
-
-    @cached_by(lambda _, chunks, kinds: (chunks, kinds))
-    def _num_settings(self, chunks: int, kinds: RecomputeKinds) -> int:
-        """Recompute settings of a grid; only the block sizes depend on its chunks."""
-        blocks = self.grids.space.recompute is None and FULL_RECOMPUTE in kinds
-        found = sum(self.grids.kinds[kind] for kind in kinds)
-        return found + blocks * self.grids.largest_block(chunks)
+        return len(self.grids.recompute_settings(family))

@@ -70,8 +70,8 @@ class GridSpace(Caching):
         rules = [rule for rule in self.steps["pipeline"].rules if shards.isdisjoint(rule.reads)]
         self._any_pipeline = SearchStep(Facts(known, even_stages=0), pipelines, rules)
         self._decisive = decisive_modules(model.spec, graphs=has_graphs(space))
-        self.kinds = Counter(map(self._kind_of, self._all_settings(0)))
-        self.ways = Executions(model, space, self.kinds, self.steps["execution"])
+        kinds = dict.fromkeys(map(self._kind_of, self._all_settings(0)))
+        self.ways = Executions(model, space, kinds, self.steps["execution"])
         self._virtual_key = facts_reader(n for n in self.steps["virtual"].names if n != "vpp")
 
     def with_own_counts(self) -> GridSpace:
@@ -281,11 +281,13 @@ class GridSpace(Caching):
 
     def recompute_settings(self, grid: PartialLayout) -> tuple[Recompute, ...]:
         """Recompute settings to try on a grid, none first; block sizes up to the largest chunk."""
-        return self._allowed(*self.settings_key(grid))
+        chunks, kinds = self.settings_key(grid)
+        return self.allowed_settings(self.largest_block(chunks), kinds)
 
-    @cached_by(lambda _, chunks, kinds: (chunks, kinds))
-    def _allowed(self, chunks: int, kinds: RecomputeKinds) -> tuple[Recompute, ...]:
-        settings = self._all_settings(self.largest_block(chunks))
+    @cached_by(lambda _, largest_block, kinds: (largest_block, kinds))
+    def allowed_settings(self, largest_block: int, kinds: RecomputeKinds) -> tuple[Recompute, ...]:
+        """Those with blocks up to a size whose kinds go with an execution."""
+        settings = self._all_settings(largest_block)
         return tuple(each for each in settings if self._kind_of(each) in kinds)
 
     def _kind_of(self, recompute: Recompute) -> Recompute:

@@ -147,7 +147,8 @@ class MemoryBounds(Caching):
 
     def _at_work(self, states: _States, active: _Activations, p: int) -> tuple[float, float]:
         """What a layer at work takes on a rank, and on all ranks that may hold none together."""
-        at_work = [w + u for w, u in zip(active.working, states.unsharded, strict=True) if w]
+        kinds = zip(self._kinds, active.working, states.unsharded, strict=True)
+        at_work = [w + u for kind, w, u in kinds if not kind.is_end]
         beside = max(at_work) if p == 1 else min(at_work)
         return beside, min(self._num_outside, p - 1) * beside
 

@@ -18,7 +18,12 @@ from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.traits import ExecutionTraits, Fp8Recipe
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.layout import Layout, PartialLayout
-from nest_megatron.layout.recompute import RecomputeModule
+from nest_megatron.layout.recompute import (
+    Recompute,
+    RecomputeGranularity,
+    RecomputeMethod,
+    RecomputeModule,
+)
 from nest_megatron.layout.stage_layout import is_uniform, uniform_partition
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.spec import TransformerSpec
@@ -78,6 +83,51 @@ def test_search_is_brute_force(seed: int) -> None:
         assert proof.lower_bound == expected[0].iteration
     else:
         assert proof.bounded == proof.solved == 0
+
+
+def test_layers_that_take_nothing_beside_what_they_save_are_searched() -> None:
+    """Fused attention of a hybrid model, where no layer may be recomputed as a whole."""
+    spec = TransformerSpec(
+        name="attention",
+        num_layers=3,
+        hybrid_layer_pattern="***",
+        hidden_size=128,
+        ffn_hidden_size=256,
+        num_attention_heads=2,
+        seq_length=256,
+        vocab_size=1000,
+    )
+    cluster = small_cluster(random.Random(0), 40 * 10**6).resized(4)
+    space = dataclasses.replace(SMALL_SPACE, full_recompute=False)
+    expected, count = look_at_everything(search(spec, cluster, 8, space))
+    found = search(spec, cluster, 8, space, num_layouts=4).run()
+    assert list(found.plans) == expected[:4]
+    assert found.candidates == count
+
+
+def _full(method: RecomputeMethod, num_layers: int) -> Recompute:
+    full = RecomputeGranularity.FULL
+    return Recompute(granularity=full, method=method, num_layers=num_layers)
+
+
+@pytest.mark.parametrize("memory", [20, 60])
+@pytest.mark.parametrize(
+    ("own", "full"),
+    [
+        (_full(RecomputeMethod.BLOCK, 1), True),
+        (_full(RecomputeMethod.BLOCK, 9), True),
+        (_full(RecomputeMethod.UNIFORM, 2), False),
+    ],
+)
+def test_recomputation_of_today_is_one_candidate(own: Recompute, full: bool, memory: int) -> None:
+    rng = random.Random(8)
+    spec, cluster = small_spec(rng), small_cluster(rng, memory * 10**6).resized(4)
+    space = dataclasses.replace(SMALL_SPACE, present_recompute=own, full_recompute=full)
+    expected, count = look_at_everything(search(spec, cluster, 8, space))
+    found = search(spec, cluster, 8, space, num_layouts=4).run()
+    assert list(found.plans) == expected[:4]
+    assert found.candidates == count
+    assert bool(expected) or sum(found.infeasible.values()) == count
 
 
 class HalfOfTheDevice(PeakLimit):
