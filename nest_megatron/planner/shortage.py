@@ -26,6 +26,8 @@ from nest_megatron.layout.plan import SearchRecord
 from nest_megatron.layout.recompute import NO_RECOMPUTE
 from nest_megatron.layout.rulebook.facts import violations
 from nest_megatron.layout.rulebook.search import is_searched
+from nest_megatron.model.execution import PLAIN
+from nest_megatron.model.shard import LayerShard
 from nest_megatron.planner.layouts import PredictedLayout, describe_grid
 from nest_megatron.planner.request import NumericOffer, Request
 from nest_megatron.solver.backend import choose, solver_of
@@ -317,7 +319,7 @@ def _with_plans(
 
     def remedy(change: str, other: Request) -> Remedy:
         found = find(
-            replace(other, space=_lean(other.space), num_alternatives=0),
+            replace(other, space=_lean(other.space, other.cost_model()), num_alternatives=0),
             deadline.within(_PLAN_SHARE * other.max_seconds),
         )
         if found is None:
@@ -487,18 +489,26 @@ def _new_search(request: Request, model: CostModel | None, deadline: Deadline) -
     solve = solver_of(choose(request.backend), deadline.passed)
     model = model or request.cost_model()
     limit = PeakLimit(model, request.max_oom_chance, request.site)
-    return Search(model, request.global_batch_size, _lean(request.space), solve, limit=limit)
+    space = _lean(request.space, model)
+    return Search(model, request.global_batch_size, space, solve, limit=limit)
 
 
-def _lean(space: SearchSpace) -> SearchSpace:
+def _lean(space: SearchSpace, model: CostModel) -> SearchSpace:
     """The part of a space that needs least memory.
 
-    No larger micro batch needs less than one sequence, and of how layers run only offloading frees
-    memory.
+    No larger micro batch needs less than one sequence, but where attention keeps its scores: their
+    softmax is fused for four matrices at a time. Of how layers run only offloading frees memory,
+    and leaving out what the job has.
     """
-    name, offloaded = "micro_batch_size", "offload_modules"
-    executions = {k: values for k, values in space.executions.items() if k == offloaded}
-    limits = space.limits
+    name, job = "micro_batch_size", space.execution
+    executions = {
+        choice: values
+        for choice, values in space.executions.items()
+        if choice == "offload_modules" or getattr(job, choice) != getattr(PLAIN, choice)
+    }
+    limits, most = space.limits, 1
+    if LayerShard(flash_attention=model.flash_attention).keeps_scores(model.spec):
+        most = 4
     if name not in {*space.fixed, *space.least}:
-        limits = {**limits, name: 1}
+        limits = {**limits, name: min(most, limits.get(name, most))}
     return replace(space, limits=limits, executions=executions)

@@ -12,8 +12,10 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem, evaluate
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import stage_problem
+from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.deadline import Deadline
 from nest_megatron.layout.recompute import Recompute, RecomputeGranularity, RecomputeMethod
+from nest_megatron.model.execution import Execution, GraphImpl
 from nest_megatron.planner import NoPlan, Request, plan, shortage
 from nest_megatron.solver.chunk_space import partitions
 from nest_megatron.solver.memory_shortage import fits, least_memory
@@ -21,7 +23,7 @@ from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolution
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue
-from tests.solver.jobs import KERNEL, search, small_cluster, small_spec
+from tests.solver.jobs import KERNEL, search, small_cluster, small_settings, small_spec
 
 SMALL = SearchSpace(limits={"micro_batch_size": 2, "virtual_pipeline_model_parallel_size": 2})
 UNIFORM = Recompute(
@@ -66,6 +68,34 @@ def test_what_fits_is_what_a_search_finds(seed: int) -> None:
     spec, cluster = small_spec(rng), small_cluster(rng)
     found = search(spec, cluster, 8, SMALL).run()
     assert fits(search(spec, cluster, 8, SMALL)) == bool(found.plans)
+
+
+#: Graphs of the job's own that it may go without.
+GRAPHS = dataclasses.replace(
+    SMALL,
+    full_recompute=False,
+    execution=Execution(cuda_graph_impl=GraphImpl.TRANSFORMER_ENGINE, cuda_graph_scope=("attn",)),
+    executions={"cuda_graph_impl": (GraphImpl.NONE,), "cuda_graph_scope": ((),)},
+)
+SCORES = CostSettings(memory_reserve_bytes=0, traits=ExecutionTraits(flash_attention=False))
+
+
+@pytest.mark.parametrize(
+    ("seed", "space", "settings"),
+    [(seed, SMALL, SCORES) for seed in (11, 21, 32)]
+    + [(seed, GRAPHS, small_settings()) for seed in (4, 8, 11)],
+)
+def test_what_would_help_is_looked_for_where_least_memory_is_needed(
+    seed: int, space: SearchSpace, settings: CostSettings
+) -> None:
+    """Two sequences a micro batch take less where one's scores are not fused."""
+    rng = random.Random(seed)
+    model = CostModel(small_spec(rng), small_cluster(rng), settings)
+    whole = least_memory(Search(model, 8, space, KERNEL))
+    lean = least_memory(Search(model, 8, shortage._lean(space, model), KERNEL))
+    assert whole is not None
+    assert lean is not None
+    assert lean.needed_bytes == whole.needed_bytes
 
 
 @pytest.mark.parametrize(
