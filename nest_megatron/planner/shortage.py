@@ -291,16 +291,14 @@ def no_plan(
     search = _new_search(request, model, until)
     shortage = least_memory(search, until.passed)
     is_complete = not until.passed()
-    assert shortage is not None, "a legal space has a plan that needs least memory"
-    limit = search.peaks.of(shortage.grid)
-    missing = shortage.needed_bytes - limit
-    remedies = list(_of_capacity(request, shortage, missing))
+    assert shortage is not None, "a legal space has a plan that lacks least memory"
+    remedies = list(_of_capacity(request, shortage))
     if request.remedies:
         remedies = [*_with_plans(request, number, deadline, find), *remedies]
     return NoPlan(
         shortage=shortage,
-        missing_bytes=missing,
-        capacity_bytes=limit,
+        missing_bytes=shortage.missing_bytes,
+        capacity_bytes=shortage.limit_bytes,
         nearest=describe_grid(shortage.grid),
         remedies=tuple(remedies),
         search=record,
@@ -380,29 +378,35 @@ def memory_changes(request: Request) -> dict[tuple[str, ...], Request]:
     return {words: other for words, _, other in found}
 
 
-def _of_capacity(request: Request, shortage: Shortage, missing: int) -> Iterator[Remedy]:
+def _of_capacity(request: Request, shortage: Shortage) -> Iterator[Remedy]:
     """The margin and larger GPUs, which take no search."""
-    accelerator = request.cluster.accelerator
+    accelerator, settings = request.cluster.accelerator, request.settings
     # A smaller margin, where less is missing than such predictions are wrong by.
-    limit = capacity_bytes(accelerator, request.settings)
-    margin = request.settings.memory_margin - missing / accelerator.memory_bytes
-    by_device = request.max_oom_chance >= MOST_OOM_CHANCE  # else the margin is not what limits
-    if by_device and within_error(limit + missing, limit) and margin >= 0:
-        rounded = math.floor(1000 * margin) / 1000
-        risk = "at your own risk: it may run out of memory"
-        yield Remedy(change=f"memory.margin={rounded:g}, {risk}")
+    missing, limit = shortage.missing_bytes, capacity_bytes(accelerator, settings)
+    margin = math.floor(1000 * (settings.memory_margin - missing / accelerator.memory_bytes)) / 1000
+    if within_error(limit + missing, limit) and margin >= 0:
+        narrower = replace(request, settings=replace(settings, memory_margin=margin))
+        if _holds(narrower, shortage):  # else the margin is not what limits
+            risk = "at your own risk: it may run out of memory"
+            yield Remedy(change=f"memory.margin={margin:g}, {risk}")
     enough, batch = _least_device_gib(request, shortage), request.global_batch_size
     yield Remedy(change=f"GPUs with at least {enough} GiB of memory, for a global batch of {batch}")
 
 
+def _holds(request: Request, shortage: Shortage) -> bool:
+    """Whether a request allows the peak of the plan that lacks least."""
+    peaks = PeakLimit(request.cost_model(), request.max_oom_chance, request.site)
+    return peaks.of(shortage.grid) >= shortage.needed_bytes
+
+
 def _least_device_gib(request: Request, shortage: Shortage) -> int:
-    """Memory of a GPU on which the plan that needs least may have its peak."""
+    """Memory of a GPU on which the plan that lacks least may have its peak."""
 
     def holds(gib: int) -> bool:
         device = replace(request.cluster.accelerator, memory_bytes=gib * 2**30)
-        larger = replace(request, cluster=replace(request.cluster, accelerator=device))
-        peaks = PeakLimit(larger.cost_model(), request.max_oom_chance, request.site)
-        return peaks.of(shortage.grid) >= shortage.needed_bytes
+        return _holds(
+            replace(request, cluster=replace(request.cluster, accelerator=device)), shortage
+        )
 
     needed = -(-shortage.needed_bytes // 2**30)
     return bisect.bisect_left(range(4 * needed), True, needed, key=holds)

@@ -361,7 +361,7 @@ def no_plan_report(refusal: NoPlan) -> RenderableType:
     most = "" if refusal.complete else "at most "
     nearest = "Nearest plan" if refusal.complete else "Nearest seen"
     rows: list[tuple[str, str | Text]] = [
-        ("Binding", "peak memory per GPU, of the plan that needs least"),
+        ("Binding", "peak memory per GPU, of the plan that lacks least"),
         ("Missing", Text(f"{most}{format_gib(refusal.missing_bytes)}", style="bold red")),
         (
             "Needed",

@@ -1,4 +1,4 @@
-"""How much memory a job needs at the least, for when nothing fits; no step is priced for it."""
+"""How much memory a job lacks at the least, for when nothing fits; no step is priced for it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import bisect
 import dataclasses
 import heapq
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -23,10 +24,21 @@ _STATES, _SHARD, _FAMILY = range(3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
-    """The plan that needs least memory on the GPU with the highest peak, and how much that is."""
+    """The plan that lacks least memory on the GPU with the highest peak.
+
+    Args:
+        needed_bytes: its peak.
+        limit_bytes: the highest peak that it may have.
+    """
 
     grid: PartialLayout
     needed_bytes: Bytes
+    limit_bytes: Bytes
+
+    @property
+    def missing_bytes(self) -> Bytes:
+        """What it lacks; below 0 where it fits."""
+        return self.needed_bytes - self.limit_bytes
 
 
 def fits(search: Search, out_of_time: OutOfTime = lambda: False) -> bool:
@@ -51,26 +63,27 @@ def fits(search: Search, out_of_time: OutOfTime = lambda: False) -> bool:
 
 
 def least_memory(search: Search, out_of_time: OutOfTime = lambda: False) -> Shortage | None:
-    """Over all plans of the search's space, the one whose highest peak is least.
+    """Over all plans of the search's space, the one whose highest peak lacks least.
 
     Args:
         search: a search of the job; its own run does not matter.
-        out_of_time: once true, the plan that needs least of those looked at is taken.
+        out_of_time: once true, the plan that lacks least of those looked at is taken.
 
     Returns:
         ``None`` if the space is empty.
     """
     best: Shortage | None = None
-    for least, grid in _by_bound(search):
-        if best is not None and (least >= best.needed_bytes or out_of_time()):
+    for missing, grid in _by_bound(search):
+        if best is not None and (missing >= best.missing_bytes or out_of_time()):
             break
-        stages = StageProblems(search.model, grid)
+        stages, limit = StageProblems(search.model, grid), search.peaks.of(grid)
         for recompute in _settings_keeping_least(search, grid):
-            most = best.needed_bytes - 1 if best else UNLIMITED
-            needed = _least_capacity(search.solve_stages, stages, recompute, int(least), most)
+            most = limit + best.missing_bytes - 1 if best else UNLIMITED
+            least = math.floor(limit + missing)
+            needed = _least_capacity(search.solve_stages, stages, recompute, least, most)
             if needed is not None:
                 candidate = dataclasses.replace(grid, recompute=recompute)
-                best = Shortage(grid=candidate, needed_bytes=needed)
+                best = Shortage(grid=candidate, needed_bytes=needed, limit_bytes=limit)
     return best
 
 
@@ -81,22 +94,22 @@ def _settings_keeping_least(search: Search, grid: PartialLayout) -> Sequence[Rec
 
 
 def _by_bound(search: Search) -> Iterator[tuple[float, PartialLayout]]:
-    """Families of the space, those first that can need least memory, with the bound."""
-    bounds, serial = search.memory, itertools.count()
+    """Families of the space, those first that can lack least memory, with the bound."""
+    bounds, most, serial = search.memory, search.most_bytes, itertools.count()
     heap = [
-        (bounds.of_shard_states(shard), next(serial), _STATES, shard)
+        (bounds.of_shard_states(shard) - most, next(serial), _STATES, shard)
         for shard in search.grids.shards()
     ]
     heapq.heapify(heap)
     while heap:
-        least, _, level, grid = heapq.heappop(heap)
+        missing, _, level, grid = heapq.heappop(heap)
         if level == _FAMILY:
-            yield least, grid
+            yield missing, grid
         elif level == _STATES:
-            heapq.heappush(heap, (bounds.of_shard(grid), next(serial), _SHARD, grid))
+            heapq.heappush(heap, (bounds.of_shard(grid) - most, next(serial), _SHARD, grid))
         else:
             for family in _families(search, grid):
-                bound = bounds.of_family(family)
+                bound = bounds.of_family(family) - search.peaks.of(family)
                 heapq.heappush(heap, (bound, next(serial), _FAMILY, family))
 
 

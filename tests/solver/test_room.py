@@ -9,21 +9,25 @@ import pytest
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.peak_limit import PeakLimit
 from nest_megatron.cost_model.pipeline import PipelineProblem, evaluate
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.deadline import Deadline
+from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import Recompute, RecomputeGranularity, RecomputeMethod
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import Execution, GraphImpl
 from nest_megatron.planner import NoPlan, Request, plan, shortage
 from nest_megatron.solver.chunk_space import partitions
-from nest_megatron.solver.memory_shortage import fits, least_memory
+from nest_megatron.solver.grids import GridSpace
+from nest_megatron.solver.memory_shortage import Shortage, fits, least_memory
 from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolution
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue
-from tests.solver.jobs import KERNEL, search, small_cluster, small_settings, small_spec
+from tests.solver.jobs import KERNEL, families, search, small_cluster, small_settings, small_spec
 
 SMALL = SearchSpace(limits={"micro_batch_size": 2, "virtual_pipeline_model_parallel_size": 2})
 UNIFORM = Recompute(
@@ -60,6 +64,54 @@ def test_least_memory_is_that_of_looking_at_everything(seed: int, space: SearchS
         asked.model.capacity_bytes = memory
         asked.__post_init__(None, NO_THRESHOLD, None)
         assert fits(asked) == enough
+
+
+class LessBesideTensorRanks(PeakLimit):
+    """The whole device without tensor parallelism, and less of it with more tensor ranks."""
+
+    def of(self, grid: PartialLayout) -> int:
+        return self.at_most(grid.zero) // grid.dims.tensor_model_parallel_size
+
+    def at_most(self, zero: ZeroStage) -> int:
+        return self._model.capacity_bytes
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_nearest_plan_lacks_least(seed: int) -> None:
+    """Not always the one that needs least: limits depend on the layout."""
+    rng = random.Random(seed)
+    model = CostModel(small_spec(rng), small_cluster(rng, 10**8).resized(2), small_settings())
+    limit = LessBesideTensorRanks(model)
+    asked = Search(model, 8, SMALL, KERNEL, limit=limit)
+    found = least_memory(asked)
+    assert found is not None
+    assert found.limit_bytes == limit.of(found.grid)
+    assert found.missing_bytes == min(
+        max(rank.total for rank in evaluate(problem, cut).memory) - limit.of(family)
+        for family in families(asked.grids)
+        for recompute in asked.grids.recompute_settings(family)
+        for problem in [stage_problem(model, dataclasses.replace(family, recompute=recompute))]
+        for cut in partitions(problem)
+    )
+
+
+@pytest.mark.parametrize(("margin", "helps"), [(0.04, False), (0.3, True)])
+def test_a_smaller_margin_is_told_where_it_is_what_limits(margin: float, helps: bool) -> None:
+    """What a job takes beside its tensors leaves less than a small margin does."""
+    rng = random.Random(0)
+    request = Request(
+        spec=small_spec(rng),
+        cluster=small_cluster(rng, 10**10).resized(8),
+        global_batch_size=8,
+        settings=CostSettings(memory_reserve_bytes=0, memory_margin=margin),
+        max_oom_chance=0.5,
+    )
+    model = request.cost_model()
+    grid = next(GridSpace(model, 8, SMALL).shards())
+    limit = PeakLimit(model, 0.5).of(grid)
+    lacking = Shortage(grid=grid, needed_bytes=limit + 10**7, limit_bytes=limit)
+    changes = [remedy.change for remedy in shortage._of_capacity(request, lacking)]
+    assert any(change.startswith("memory.margin") for change in changes) == helps
 
 
 @pytest.mark.parametrize("seed", range(20))
