@@ -127,6 +127,26 @@ def _job_setting(text: str) -> Setting:
     return setting
 
 
+#: Settings that a mode has no use for, with the reason and the fix.
+_OF_OTHER_MODES = {
+    "on_mismatch": (
+        Mode.AUTO,
+        "+nest=auto plans for the machines that are there",
+        "Leave it out.",
+    ),
+    "plan": (
+        Mode.AUTO,
+        "+nest=auto makes a plan and launches no other",
+        "Type +nest=pinned to launch this one, or leave it out.",
+    ),
+    "alternative": (
+        Mode.PINNED,
+        "+nest=pinned launches the pinned plan, which has no runners-up",
+        "Pin the plan that is to be launched, or leave it out.",
+    ),
+}
+
+
 def read_launch(words: LaunchWords) -> LaunchConfig:
     """The launch settings, typed; ``UserInputError`` for a wrong type or outside its range."""
     from omegaconf import OmegaConf
@@ -143,13 +163,9 @@ def read_launch(words: LaunchWords) -> LaunchConfig:
         launch = OmegaConf.to_object(config)
         assert isinstance(launch, LaunchConfig)
         _check(launch)
-        if words.mode is Mode.AUTO and any(s.key == "on_mismatch" for s in words.launch):
-            raise UserInputError(
-                "nest.on_mismatch",
-                launch.on_mismatch,
-                "+nest=auto plans for the machines that are there",
-                "Leave it out.",
-            )
+        for key, (mode, limit, fix) in _OF_OTHER_MODES.items():
+            if words.mode is mode and any(s.key == key for s in words.launch):
+                raise UserInputError(f"nest.{key}", getattr(launch, key), limit, fix)
         return launch
 
 
@@ -171,6 +187,9 @@ def _value(setting: Setting) -> Any:
 def _check(launch: LaunchConfig) -> None:
     require_at_least("nest.alternative", launch.alternative, 0, "Use 0.")
     require_at_least("nest.watch", launch.watch.steps, 0, "Use 0.")
+    if launch.port is not None and not 0 < launch.port < 65_536:
+        limit = "a port is 1 to 65535"
+        raise UserInputError("nest.port", launch.port, limit, "Name a free one, or leave it out.")
     for name in ("rendezvous_timeout_s", "heartbeat_timeout_s"):
         if (seconds := getattr(launch, name)) is not None:
             require_seconds(f"nest.{name}", seconds)

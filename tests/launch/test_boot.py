@@ -176,6 +176,9 @@ def test_off_does_nothing(tmp_path: Path) -> None:
         (("+nest=auto", "nest.model=llama3_8b"), "the training job's own"),
         (("+nest=auto", "--yaml-cfg", "x.yaml"), "--yaml-cfg"),
         (("+nest=auto", "nest.ranks=shuffled"), "nest.ranks"),
+        (("+nest=auto", "nest.port=99999"), "nest.port = 99999: a port is 1 to 65535"),
+        (("+nest=auto", "nest.plan=pinned.yaml"), "+nest=pinned"),
+        (("+nest=pinned", "nest.plan=pinned.yaml", "nest.alternative=1"), "nest.alternative = 1"),
     ],
 )
 def test_wrong_words_end_the_job_before_it_starts(
