@@ -169,7 +169,7 @@ class WhyNot(Shown):
             return
         if self.versus is not None and self.needed_bytes is not None:
             yield heading("What each pipeline rank needs, with even stages")
-            yield indented(f"The layout that needs least: {layout_words(self.versus.other)}")
+            yield indented(f"The layout that lacks least: {layout_words(self.versus.other)}")
             yield stages_table(self.versus.other)
         elif self.versus is not None:
             yield Text("What is not named is searched; sharding and execution are the plan's.")
