@@ -112,7 +112,8 @@ def test_a_script_of_several_plans_runs_once(
     assert command.recorded(composed).text == command.text
     assert command.typed(composed).layout.num_gpus == 16
     options: dict[str, Any] = dict.fromkeys(TuneOptions.__dataclass_fields__)
-    options |= {"overrides": settings, "from_command": words, "run_timeout_minutes": 1.0}
+    options |= {"launcher": "auto", "launcher_options": (), "run_timeout_minutes": 1.0}
+    options |= {"overrides": settings, "from_command": words}
     asked = TuneOptions(**options).request()
     assert asked.command.startswith("SLURM_NNODES=2 SLURM_NTASKS_PER_NODE=8 srun python")
     assert len(runs) == 2
