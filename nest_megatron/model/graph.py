@@ -9,10 +9,9 @@ import functools
 import math
 import operator
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import groupby
 from operator import attrgetter
-from typing import NamedTuple
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
@@ -60,7 +59,8 @@ class Part(Name):
     HEAD = "head"
 
 
-class Operator(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
     """One operator of one rank for one micro batch.
 
     Args:
@@ -104,7 +104,8 @@ class Operator(NamedTuple):
         return self.frozen and not self.backward_flops and not self.backward_bytes_moved
 
 
-class LayerCollective(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LayerCollective:
     """Communication inside a layer, in one direction of the pass.
 
     Args:
@@ -122,6 +123,7 @@ class LayerCollective(NamedTuple):
     part: Part
     kind: str
     message_bytes: float
+    _: KW_ONLY
     group: Group = Group.TENSOR
     backward: bool = False
     hidden_under: str = ""

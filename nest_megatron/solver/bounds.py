@@ -6,7 +6,6 @@ import functools
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.keys import SHARD, split_block
@@ -26,14 +25,9 @@ from nest_megatron.units import Ticks, to_ticks
 _ALONE = {module: selective_recompute([module]) for module in RecomputeModule}
 
 
-class Work(NamedTuple):
-    """One micro batch through one unit of each kind, and the largest share of it that is forward.
-
-    Ticks are at least those of the unit, to within two.
-    """
-
-    each: tuple[Ticks, ...]
-    forward_share: float
+#: Ticks of one micro batch through one unit of each kind, at least, to within two; and the largest
+#: share of one that is forward.
+Work = tuple[tuple[Ticks, ...], float]
 
 
 class Bounds(Caching):
@@ -71,7 +65,7 @@ class Bounds(Caching):
 
     def even(self, grid: PartialLayout, recompute: Recompute = NO_RECOMPUTE) -> Ticks:
         """All ranks busy all the time: the work of the whole batch over all ranks."""
-        return self._evenly(grid, self._of_all(self._work(grid, recompute).each))
+        return self._evenly(grid, self._of_all(self._work(grid, recompute)[0]))
 
     def waiting(self, grid: PartialLayout) -> Ticks:
         """The fullest pipeline rank busy all the time, and what every plan of the grid waits."""
@@ -85,7 +79,8 @@ class Bounds(Caching):
         )
     )
     def _busy(self, grid: PartialLayout) -> Ticks:
-        each, ranks = self._work(grid, NO_RECOMPUTE).each, grid.dims.pipeline_model_parallel_size
+        each, _ = self._work(grid, NO_RECOMPUTE)
+        ranks = grid.dims.pipeline_model_parallel_size
         return self.floor + grid.num_microbatches * self._fullest(each, ranks)
 
     def _fullest(self, each: Sequence[Ticks], ranks: int) -> Ticks:
@@ -123,8 +118,8 @@ class Bounds(Caching):
     )
     def outside_experts(self, grid: PartialLayout) -> Ticks:
         """The same, by what expert degrees do not change."""
-        work = _in_ticks(self.model.pass_times_outside_experts(grid))
-        return self._evenly(grid, self._of_all(work.each))
+        each, _ = _in_ticks(self.model.pass_times_outside_experts(grid))
+        return self._evenly(grid, self._of_all(each))
 
     def pipelines(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> list[Ticks]:
         """The fullest rank of a pipeline, or a balanced one with its fill and drain, by setting.
@@ -151,16 +146,16 @@ class Bounds(Caching):
     )
     def _without_waits(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> list[Ticks]:
         m, p = grid.num_microbatches, grid.dims.pipeline_model_parallel_size
-        own = self._work(grid, NO_RECOMPUTE)
+        own, share = self._work(grid, NO_RECOMPUTE)
         plain = p > 1 and grid.dims.virtual_pipeline_model_parallel_size == 1
-        spread = _spread(p, m, own.forward_share) * (1.0 - 1e-12) if plain else 0.0
+        spread = _spread(p, m, share) * (1.0 - 1e-12) if plain else 0.0
         added: dict[Recompute, tuple[Ticks, ...]] = {}
         bounds = []
         for recompute in settings:
-            each = own.each
+            each = own
             for part in [_ALONE[module] for module in recompute.modules] or [recompute]:
                 if part not in added:
-                    pairs = zip(self._work(grid, part).each, own.each, strict=True)
+                    pairs = zip(self._work(grid, part)[0], own, strict=True)
                     added[part] = tuple(max(0, with_it - without - 1) for with_it, without in pairs)
                 each = tuple(map(operator.add, each, added[part]))
             busy = m * self._fullest(each, p)
@@ -191,7 +186,7 @@ def _in_ticks(times: Iterable[Sides]) -> Work:
         ahead, back = max(0, to_ticks(ahead_s) - 1), max(0, to_ticks(back_s) - 1)
         each.append(ahead + back)
         share = max(share, (ahead + 1) / max(1, ahead + back))
-    return Work(tuple(each), share)
+    return tuple(each), share
 
 
 @functools.lru_cache(maxsize=4096)

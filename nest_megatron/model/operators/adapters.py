@@ -167,10 +167,12 @@ def _is_trained(op: Operator) -> bool:
 def frozen_operator(op: Operator, *, has_backward: bool) -> Operator:
     """An operator whose weight is not trained; ``has_backward`` if its input has a gradient."""
     if not has_backward:
-        return op._replace(backward_flops=0.0, backward_bytes_moved=0.0, frozen=True)
+        return dataclasses.replace(op, backward_flops=0.0, backward_bytes_moved=0.0, frozen=True)
     if not _is_trained(op):
         return op
-    return op._replace(backward_flops=op.flops, backward_bytes_moved=op.bytes_moved, frozen=True)
+    return dataclasses.replace(
+        op, backward_flops=op.flops, backward_bytes_moved=op.bytes_moved, frozen=True
+    )
 
 
 def _without_weight_gradients(
@@ -182,7 +184,7 @@ def _without_weight_gradients(
             if has_backward or not call.backward:
                 yield call
         elif not call.name.endswith(".regather"):
-            yield call._replace(hidden_under="")
+            yield dataclasses.replace(call, hidden_under="")
 
 
 def _adapter(product: AdaptedProduct, adapters: Adapters, shard: LayerShard) -> LayerGraph:
