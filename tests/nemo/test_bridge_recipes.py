@@ -27,7 +27,7 @@ KIND = re.compile(r"_(pretrain|sft|peft)\b|_(pretrain|sft|peft)_")
 #: Of models that see images, hear, or make images.
 OTHERS = re.compile(r"vl\b|_vl|45v|ministral3|omni|audio|flux|wan|step37|kimi_k25|exaone45|mock")
 #: What is said where another number of GPUs may do.
-_OF_A_SIZE = "no plan (is predicted to fit|fits) in|no combination of degrees is legal"
+_OF_A_SIZE = "no plan (is predicted to fit|fits)( in|, but)|no combination of degrees is legal"
 #: Recipes that Megatron-Bridge itself ends -> why, as our refusal says it with the field's name.
 ENDS = {
     r"gemma2.*(sft|peft)": r"packed_sequence_size = 2048: the attention of Gemma2ModelProvider",
