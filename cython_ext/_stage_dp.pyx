@@ -1712,8 +1712,9 @@ def solve(problem, int64_t threshold, int64_t node_limit, learning, out_of_time)
         w.block = min(<Py_ssize_t>problem.block_num_layers, w.num_layers)
         w.capacity, w.constant = problem.capacity_bytes, problem.constant
         w.threshold, w.node_limit = threshold, node_limit
-        count = len(problem.send_backward)
-        if not has_shape(w, kinds, len(costs), len(problem.send_forward), count):
+        if not has_shape(
+            w, kinds, len(costs), len(problem.send_forward), len(problem.send_backward)
+        ):
             return None
         w.max_path_bounds, w.nogoods_after = learning.max_path_bounds, learning.nogoods_after
         w.max_nogoods, w.max_needs = learning.max_nogoods, learning.max_needs

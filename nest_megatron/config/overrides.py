@@ -16,7 +16,7 @@ from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.cluster.records import Accelerator, NetworkLevel
 from nest_megatron.config.hydra_loader import parse_override
 from nest_megatron.config.schema import SECTIONS, is_numeric, section_keys
-from nest_megatron.errors import UserInputError, nearest, require_known
+from nest_megatron.errors import UserInputError, message_line, nearest, require_known
 from nest_megatron.layout.dims import SHORT_DEGREES
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.units import is_quantity, read_quantity, without_suffix
@@ -354,7 +354,7 @@ def leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, for one line of ours."""
-    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+    return message_line(error).rstrip(".")
 
 
 #: What OmegaConf says of a value of the wrong type, and what the value must be.

@@ -20,7 +20,7 @@ from nest_megatron.cost_model.target_defaults import (
 )
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.documents import packaged
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import UserInputError, message_line
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.execution_rules import (
     EXECUTION_ARGUMENTS,
@@ -283,7 +283,7 @@ def set_fields(root: Any, changed: tuple[Change, ...]) -> tuple[Change, ...]:
             raise UserInputError(
                 change.field,
                 change.after,
-                f"the configuration refuses it: {str(error).splitlines()[0]}",
+                f"the configuration refuses it: {message_line(error)}",
                 "Report it with the framework's version; nothing was changed.",
             ) from error
         done.append(change)

@@ -112,7 +112,7 @@ class WhyNot(Shown):
         asked: the sizes that were asked for, by Megatron's names.
         rule: that refuses every layout with them; empty where one is legal.
         versus: the best layout with them beside the plan, or where none fits, one that does not.
-        needed_bytes: the least peak of any layout with them; ``None`` where one fits.
+        needed_bytes: the peak of the layout with them that lacks least; ``None`` where one fits.
         nearest: the fastest legal layout that fits, with the fewest of the sizes changed.
         changed: those sizes.
         bounded: time ended a search: what is said of other layouts is what was found until then.
