@@ -259,6 +259,13 @@ def _sized(
     """The composed cluster, as large as the job; a dry run on one process is of any size."""
     given = "cluster.num_gpus" in composed.given
     if dry_run and (given or "WORLD_SIZE" not in environment):
+        if not (given or composed.describes_cluster):  # the size of the catalogue's is an example
+            raise UserInputError(
+                "nest.cluster.num_gpus",
+                None,
+                "a dry run on one process does not say how many GPUs the job runs on",
+                "Say nest.cluster.num_gpus=16.",
+            )
         return read_cluster(composed)
     cluster = read_cluster(composed, world_size)
     said = read_cluster(composed).num_gpus if given else world_size

@@ -82,22 +82,17 @@ def plan(
             there is no such runner-up.
     """
     deadline = request.deadline()
-    searched = _search(request, deadline, on_progress)
-    if searched.result.plans:
+    request, searched, taken = _choose(request, deadline, on_progress, choose)
+    if taken is not None:
         model, find = searched.model, partial(_best, deadline=deadline)
-        plans, choice = choose_plan(request, model, searched.result)
-        plans = with_runner_up_first(plans, choose) if choose else plans
-        taken, *others = plans
-        best = predict(request, model, taken.solved.layout)
-        if larger := _too_large(request, model, best):
-            return plan(replace(request, global_batch_size=larger), choose=choose)
+        (first, *others), best = taken.plans, taken.best
         found = assemble(
             *(request, model, best),
-            search_record(request, searched.result, searched.seconds, taken.solved, choose),
-            alternatives=tuple(alternative(model, taken, each) for each in others),
-            choice=None if choose else _with_riskier(request, deadline, searched, choice),
-            shortlist=_shortlist(model, plans) if request.shortlist else None,
-            present=_present_layout(request, searched, taken.solved),
+            search_record(request, searched.result, searched.seconds, first.solved, choose),
+            alternatives=tuple(alternative(model, first, each) for each in others),
+            choice=None if choose else _with_riskier(request, deadline, searched, taken.choice),
+            shortlist=_shortlist(model, taken.plans) if request.shortlist else None,
+            present=_present_layout(request, searched, first.solved),
             offers=offers(best, request, find, partial(_faster, request, deadline)),
         )
         require_allowed(found, request.policy)
@@ -113,6 +108,50 @@ def plan(
     return no_plan(request, searched.model, record, _before_report(deadline), _best)
 
 
+class _Searched(NamedTuple):
+    """What was searched."""
+
+    search: Search
+    result: SearchResult
+    seconds: Seconds
+
+    @property
+    def model(self) -> CostModel:
+        """What its plans are priced by."""
+        return self.search.model
+
+
+class _Taken(NamedTuple):
+    """A plan with its runners-up, the rule that chose it, and its prediction."""
+
+    plans: Sequence[Candidate]
+    choice: Choice
+    best: PredictedLayout
+
+
+def _choose(
+    request: Request,
+    deadline: Deadline,
+    on_progress: Progress | None = None,
+    number: int = 0,
+) -> tuple[Request, _Searched, _Taken | None]:
+    """Search a request and take a plan, if something fits.
+
+    The request comes back with the batch that was searched: where the plan does not fit with
+    another of a schedule that keeps more micro batches, the largest.
+    """
+    searched = _search(request, deadline, on_progress)
+    if not searched.result.plans:
+        return request, searched, None
+    model = searched.model
+    plans, choice = choose_plan(request, model, searched.result)
+    plans = with_runner_up_first(plans, number) if number else plans
+    best = predict(request, model, plans[0].solved.layout)
+    if larger := _too_large(request, model, best):
+        return _choose(replace(request, global_batch_size=larger), deadline, on_progress, number)
+    return request, searched, _Taken(plans, choice, best)
+
+
 def _too_large(request: Request, model: CostModel, found: PredictedLayout) -> int | None:
     """The largest batch of a schedule, which keeps most micro batches, if one of them is too large.
 
@@ -125,19 +164,6 @@ def _too_large(request: Request, model: CostModel, found: PredictedLayout) -> in
         return None
     largest = max(batch.global_batch_size for batch in batches)
     return largest if largest > found.layout.global_batch_size else None
-
-
-class _Searched(NamedTuple):
-    """What was searched."""
-
-    search: Search
-    result: SearchResult
-    seconds: Seconds
-
-    @property
-    def model(self) -> CostModel:
-        """What its plans are priced by."""
-        return self.search.model
 
 
 def _search(
@@ -277,13 +303,12 @@ class Ranked:
 
 def ranked(request: Request, on_progress: Progress | None) -> Ranked | NoPlan | EndedEarly:
     """What ``plan`` chooses among: the plan, and all that were compared with it."""
-    searched = _search(request, request.deadline(), on_progress)
-    if not searched.result.plans:
+    request, searched, taken = _choose(request, request.deadline(), on_progress)
+    if taken is None:
         found = plan(request)  # why there is none
         assert not isinstance(found, ParallelPlan)
         return found
-    model, result = searched.model, searched.result
-    chosen = choose_plan(request, model, result)[0][0].solved
+    model, result, chosen = searched.model, searched.result, taken.plans[0].solved
     plans = sorted(
         {*result.known, *_other_micro_batches(request, searched)},
         key=lambda plan: (plan != chosen, plan.rank),
@@ -311,11 +336,8 @@ def _other_micro_batches(request: Request, searched: _Searched) -> set[SolvedLay
 
 def _best(request: Request, deadline: Deadline) -> PredictedLayout | None:
     """The layout that is taken for a request, if something fits."""
-    searched = _search(request, deadline)
-    if not searched.result.plans:
-        return None
-    (taken, *_), _ = choose_plan(request, searched.model, searched.result)
-    return predict(request, searched.model, taken.solved.layout)
+    _, _, taken = _choose(request, deadline)
+    return None if taken is None else taken.best
 
 
 def _faster(

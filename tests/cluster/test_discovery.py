@@ -64,7 +64,8 @@ def test_a_cluster_of_other_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     named = [Setting(key="cluster", value="dgx_h100")]
     with pytest.raises(UserInputError, match=r"H100-SXM-80GB.*NVIDIA A100"):
         find_cluster(named, 8, {}, dry_run=False)
-    assert find_cluster(named, 8, {}, dry_run=True).cluster.name == "dgx_h100"
+    launched = {"WORLD_SIZE": "8"}
+    assert find_cluster(named, 8, launched, dry_run=True).cluster.name == "dgx_h100"
 
 
 def test_the_launcher_s_size_is_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,6 +76,8 @@ def test_the_launcher_s_size_is_the_size(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(UserInputError, match="started 32 ranks"):
         find_cluster(sized, 32, {}, dry_run=False)
     assert find_cluster(sized, 1, {}, dry_run=True).cluster.num_gpus == 64
+    with pytest.raises(UserInputError, match="does not say how many GPUs the job runs on"):
+        find_cluster(named, 1, {}, dry_run=True)
 
 
 def test_another_number_of_processes_a_host_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

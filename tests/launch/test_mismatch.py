@@ -285,6 +285,37 @@ def test_where_nothing_fits_the_missing_bytes_are_named(
         launch(pinned_file(plan, tmp_path, case), case, policy, monkeypatch)
 
 
+@pytest.mark.parametrize(
+    ("word", "policy", "is_refused"),
+    [
+        ("nest.free=[all]", None, True),
+        ("nest.free=[all]", "nearest", True),
+        ("nest.free=[all]", "replan", False),
+        ("nest.parallel.zero_stage=1", None, True),
+        ("nest.memory.margin=0.1", "nearest", False),
+    ],
+)
+def test_what_a_pinned_plan_does_not_follow_is_refused(
+    word: str,
+    policy: str | None,
+    is_refused: bool,
+    plan: ParallelPlan,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, case = pinned_file(plan, tmp_path, Case()), Case(words=word)
+    if not is_refused:
+        assert outcome_of(launch(path, case, policy, monkeypatch), plan) == "pinned"
+        return
+    with pytest.raises(UserInputError, match="nest=pinned launches the plan as it was") as caught:
+        launch(path, case, policy, monkeypatch)
+    assert caught.value.what == word.partition("=")[0]
+    policy_files(tmp_path, monkeypatch, {"on_mismatch": ["refuse", "nearest"]})
+    with pytest.raises(UserInputError) as caught:
+        launch(path, case, policy, monkeypatch)
+    assert "replan" not in str(caught.value)
+
+
 def test_an_unknown_policy_is_refused() -> None:
     words = read_words(["+nest=pinned", "nest.on_mismatch=nearst"])
     with pytest.raises(UserInputError, match=r"nest\.on_mismatch = 'nearst'.*Did you mean nearest"):

@@ -30,7 +30,7 @@ from nest_megatron.layout.batch_schedule import BatchSchedule, read_schedule
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook import require_launchable
 from nest_megatron.layout.rulebook.facts import LaunchRequest
-from nest_megatron.planner import plan
+from nest_megatron.planner import Ranked, plan, ranked
 from nest_megatron.report.words import schedule_words
 from tests import catalogue
 from tests.integrations.frameworks import bridge_config, nemo_recipe
@@ -200,6 +200,24 @@ def test_settings_say_how_the_batch_of_a_catalogue_model_grows(
     assert 32 % (grid.micro_batch_size * grid.dims.data_parallel_size) == 0
     largest = dataclasses.replace(grid, global_batch_size=128)
     assert estimate(request.cost_model(), largest.with_stages(found.layout.partition)).fits
+
+
+def test_what_is_tuned_is_searched_as_what_is_planned() -> None:
+    """The batch that lasts longest fills no pipeline; the largest does not fit with its plan."""
+    pipeline = ("pipeline_model_parallel_size=8", "virtual_pipeline_model_parallel_size=1")
+    settings = (
+        *("model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=8", "target=megatron_lm_0.17"),
+        *("train.global_batch_size=64", "train.rampup_batch_size=[2,62,1000000]"),
+        *("train.train_samples=1000100", "memory.margin=0.5"),
+        *(f"parallel.{each}" for each in pipeline),
+    )
+    request = request_of(compose(parse(settings)), choose_execution=True)
+    assert request.global_batch_size == 2
+    found, tuned = plan(request), ranked(request, None)
+    assert isinstance(found, ParallelPlan)
+    assert isinstance(tuned, Ranked)
+    assert found.layout.global_batch_size == tuned.request.global_batch_size == 64
+    assert tuned.candidates[0].solved.layout == found.layout
 
 
 @pytest.mark.parametrize(

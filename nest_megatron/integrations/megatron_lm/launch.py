@@ -356,6 +356,7 @@ def pinned_plan(launched: LaunchedJob, job: Job) -> planning.LaunchPlan:
     """
     path, dry_run = pinned_file(launched.launch.plan), launched.launch.dry_run
     allowed = allowed_on_mismatch(launched.launch.on_mismatch)
+    _refuse_search(launched, allowed)
     cluster, world_size = None, launched.args.world_size
     if names_cluster(launched.words.job):
         cluster = launched.find_place(world_size).cluster
@@ -377,6 +378,30 @@ def pinned_plan(launched: LaunchedJob, job: Job) -> planning.LaunchPlan:
             fix += f"; nest.on_mismatch={others} has another plan take its place"
         raise refusal(found, f"{fix}.")
     return _replacement(launched, job, pinned, actual, found, allowed)
+
+
+#: Sections of settings that say what is searched, and how.
+_OF_SEARCH = ("parallel", "search", "memory", "cost", "profile", "reliability")
+
+
+def _refuse_search(launched: LaunchedJob, allowed: Sequence[OnMismatch]) -> None:
+    """Refuse what a plan that is launched as it was pinned does not follow."""
+    searches: dict[str, object] = {
+        f"nest.{each.key}": each.value
+        for each in launched.words.job
+        if each.origin is None and each.key.partition(".")[0] in _OF_SEARCH
+    }
+    searches = searches if allowed[0] is OnMismatch.REFUSE else {}
+    if launched.launch.free and allowed[0] is not OnMismatch.REPLAN:
+        searches["nest.free"] = launched.launch.free
+    for name, value in searches.items():
+        more = ", or let it hold where the machines are others: nest.on_mismatch=replan"
+        raise UserInputError(
+            name,
+            value,
+            "+nest=pinned launches the plan as it was reviewed, and searches nothing",
+            f"Leave it out{more if OnMismatch.REPLAN in allowed else ''}.",
+        )
 
 
 def _actual(launched: LaunchedJob, job: Job, cluster: Cluster | None, world_size: int) -> ActualJob:

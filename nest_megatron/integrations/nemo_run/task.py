@@ -142,8 +142,9 @@ class TaskOptions:
             raise _plugin_error(
                 "plan", self.plan, "mode='auto' searches for a plan", "Give mode='pinned'."
             )
-        if self.watch is not None and self.watch < 0:
-            raise _plugin_error("watch", self.watch, "it is at least 0", "Give a number of steps.")
+        if self.watch is not None and not (isinstance(self.watch, int) and self.watch >= 0):
+            limit = "it is a whole number of at least 0"
+            raise _plugin_error("watch", self.watch, limit, "Give a number of steps.")
 
 
 def plan_recipe(
