@@ -46,6 +46,7 @@ class Key(Generic[_Record]):
             *reads,
             *(f"{name}.{each}" for name in parts for each in parts[name].reads),
         )
+        self.without_effect = without_effect
         self.of: Callable[[_Record], Any] = operator.attrgetter(*self.reads)
         fields = [each.name for each in dataclasses.fields(cast(Any, record)) if each.init]
         named = [each for each in (*reads, *without_effect, *parts) if each in fields]

@@ -16,7 +16,7 @@ from nest_megatron.cost_model.graph_times import GraphTimes, Scale, graph_times
 from nest_megatron.cost_model.keys import GroupPlaces, dense_shape, unit_key
 from nest_megatron.cost_model.layer_cost import NO_WORK, UnitTimes, unit_times
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.model.execution import OF_EXPERTS, OF_GRAPH, OUTSIDE_EXPERTS
+from nest_megatron.model.execution import OF_EXPERTS, OF_GRAPH, OF_TOKENS, OUTSIDE_EXPERTS
 from nest_megatron.model.graph import Group, LayerGraph, OperatorKind
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.operators import block_graph
@@ -28,6 +28,8 @@ from nest_megatron.profile.records import Source, Timing
 from nest_megatron.units import Seconds
 
 _GROUPS = (Group.TENSOR, Group.CONTEXT, Group.EXPERT, Group.EXPERT_TENSOR)
+#: Blocks without experts in which no token meets another.
+_OF_TOKENS = (LayerBlock.DENSE, LayerBlock.EMBEDDING, LayerBlock.MTP, LayerBlock.HEAD)
 #: Blocks without experts that work beside the buffers of the dispatcher.
 _BESIDE_BUFFERS = (LayerBlock.DENSE, LayerBlock.HEAD)
 
@@ -123,11 +125,11 @@ class BlockTimes(Caching):
     ) -> tuple[object, ...]:
         """What a block's graph depends on beside how it is carried out.
 
-        Without experts it is no expert degree. To a layer's second half, of micro batch and context
-        size only the tokens matter. Measured times follow: ``profile.lookup.point_of`` knows no
-        more of the two either.
+        Without experts it is no expert degree. Where no token meets another, of micro batch and
+        context size only their number matters. Measured times follow: ``profile.lookup.point_of``
+        knows no more of the two either.
         """
-        if block.base in (LayerBlock.DENSE, LayerBlock.EXPERTS):
+        if block.base in _OF_TOKENS or block is LayerBlock.EXPERTS:
             tp, tokens = shard.tensor_model_parallel_size, shard.tokens(self.spec)
             shape: tuple[object, ...] = (block, tokens, tp, shard.sequence_parallel, places[0])
         else:
@@ -144,7 +146,8 @@ class BlockTimes(Caching):
     ) -> tuple[object, ...]:
         shape, execution = self._shape(block, places, shard), shard.execution
         if block is not LayerBlock.EXPERTS:
-            return shape, OUTSIDE_EXPERTS.of(execution)
+            reads = OF_TOKENS if block.base in _OF_TOKENS else OUTSIDE_EXPERTS
+            return shape, reads.of(execution)
         return shape, OF_EXPERTS.of(execution), self._beside_s(block, places, shard, *before)
 
     @cached_by(_key)
@@ -164,7 +167,12 @@ class BlockTimes(Caching):
             self._beside_s(block, places, shard, before),
         )
 
-    @cached_by(lambda self, *block: (self._shape(*block), OF_GRAPH.of(block[2].execution)))
+    @cached_by(
+        lambda self, block, places, shard: (
+            self._shape(block, places, shard),
+            block.base not in _OF_TOKENS and OF_GRAPH.of(shard.execution),
+        )
+    )
     def _priced_graph(
         self, block: LayerBlock, places: GroupPlaces, shard: LayerShard
     ) -> GraphTimes:

@@ -234,7 +234,14 @@ class Recipe(Configuration, ABC):
         params, holder = self.number_format()
         precision, fp8_recipe = params, "delayed"
         for name, narrow in (("fp8", Precision.FP8), ("fp4", Precision.NVFP4)):
-            if value_or(holder, name):
+            if (given := value_or(holder, name)) and params is Precision.FP32:
+                raise UserInputError(
+                    name,
+                    given,
+                    "weights and activations are in 32 bits, which is not priced beside it",
+                    "Train in bf16-mixed.",
+                )
+            if given:
                 precision, fp8_recipe = narrow, str(value_or(holder, "fp8_recipe", "delayed"))
         restored = self.restored_by(self.root)
         config, data, places = self.find(self.model), self.find(self.data), self.places

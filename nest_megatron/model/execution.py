@@ -161,6 +161,15 @@ class Execution:
         return bool(self.cpu_offloading_num_layers or self.offload_modules)
 
     @property
+    def scope_of_layer_graphs(self) -> tuple[str, ...] | None:
+        """Modules that graphs of layers hold, all where it is empty; ``None`` without such graphs.
+
+        >>> Execution(cuda_graph_impl=GraphImpl.FULL_ITERATION).scope_of_layer_graphs is None
+        True
+        """
+        return self.cuda_graph_scope if self.cuda_graph_impl in OF_LAYERS else None
+
+    @property
     def is_node_limited(self) -> bool:
         """Whether a token goes to each node once, however many of its experts are there."""
         return self.moe_token_dispatcher_type is TokenDispatcher.FLEX
@@ -177,6 +186,16 @@ OUTSIDE_EXPERTS = Key(
         *("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_permute_fusion"),
         *("moe_router_fusion", "moe_shared_expert_overlap", "use_transformer_engine_op_fuser"),
         *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
+    ),
+)
+#: What matters to those of them in which no token meets another.
+OF_TOKENS = Key(
+    Execution,
+    reads=("tp_comm_overlap", "cuda_graph_impl", "cuda_graph_scope"),
+    without_effect=(
+        *OUTSIDE_EXPERTS.without_effect,
+        *("cp_comm_type", "hierarchical_context_parallel_sizes"),
+        *("cpu_offloading_num_layers", "offload_modules"),
     ),
 )
 #: What matters to the half of a layer that holds experts.
@@ -199,12 +218,12 @@ OF_GRAPH = Key(
     reads=(
         *("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_permute_fusion"),
         *("moe_router_fusion", "use_transformer_engine_op_fuser", "cp_comm_type"),
-        *("hierarchical_context_parallel_sizes", "cuda_graph_impl", "cuda_graph_scope"),
-        "offload_modules",
+        *("hierarchical_context_parallel_sizes", "scope_of_layer_graphs", "offload_modules"),
     ),
     without_effect=(
         *("moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm", "tp_comm_overlap"),
         *("delay_wgrad_compute", "cpu_offloading_num_layers"),
+        *("cuda_graph_impl", "cuda_graph_scope"),
     ),
 )
 

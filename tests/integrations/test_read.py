@@ -38,6 +38,13 @@ def test_llama() -> None:
     assert "pipeline_model_parallel_size" not in job.fixed
 
 
+@pytest.mark.parametrize("words", [("--fp8-format", "e4m3"), ("--fp4-format", "e2m1")])
+def test_narrow_products_of_weights_in_32_bits_are_refused(words: tuple[str, str]) -> None:
+    job = f"{BASE.replace('--bf16', '')} {' '.join(words)}"
+    with pytest.raises(UserInputError, match=rf"{words[0]} = '{words[1]}'.*Add --bf16"):
+        read_job(read_command(job))
+
+
 def test_mixtral() -> None:
     job = read_job(read_command(commands.MIXTRAL))
     spec = job.spec

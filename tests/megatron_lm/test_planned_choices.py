@@ -37,7 +37,7 @@ JOBS = {
     "graphs of layers": "model=llama3_2_1b train.micro_batch_size=1 train.seq_length=2048 "
     "parallel.tensor_model_parallel_size=2",
     "graphs around experts": "model=deepseek_v2_lite parallel.expert_model_parallel_size=8 "
-    "train.seq_length=1024 parallel.tensor_model_parallel_size=2",
+    "train.seq_length=1024 train.micro_batch_size=1 parallel.tensor_model_parallel_size=2",
     "offloaded modules": "model=llama3_70b cluster=gb200_nvl72 cluster.num_gpus=16 "
     "parallel.tensor_model_parallel_size=4 parallel.pipeline_model_parallel_size=4 "
     "train.seq_length=24576 train.micro_batch_size=1 search.packages=[transformer_engine_2_9]",

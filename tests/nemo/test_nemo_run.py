@@ -205,6 +205,12 @@ def ran_directly(caplog: pytest.LogCaptureFixture) -> set[str]:
     return {record.message for record in caplog.records if "NestPlugin" in record.message}
 
 
+@pytest.mark.parametrize("steps", ["5", -1, 1.5])
+def test_watched_steps_are_a_whole_number(steps: Any) -> None:
+    with pytest.raises(UserInputError, match="it is a whole number of at least 0"):
+        plugin(watch=steps)
+
+
 def test_a_direct_run_says_that_it_calls_no_plugin(caplog: pytest.LogCaptureFixture) -> None:
     assert not ran_directly(caplog)
     waiting = plugin()

@@ -313,7 +313,16 @@ def _precision(values: Values) -> Precision:
                 "Drop one of the two.",
             )
     stated = (precision for name, precision in _PRECISIONS.items() if values.get(name))
-    return next(stated, Precision.FP32)
+    precision = next(stated, Precision.FP32)
+    if precision.is_quantized and not (values.get("bf16") or values.get("fp16")):
+        name = "fp8_format" if values.get("fp8") else "fp4_format"
+        raise flag_error(
+            name,
+            values[name.removesuffix("_format")],
+            "without --bf16 Megatron keeps weights and activations in 32 bits, which is not priced",
+            "Add --bf16.",
+        )
+    return precision
 
 
 def _notes(values: Values, script: str, version: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator
 
 from nest_megatron.errors import UnplannableModelError
-from nest_megatron.model.execution import OF_LAYERS, ContextTraffic
+from nest_megatron.model.execution import ContextTraffic
 from nest_megatron.model.graph import (
     Group,
     LayerCollective,
@@ -67,9 +67,8 @@ def with_graph_inputs(
     (``make_graphed_callables`` of Transformer Engine), one set for each layer and micro batch in
     flight (``TECudaGraphHelper._get_sample_arguments`` of megatron-core).
     """
-    size, scope = graph.input_bytes, shard.execution.cuda_graph_scope
-    is_outside = module is not None and scope and module not in scope
-    if shard.execution.cuda_graph_impl not in OF_LAYERS or is_outside:
+    size, scope = graph.input_bytes, shard.execution.scope_of_layer_graphs
+    if scope is None or (module is not None and scope and module not in scope):
         return graph
     return graph + LayerGraph(
         operators=(streaming(GRAPH_INPUTS, Part.RESIDUAL, 2 * size, backward=1.0),),
