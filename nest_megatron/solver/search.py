@@ -18,6 +18,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any
 
 from nest_megatron.caching import Caching, cached_by
+from nest_megatron.cost_model.keys import SHARD as SHARD_KEY
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import PeakLimit
 from nest_megatron.cost_model.pipeline import PipelineProblem
@@ -380,8 +381,21 @@ class Search(Caching):
                 enough.append(modules)
             yield recompute, bound
 
+    @cached_by(
+        lambda _, stages, recompute: (
+            SHARD_KEY.of(stages.grid),
+            stages.grid.dims.pipeline_model_parallel_size,
+            stages.grid.dims.virtual_pipeline_model_parallel_size,
+            stages.grid.zero,
+            stages.capacity_bytes,
+            recompute,
+        )
+    )
     def _fits(self, stages: StageProblems, recompute: Recompute) -> bool:
-        """Whether any partition of a grid fits in memory: ask for one that takes no time."""
+        """Whether any partition of a grid fits in memory: ask for one that takes no time.
+
+        Rank orders share the answer.
+        """
         return self._solve(stages.problem(recompute), -1).status is not Status.INFEASIBLE
 
     def _bound_in_any_memory(self, stages: StageProblems, recompute: Recompute) -> StageSolution:

@@ -233,6 +233,7 @@ def arguments_of(
         "timing: Timing": timings,
         "hidden_reduce: bool": [False, True],
         "zeros: Sequence[ZeroStage]": [grids.zero_stages(grid.dims)],
+        "stages: StageProblems": [StageProblems(model, grid)],
     }
     parameters = list(inspect.signature(method).parameters.values())[1:]
     yield from itertools.product(*(by_name[f"{p.name}: {p.annotation}"] for p in parameters))
