@@ -110,6 +110,8 @@ def proof(plan: ParallelPlan) -> str:
         said = certificate(record)
     else:
         said = f"{_proven(plan, choice)} {_counts(record)}"
+        if record.space.get("virtual_pipeline_model_parallel_size") != "= 1":
+            said += f" {_FAMILY}"
     if choice is not None and record.certificate not in ("optimal", "chosen"):
         said += f" Searched: {_allowed(choice)}."
     if choice is not None and plan.provenance.site is not None:
@@ -122,6 +124,13 @@ def proof(plan: ParallelPlan) -> str:
             "(memory.margin) are not in the space."
         )
     return said
+
+
+#: What of virtual stages is searched (``solver.chunk_space``).
+_FAMILY = (
+    "With virtual stages, those layouts of stages are candidates that docs/solver.md declares, and "
+    "not every division of the layers."
+)
 
 
 def _allowed(choice: Choice) -> str:
@@ -145,7 +154,7 @@ def short_proof(plan: ParallelPlan) -> str:
     if choice is None or not _is_proven(record):
         return certificate(record, counts=False)
     risk = f"{100 * choice.max_oom_chance:g} % risk"
-    return f"proven: no layout within {risk} is faster than {_bound(plan)}"
+    return f"proven: none searched within {risk} is faster than {_bound(plan)}"
 
 
 def _proven(plan: ParallelPlan, choice: Choice) -> str:
