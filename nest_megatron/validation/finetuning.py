@@ -1,4 +1,4 @@
-"""What recipes and scripts behind rows of fine-tuning say that rows leave out or misprint."""
+"""What recipes and scripts behind rows say that rows leave out or misprint."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from nest_megatron.model.sequence_lengths import lengths_from_moments
 from nest_megatron.validation.rows import Row
 
 _RECIPES = packaged(__package__, "finetuning.toml")["recipes"]
+_PAGES = packaged(__package__, "known_cells.toml")["pages"]
 _LORA = re.compile(r"lora|peft", re.IGNORECASE)
 
 
@@ -62,19 +63,12 @@ def _holds(where: Mapping[str, str], row: Row) -> bool:
     return all(re.search(pattern, row.get(column, "")) for column, pattern in where.items())
 
 
-#: ``llama3_finetune_auto_configs`` of NVIDIA/dgxc-benchmarking, llama3/finetuning/
-#: llama3_finetune_utils.py @ 8f5cbb3, which the commands of both pages run.
-_SCRIPT = "llama3_finetune_utils.py"
-#: Page -> (column, as it is printed, as it ran, where that stands).
-_CELLS = {
-    "llama3/finetuning/README_8b.md": (("pp", "41", "1", _SCRIPT), ("mbs", "", "1", _SCRIPT)),
-    "llama3/finetuning/README_70b.md": (("mbs", "", "1", _SCRIPT),),
-}
 #: Pages whose runs of fine-tuning pack SQuAD: by their script (``performance_mode`` of NeMo's
 #: ``finetune_recipe``), or in their own words (NVIDIA/NeMo @ 070a0bb and 9f27fd5).
 _PACKED_PAGES = frozenset(
     (
-        *_CELLS,
+        "llama3/finetuning/README_8b.md",
+        "llama3/finetuning/README_70b.md",
         "docs/source/performance/performance_summary.md",
         "docs/source/performance_benchmarks.md",
     )
@@ -89,9 +83,20 @@ _SQUAD_TOKENS, _SQUAD_DEVIATION = (79_346_108 / 87_599 - 24) / 3.94, 100.0
 
 def with_known_cells(row: Row) -> tuple[Row, tuple[str, ...]]:
     """A row with what its page misprints or leaves out, and a note for each such cell."""
-    known = [cell for cell in _CELLS.get(_page(row), ()) if row.get(cell[0], "").strip() == cell[1]]
-    notes = (f"{column} {ran} ({where})" for column, _, ran, where in known)
-    return {**row, **{column: ran for column, _, ran, _ in known}}, tuple(notes)
+    known: dict[str, str] = {}
+    notes: list[str] = []
+    for page in _PAGES:
+        printed, models = page.get("printed", {}), page.get("models")
+        of_model = {} if models is None else models.get(row.get("model", ""))
+        if page["path"] != _page(row) or of_model is None:
+            continue
+        if any(row.get(column, "").strip() != text for column, text in printed.items()):
+            continue
+        for column, ran in {**page["cells"], **of_model}.items():
+            if column in printed or not row.get(column, "").strip():
+                known[column] = ran
+                notes.append(f"{column} {ran} ({page['source']})")
+    return {**row, **known}, tuple(notes)
 
 
 def with_packs(

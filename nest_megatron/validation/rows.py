@@ -261,10 +261,15 @@ def is_sanity_check(row: Row) -> bool:
     return "sanity check" in row.get("ambiguity", "")
 
 
+_PROFILED = re.compile(r"nsys attached|(?:from|in) the nsys window")
+
+
 def require_measurement(row: Row) -> None:
-    """Refuse a run whose authors say that its timing is no measurement of speed."""
+    """Refuse a run whose timing is no measurement of speed, as its authors say."""
     if is_sanity_check(row):
         raise RefusedRowError("its timing is a sanity check", "as its authors say")
+    if found := _PROFILED.search(row.get("ambiguity", "")):
+        raise RefusedRowError("timed under a profiler", found[0])
 
 
 def require_fixed_sequences(row: Row) -> None:

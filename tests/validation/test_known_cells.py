@@ -73,3 +73,40 @@ def test_packs_count_where_a_time_is_printed(row: Row, is_packed: bool) -> None:
     settings, notes = with_packs(row, CostSettings(), 4096)
     assert (settings.traits.attended_tokens is not None) == is_packed
     assert bool(notes) == is_packed
+
+
+V100 = {
+    "path": "experiments/gpt2.md#L104",
+    "model": "GPT-18B",
+    "params_b": "18",
+    "framework": "Megatron-LM (bigscience fork)",
+    "gpu": "V100-16GB",
+    "gpus_per_node": "4",
+    "n_gpus": "16",
+    "precision": "fp16",
+    "seq": "1024",
+    "gbs": "768",
+    "mbs": "6",
+    "tp": "4",
+    "pp": "4",
+    "recompute": "full",
+}
+
+
+def test_scripts_beside_a_page_say_the_shape_and_its_headings_the_gpu() -> None:
+    job = job_of(V100, ModelBook.load())
+    assert (job.spec.num_layers, job.spec.hidden_size, job.spec.num_attention_heads) == (
+        40,
+        6144,
+        32,
+    )
+    assert job.cluster.accelerator.name == "V100-SXM2-32GB"
+    small = job_of({**V100, "model": "GPT-30B", "pp": "8", "n_gpus": "64"}, ModelBook.load())
+    assert small.spec.hidden_size == 7168
+    assert small.cluster.accelerator.name == "V100-SXM2-16GB"
+
+
+def test_a_micro_batch_that_does_not_make_the_global_batch_is_the_one_that_does() -> None:
+    row = {**V100, "model": "GPT-52B", "gbs": "2048", "mbs": "4", "ga": "256", "dp": "1"}
+    job = job_of({**row, "pp": "16", "n_gpus": "64"}, ModelBook.load())
+    assert {grid.micro_batch_size for grid in job.grids} == {8}

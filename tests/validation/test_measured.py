@@ -80,3 +80,6 @@ def test_a_time_that_its_authors_disown_is_refused() -> None:
     require_measurement({"ambiguity": "tuned performance run"})
     with pytest.raises(RefusedRowError, match="sanity check"):
         require_measurement({"ambiguity": "support run: timing is a sanity check"})
+    with pytest.raises(RefusedRowError, match="under a profiler"):
+        require_measurement({"ambiguity": "deterministic, nsys attached, v4"})
+    require_measurement({"ambiguity": "deterministic, no nsys, repeat v4"})

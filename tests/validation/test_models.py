@@ -94,6 +94,10 @@ def test_keys_of_the_catalogue_are_distinct_and_stand_for_themselves() -> None:
         ("Kimi-K2 1T", "kimi_k2"),
         ("Grok-1", "grok1_314b"),
         ("LLAMA4-Maverick 400B", "llama4_maverick"),
+        ("Qwen3.5-122B", "qwen3_5_122b_a10b"),
+        ("qwen3.6-35b-a3b", "qwen3_5_35b_a3b"),
+        ("qwen3.8-27b", "qwen3_5_27b"),
+        ("Nemotron V3 Ultra 550B", "nemotron3_ultra"),
     ],
 )
 def test_spellings(text: str, name: str) -> None:
@@ -105,8 +109,10 @@ def test_spellings(text: str, name: str) -> None:
     [
         ("Nemotron-H 30B", "hybrid of Mamba and attention layers"),
         ("Qwen3_VL_235B_A22B", "more than a language model"),
-        ("deepseek-v4-pro", "architecture not public here"),
-        ("GLM-5", "architecture not public here"),
+        ("deepseek-v4-pro", "sparse attention"),
+        ("GLM-5", "sparse attention"),
+        ("gemma-4-26b-a4b-it", "layers of different shapes"),
+        ("Kimi K3", "architecture not public here"),
         ("T5-11B", "encoder and decoder"),
         ("flux1", "not a language model"),
         ("DeepSeek-V3 27B", "unknown model"),
@@ -258,6 +264,14 @@ CARDS = {
     "Nemotron 3 Super 120B-A12B": (
         120,
         "https://llmtree.kevinbytes.com/models/model-nemotron3-super",
+    ),
+    "Qwen3.5-27B": (27, "https://huggingface.co/Qwen/Qwen3.5-27B"),
+    "Qwen3.5-35B-A3B": (35, "https://huggingface.co/Qwen/Qwen3.5-35B-A3B"),
+    "Qwen3.5-122B-A10B": (122, "https://huggingface.co/Qwen/Qwen3.5-122B-A10B"),
+    "Qwen3.5-397B-A17B": (397, "https://huggingface.co/Qwen/Qwen3.5-397B-A17B"),
+    "Nemotron 3 Ultra 550B-A55B": (
+        550,
+        "https://huggingface.co/nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-Base-BF16",
     ),
     "Qwen3-Coder-480B-A35B": (
         480,
