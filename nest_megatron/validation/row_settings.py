@@ -39,6 +39,8 @@ from nest_megatron.solver.space import recompute_settings
 from nest_megatron.validation.rows import SETTING, RefusedRowError, Row, number, ran_out_of_memory
 
 _EXACT = "exact"
+#: What a row and its recipe may differ in and still be laid over GPUs alike: the length of a step.
+_SCALE = {"gbs", "n_gpus", "gpus"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +48,9 @@ class RowSettings:
     """What the recipe of a row set.
 
     Args:
-        certain: read from the recipe of the row's own release and layout. Otherwise its
-            recomputation and its execution are one more thing that the run may have been.
+        certain: read from the recipe of the row's own release and layout, whatever its batch and
+            its number of GPUs. Otherwise its recomputation and its execution are one more thing
+            that the run may have been.
         flags: by Megatron's names.
         recompute: ``None`` where the recipe does not say.
     """
@@ -71,13 +74,24 @@ def settings_of(row: Mapping[str, str]) -> RowSettings:
         return NO_SETTINGS
     try:
         return RowSettings(
-            certain=said["confidence"] == _EXACT
-            and said.get("layout_matches", "").startswith("yes"),
+            certain=said["confidence"] == _EXACT and _matches(said.get("layout_matches", "")),
             flags=MappingProxyType(dict(_flags(said))),
             recompute=_recompute(said),
         )
     except ValueError as error:
         raise RefusedRowError("a setting of its recipe cannot be read", str(error)) from error
+
+
+def _matches(layout: str) -> bool:
+    """Whether a recipe's layout is the row's, by what the file says that they differ in.
+
+    >>> _matches("yes (4 fields)"), _matches("MISMATCH gbs:row=4096,recipe=2048")
+    (True, True)
+    >>> _matches("MISMATCH tp:row=2,recipe=1 gbs:row=512,recipe=32"), _matches("row has no layout")
+    (False, False)
+    """
+    differing = set(re.findall(r"(\w+):row=", layout))
+    return layout.startswith("yes") or (bool(differing) and differing <= _SCALE)
 
 
 def partition_of(

@@ -62,8 +62,11 @@ def job(row: Row, *, as_planned: bool = False) -> RowJob:
     return job_of(row, ModelBook.load(()), as_planned=as_planned)
 
 
-def test_what_is_sure_is_what_ran(tmp_path: Path) -> None:
-    found = job(read(tmp_path))
+@pytest.mark.parametrize(
+    "layout", ["yes (4 fields)", "MISMATCH gbs:row=512,recipe=256 n_gpus:row=16,recipe=8"]
+)
+def test_what_is_sure_is_what_ran(tmp_path: Path, layout: str) -> None:
+    found = job(read(tmp_path, layout_matches=layout))
     (grid,) = found.grids
     assert grid.recompute == selective_recompute(["moe_act", "layernorm"])
     assert grid.execution.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL
@@ -78,6 +81,7 @@ def test_what_is_sure_is_what_ran(tmp_path: Path) -> None:
         {"confidence": "family-default"},
         {"confidence": "same-recipe-other-release"},
         {"layout_matches": "no: EP 16"},
+        {"layout_matches": "MISMATCH ep:row=8,recipe=16 gbs:row=512,recipe=256"},
     ],
 )
 def test_what_is_doubtful_is_one_more_thing_that_may_have_run(
