@@ -61,6 +61,8 @@ from nest_megatron.config.train import (
 )
 from nest_megatron.cost_model.features import SCANNED
 from nest_megatron.cost_model.goodput import Reliability
+from nest_megatron.cost_model.memory import fp8_copy_bytes
+from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.site import Site
 from nest_megatron.cost_model.site_file import find_site
 from nest_megatron.errors import (
@@ -83,6 +85,7 @@ from nest_megatron.layout.numeric_knobs import MEMORY_KNOBS, NUMERIC_KNOBS
 from nest_megatron.layout.policy import Policy, PolicyError
 from nest_megatron.layout.rulebook.devices import device_notes, require_recipe
 from nest_megatron.layout.rulebook.facts import is_within
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.encoder import PeftScheme
 from nest_megatron.model.spec import OF_HUGGING_FACE, TransformerSpec
 from nest_megatron.planner import Request
@@ -311,6 +314,7 @@ def request_for(
                 *device_notes(name, recipe, execution),
                 *site_notes,
                 *_model_notes(spec),
+                *_copy_notes(costs),
                 *image_notes(spec),
                 *profile_notes,
             ),
@@ -420,6 +424,18 @@ def _model_notes(spec: TransformerSpec) -> Iterator[str]:
             "The scan of Mamba layers and gated delta nets is priced by its arithmetic and its "
             "memory traffic, times a share that is fitted to whole steps of hybrid models on "
             "Hopper and Blackwell (docs/hybrid.md); no public measurement of its kernels is known."
+        )
+
+
+def _copy_notes(costs: CostSettings) -> Iterator[str]:
+    """Why a job in fp8 may need more memory than one in bf16."""
+    beside = fp8_copy_bytes(ZeroStage.NONE, costs) if costs.precision.is_quantized else 0
+    if beside and not costs.traits.fp8_weights:
+        words = costs.precision.value
+        yield (
+            f"GEMMs in {words} keep {beside:g} bytes of copies of each weight beside its "
+            f"{costs.traits.params_bytes}, so weights take more memory than in bf16; "
+            f"--{words.removeprefix('nv')[:3]}-param-gather keeps the copies alone."
         )
 
 

@@ -134,6 +134,8 @@ def static_bytes(
     if in_layer and traits.matrix_optimizer_bytes is not None:
         states = traits.matrix_optimizer_bytes
     gradients = traits.gradient_bytes / (shares if zero >= ZeroStage.GRADIENTS else 1)
+    if traits.keeps_narrow_gradients:
+        gradients += traits.params_bytes
     return StaticBytes(
         weights,
         gradients + (traits.gradient_bytes if whole else 0),

@@ -83,6 +83,8 @@ class ExecutionTraits:
             ``disable_parameter_transpose_cache``, where the backward pass makes them anew).
         keep_fp8_transpose_cache: Megatron-FSDP keeps the transposes of gathered fp8 weights.
         gradient_bytes: width of the gradients that replicas reduce.
+        keeps_narrow_gradients: gradients as wide as weights stay beside those that are accumulated
+            in float32 (DeepSpeed's ``BF16_Optimizer``).
         loss_bytes: memory of one logit while the cross entropy is worked out: 6 in Megatron's own
             (float32 softmax in place, 16-bit logits or gradient), 10 where a compiler fuses it out
             of place (``--cross-entropy-loss-fusion``), 2 where logits turn into gradients in place
@@ -148,6 +150,7 @@ class ExecutionTraits:
     fp8_transpose_cache: bool = True
     keep_fp8_transpose_cache: bool = False
     gradient_bytes: int = ranged(4, 1)
+    keeps_narrow_gradients: bool = False
     loss_bytes: int = ranged(6, 1)
     optimizer_bytes: float = ranged(ADAM_BYTES, 0)
     matrix_optimizer_bytes: float | None = None

@@ -306,6 +306,14 @@ TRAITS: tuple[Said, ...] = (
         {"fp8_weights": True, "fp8_transpose_cache": False},
     ),
     ("recompute", r"^full.*offload", {"offloads_layer_inputs": True}),
+    # DeepSpeed's BF16_Optimizer accumulates all of a rank's gradients in float32 beside the 16-bit
+    # ones and reduces these; ZeRO-1 divides the states alone (deepspeed/runtime/bf16_optimizer.py
+    # ``_setup_for_real_optimizer``, pipe/engine.py ``_exec_backward_pass``).
+    (
+        "framework precision",
+        r"megatron-?deepspeed.*; bf16",
+        {"gradient_bytes": 4, "keeps_narrow_gradients": True, "optimizer_bytes": 12},
+    ),
 )
 
 

@@ -97,6 +97,7 @@ def test_the_report_says_what_the_search_charged(
         ({"gradient_bytes": 2}, "bf16", (2, 2, 12 / 8)),
         ({"matrix_optimizer_bytes": 8.0}, "bf16", (2, 4, 8 / 8)),
         ({"params_bytes": 4, "optimizer_bytes": 8.0}, "fp32", (4, 4, 8 / 8)),
+        ({"keeps_narrow_gradients": True}, "bf16", (2, 4 + 2, 12 / 8)),
         ({}, "fp8", (2 + 2, 4, 12 / 8)),
         ({"fp8_weights": True}, "fp8", (1 + 1, 4, 12 / 8)),
         ({"fp8_weights": True, "fp8_transpose_cache": False}, "fp8", (1, 4, 12 / 8)),

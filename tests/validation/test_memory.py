@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nest_megatron.cost_model.memory import parameter_bytes
+from nest_megatron.cost_model.memory import parameter_bytes, static_bytes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.layout.recompute import FULL_RECOMPUTE
@@ -253,6 +253,22 @@ def test_moments_in_16_bits_are_a_number_format_of_the_job(
     row = _throughput_row(optimizer=text, precision="BF16")
     job = job_of(row, ModelBook.load(), as_planned=as_planned)
     assert job.settings.traits.optimizer_bytes == states
+
+
+@pytest.mark.parametrize(
+    ("framework", "precision", "kept"),
+    [
+        ("Megatron-DeepSpeed", "bf16 (fp32 grad accum)", (2, 6, 12 / 8)),
+        ("Megatron-DeepSpeed", "fp16", (2, 2, 16 / 8)),
+        ("Megatron-LM (bigscience fork)", "bf16", (2, 2, 12 / 8)),
+    ],
+)
+def test_deepspeed_accumulates_gradients_of_bf16_in_float32_beside_them(
+    framework: str, precision: str, kept: tuple[float, float, float]
+) -> None:
+    row = _throughput_row(framework=framework, precision=precision, gpu="A100-80GB")
+    settings = job_of(row, ModelBook.load()).settings
+    assert static_bytes(ZeroStage.OPTIMIZER, 8, settings, in_layer=True) == kept
 
 
 def test_chances_stand_beside_what_became_of_the_runs() -> None:
