@@ -16,6 +16,7 @@ from typing import NamedTuple
 from nest_megatron.cluster.records import Accelerator
 from nest_megatron.cost_model.formats import format_of
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.traits import Fp8Recipe
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.block_parameters import ParameterCount
@@ -222,6 +223,23 @@ def saved_input_bytes(settings: CostSettings) -> float:
     if found is None or not settings.traits.fp8_inputs:
         return settings.traits.params_bytes
     return found.bytes
+
+
+def saved_attention_bytes(settings: CostSettings) -> tuple[float | None, float | None]:
+    """Widths in which attention saves queries, keys and values, and its output; ``None``: as wide.
+
+    Transformer Engine's attention in fp8 saves its own fp8 tensors, of which the output stays in 16
+    bits under a scale of the current tensor (``FusedAttnFunc.forward``,
+    ``NVTE_DPA_FP8CS_O_in_F16``). What it saves under MXFP8 is not known.
+    """
+    traits = settings.traits
+    if not traits.fp8_attention or traits.fp8_recipe not in _FP8_ATTENTION_OUTPUT:
+        return None, None
+    return 1.0, _FP8_ATTENTION_OUTPUT[traits.fp8_recipe]
+
+
+#: Recipes under which attention runs in fp8, and the width in which it saves its output.
+_FP8_ATTENTION_OUTPUT = {Fp8Recipe.DELAYED: 1.0, Fp8Recipe.TENSORWISE: None}
 
 
 def capacity_bytes(accelerator: Accelerator, settings: CostSettings) -> Bytes:

@@ -24,7 +24,7 @@ from nest_megatron.cost_model.keys import (
     unit_key,
 )
 from nest_megatron.cost_model.layer_cost import NO_WORK, PassTime, UnitTimes
-from nest_megatron.cost_model.memory import capacity_bytes, saved_input_bytes
+from nest_megatron.cost_model.memory import capacity_bytes, saved_attention_bytes, saved_input_bytes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stragglers import slowest, straggler_wait
 from nest_megatron.cost_model.unit_cost import (
@@ -186,6 +186,7 @@ class CostModel(Caching):
     def shard(self, grid: PartialLayout) -> LayerShard:
         """How a grid divides a layer."""
         dims = grid.dims
+        taken, made = saved_attention_bytes(self.settings)
         return LayerShard(
             tensor_model_parallel_size=dims.tensor_model_parallel_size,
             context_parallel_size=dims.context_parallel_size,
@@ -197,6 +198,8 @@ class CostModel(Caching):
             loss_bytes=self.settings.traits.loss_bytes,
             activation_bytes=self.settings.traits.params_bytes,
             saved_input_bytes=saved_input_bytes(self.settings),
+            qkv_bytes=taken,
+            attention_output_bytes=made,
             expert_alignment=expert_alignment(self.settings, grid.execution),
             execution=grid.execution,
             fused_activation=self.settings.traits.fused_activation,

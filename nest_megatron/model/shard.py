@@ -34,6 +34,8 @@ class LayerShard:
         saved_input_bytes: width of the input that a GEMM inside a layer saves for its weight's
             gradient; ``None`` is that of activations, 0 where weights are frozen. Transformer
             Engine keeps it in fp8 where the GEMM runs in fp8.
+        qkv_bytes, attention_output_bytes: widths in which attention saves queries, keys and values,
+            and what it makes of them; ``None`` is that of activations.
         fused_activation: a gated activation keeps its input alone.
         fp8_activation_input: it keeps it in fp8, cast there and back.
         loss_chunk_tokens: tokens whose logits exist at once; 0 is all of a micro batch.
@@ -53,6 +55,8 @@ class LayerShard:
     loss_bytes: int = 6
     activation_bytes: int = 2
     saved_input_bytes: float | None = None
+    qkv_bytes: float | None = None
+    attention_output_bytes: float | None = None
     execution: Execution = PLAIN
     fused_activation: bool = True
     fp8_activation_input: bool = False
@@ -71,6 +75,13 @@ class LayerShard:
     def cast_bytes(self) -> float:
         """The same where another operator keeps the element as it is anyway."""
         return 0 if self.input_bytes == self.activation_bytes else self.input_bytes
+
+    @property
+    def attention_bytes(self) -> tuple[float, float]:
+        """Bytes that attention keeps of an element of what it takes, and of what it makes."""
+        taken, made = self.qkv_bytes, self.attention_output_bytes
+        act = self.activation_bytes
+        return act if taken is None else taken, act if made is None else made
 
     def keeps_scores(self, spec: TransformerSpec) -> bool:
         """Whether attention keeps the square of scores.

@@ -230,6 +230,43 @@ def test_a_price_does_not_depend_on_what_was_priced_before(model: str) -> None:
         ]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "qkv", "output"),
+    [("delayed", 1, 1), ("tensorwise", 1, 2), ("mxfp8", 2, 2), (None, 2, 2)],
+)
+@pytest.mark.parametrize("model", ["llama3_8b", "deepseek_v2_lite"])
+def test_attention_in_fp8_saves_what_it_takes_and_makes_in_fp8(
+    model: str, recipe: str | None, qkv: int, output: int
+) -> None:
+    spec = catalogue.model(model)
+    flags = {"fp8_recipe": recipe or "delayed", "fp8_dot_product_attention": recipe is not None}
+    traits = execution_traits(flags, Precision.FP8)
+    settings = settings_of(traits, Precision.FP8)
+    grid = PartialLayout(
+        dims=ParallelDims(),
+        global_batch_size=8,
+        micro_batch_size=1,
+        sequence_parallel=False,
+    )
+    shard = CostModel(spec, catalogue.cluster("dgx_h100", 8), settings).shard(grid)
+    saved = [layer_graph(spec, kind, shard).saved_by_part() for kind in set(spec.layer_kinds())]
+    part = Part.MLA_UP if spec.multi_latent_attention else Part.QKV
+    wide = [
+        layer_graph(
+            spec,
+            kind,
+            dataclasses.replace(shard, qkv_bytes=None, attention_output_bytes=None),
+        ).saved_by_part()
+        for kind in set(spec.layer_kinds())
+    ]
+    for narrow, usual in zip(saved, wide, strict=True):
+        if part in usual:
+            assert narrow[part] == usual[part] * qkv / 2
+            heads, width = spec.num_attention_heads, spec.v_head_dim or spec.head_dim
+            gained = usual[Part.PROJECTION] - narrow[Part.PROJECTION]
+            assert gained == spec.seq_length * heads * width * (2 - output)
+
+
 def test_a_stage_of_deepspeed_keeps_what_it_sent() -> None:
     spec = catalogue.model("mixtral_8x7b")
     kept = [

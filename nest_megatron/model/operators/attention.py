@@ -254,7 +254,7 @@ def _softmax_is_fused(
 
 def _attention(spec: TransformerSpec, shard: LayerShard, span: float) -> LayerGraph:
     """Grouped-query self-attention with its input norm."""
-    act = shard.activation_bytes
+    act, (taken, made) = shard.activation_bytes, shard.attention_bytes
     tp = shard.tensor_model_parallel_size
     tokens, local = shard.tokens(spec), shard.tokens_between_blocks(spec)
     hidden, head_dim = spec.hidden_size, spec.head_dim
@@ -273,8 +273,8 @@ def _attention(spec: TransformerSpec, shard: LayerShard, span: float) -> LayerGr
     ]
     saved = [
         (Part.INPUT_NORM, local * hidden * shard.input_bytes),
-        (Part.QKV, tokens * (query + key_value) * act),
-        (Part.PROJECTION, tokens * query * (act + shard.cast_bytes)),
+        (Part.QKV, tokens * (query + key_value) * taken),
+        (Part.PROJECTION, tokens * query * (made + shard.cast_bytes)),
         dropout_mask(spec, local),
     ]
     if spec.qk_layernorm or spec.qk_l2_norm:
@@ -300,6 +300,7 @@ def _attention(spec: TransformerSpec, shard: LayerShard, span: float) -> LayerGr
 def _latent_attention(spec: TransformerSpec, shard: LayerShard, span: float) -> LayerGraph:
     """Multi-latent attention: low-rank down projections, then up projections split by heads."""
     act, hidden = shard.activation_bytes, spec.hidden_size
+    taken, made = shard.attention_bytes
     heads = spec.num_attention_heads / shard.tensor_model_parallel_size
     tokens, local = shard.tokens(spec), shard.tokens_between_blocks(spec)
     query_dim = spec.qk_head_dim + spec.qk_pos_emb_head_dim
@@ -319,8 +320,8 @@ def _latent_attention(spec: TransformerSpec, shard: LayerShard, span: float) -> 
     saved = (
         (Part.INPUT_NORM, local * hidden * shard.input_bytes),
         (Part.MLA_DOWN, local * latent * (act + shard.input_bytes)),
-        (Part.MLA_UP, tokens * (query + key + value) * act),
-        (Part.PROJECTION, tokens * value * (act + shard.cast_bytes)),
+        (Part.MLA_UP, tokens * (query + key + value) * taken),
+        (Part.PROJECTION, tokens * value * (made + shard.cast_bytes)),
         dropout_mask(spec, local),
     )
     collectives = tuple(_latent_traffic(spec, shard))
