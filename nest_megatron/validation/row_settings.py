@@ -378,13 +378,15 @@ def planned_grids(
     recomputed so much.
     """
     settings: tuple[Recompute, ...] = (grid.recompute,)
-    if not ran_out_of_memory(row) and not states_recompute(row):
+    is_selective = _leaves_modules_out(row, spec)
+    if not ran_out_of_memory(row) and (is_selective or not states_recompute(row)):
         layers = -(-spec.num_layers // grid.dims.num_chunks)
         settings = tuple(
             recompute
             for recompute in recompute_settings(spec, layers)
             if allows_recompute(_launched(spec, grid, recompute, precision))
-        )
+            and (not is_selective or recompute.granularity is RecomputeGranularity.SELECTIVE)
+        ) or (grid.recompute,)
     for size in _micro_batches(row, grid):
         for recompute in settings:
             found = dataclasses.replace(grid, micro_batch_size=size, recompute=recompute)
@@ -413,6 +415,15 @@ def states_recompute(row: Row) -> bool:
     return bool(_SETTING.search(stated)) and not stated.startswith("not stated")
 
 
+def _leaves_modules_out(row: Row, spec: TransformerSpec) -> bool:
+    """Whether a row says that something is recomputed of a model with experts, and not what.
+
+    Of one without experts it is core attention, Megatron's default; the recipes of experts name
+    other modules.
+    """
+    return spec.is_moe and row.get("recompute", "").strip().lower() == "selective"
+
+
 def _micro_batches(row: Row, grid: PartialLayout) -> tuple[int, ...]:
     if number(row, "mbs") or number(row, "ga"):
         return (grid.micro_batch_size,)
@@ -430,7 +441,8 @@ def _micro_batches(row: Row, grid: PartialLayout) -> tuple[int, ...]:
 def _recomputes(
     row: Row, spec: TransformerSpec, grid: PartialLayout, recipe: RowSettings, *, keeps_dense: bool
 ) -> tuple[Recompute, ...]:
-    if states_recompute(row):
+    is_selective = _leaves_modules_out(row, spec)
+    if states_recompute(row) and not is_selective:
         return (grid.recompute,)
     if recipe.recompute is not None and (recipe.certain or ran_out_of_memory(row)):
         return (recipe.recompute,)
@@ -441,5 +453,6 @@ def _recomputes(
     if not spec.is_moe and keeps_dense:
         return tuple(dict.fromkeys((NO_RECOMPUTE, *own)))
     modules = (*_EXPERTS, *(_LATENT if spec.multi_latent_attention else ()))
-    usual = (NO_RECOMPUTE, *map(selective_recompute, modules), FULL_RECOMPUTE)
+    some = tuple(map(selective_recompute, modules))
+    usual = (grid.recompute, *some) if is_selective else (NO_RECOMPUTE, *some, FULL_RECOMPUTE)
     return tuple(dict.fromkeys((*usual, *own)))

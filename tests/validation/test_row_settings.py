@@ -94,6 +94,19 @@ def test_what_is_doubtful_is_one_more_thing_that_may_have_run(
     assert {NO_RECOMPUTE, FULL_RECOMPUTE, selective_recompute(["moe_act", "layernorm"])} <= settings
 
 
+def test_selective_alone_leaves_open_what_experts_recompute(tmp_path: Path) -> None:
+    row = {**read(tmp_path), "recompute": "selective"}
+    (grid,) = job(row).grids
+    assert grid.recompute == selective_recompute(["moe_act", "layernorm"])  # as its recipe has it
+    settings = {grid.recompute for grid in job(row, as_planned=True).grids}
+    assert settings
+    assert settings.isdisjoint({NO_RECOMPUTE, FULL_RECOMPUTE, selective_recompute(["core_attn"])})
+    named = {**row, "recompute": "selective (core_attn)"}
+    assert {grid.recompute for grid in job(named, as_planned=True).grids} == {
+        selective_recompute(["core_attn"])
+    }
+
+
 def test_a_plan_does_not_know_them(tmp_path: Path) -> None:
     found = job(read(tmp_path), as_planned=True)
     dispatchers = {grid.execution.moe_token_dispatcher_type for grid in found.grids}
