@@ -84,7 +84,7 @@ class ExecutionTraits:
         keep_fp8_transpose_cache: Megatron-FSDP keeps the transposes of gathered fp8 weights.
         gradient_bytes: width of the gradients that replicas reduce.
         keeps_narrow_gradients: gradients as wide as weights stay beside those that are accumulated
-            in float32 (DeepSpeed's ``BF16_Optimizer``).
+            in float32 (DeepSpeed's ``BF16_Optimizer``, nanotron).
         loss_bytes: memory of one logit while the cross entropy is worked out: 6 in Megatron's own
             (float32 softmax in place, 16-bit logits or gradient), 10 where a compiler fuses it out
             of place (``--cross-entropy-loss-fusion``), 2 where logits turn into gradients in place

@@ -344,17 +344,18 @@ def predicted_memory(row: Row, job: RowJob, prediction: RowPrediction) -> Bytes 
     A job that may have had several micro batches, or may have recomputed several things, was
     taken to be the fastest of those that fit; its peak says nothing of the formula.
 
-    Rank 0 is on the first pipeline stage; everything else is taken as the GPU with the highest
-    peak. What a process takes as a whole (``nvidia-smi``, "device memory") holds what the allocator
-    caches too, and the reserve outside it. torchtitan prints what the allocator holds
-    (``max_reserved_gib``).
+    Rank 0, which prints nanotron's, is on the first pipeline stage; everything else is taken as the
+    GPU with the highest peak. What a process takes as a whole (``nvidia-smi``, "device memory")
+    holds what the allocator caches too, and the reserve outside it. torchtitan prints what the
+    allocator holds (``max_reserved_gib``).
     """
     if len({(grid.micro_batch_size, grid.recompute) for grid in job.grids}) > 1:
         return None
     scope = f"{row.get('peak_mem_scope', '')} {row.get('peak_mem_unit', '')}".lower()
-    stages = prediction.stage_memory
-    peak = stages[0] if "rank-0" in scope or "rank 0" in scope else max(stages)
-    if "torchtitan" in row.get("framework", "").lower():
+    stages, framework = prediction.stage_memory, row.get("framework", "").lower()
+    of_first = "rank-0" in scope or "rank 0" in scope or "nanotron" in framework
+    peak = stages[0] if of_first else max(stages)
+    if "torchtitan" in framework:
         return round(peak * _RESERVED)
     if "device memory" in scope:
         return round(peak * _RESERVED) + job.settings.memory_reserve_bytes

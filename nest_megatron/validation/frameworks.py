@@ -221,7 +221,9 @@ _NANOTRON = _target(
     "plain PyTorch modules under ZeRO-1, flash attention",
     "nanotron 0.4: src/nanotron/optim/zero.py, src/nanotron/models/llama.py",
     _MODERN,
-    {"fused_activation": False, "loss_bytes": 14},
+    # The 16-bit gradients of a backward pass are added to the float32 ones at its end
+    # (``FP32GradientAccumulator.backward``), or stay in the buckets of PyTorch's DDP.
+    {"fused_activation": False, "loss_bytes": 14, "keeps_narrow_gradients": True},
 )
 _INTERNEVO = _target(
     "internevo",

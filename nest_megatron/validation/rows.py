@@ -286,6 +286,8 @@ def measured_memory(row: Row) -> Bytes | None:
     unit = row.get("peak_mem_unit", "").split("(")[0].strip().lower()
     if "nvidia-smi" in row.get("peak_mem_unit", ""):
         unit = "gib"  # nvidia-smi counts in MiB, whatever letters are written behind
+    if "nanotron" in row.get("framework", "").lower():
+        unit = unit.replace("gb", "gib")  # src/nanotron/logging ``create_table_log``: 1024**3
     if unit not in _UNITS:
         raise RefusedRowError("unit of memory not stated", row.get("peak_mem_unit", ""))
     return round(value * _UNITS[unit])
