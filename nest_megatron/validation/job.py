@@ -28,7 +28,7 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.validation.finetuning import fine_tuning, with_known_cells, with_packs
 from nest_megatron.validation.frameworks import rule_of
 from nest_megatron.validation.machines import machine_of
-from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.models import MTP_ASSUMED, ModelBook, ModelMatch, without_mtp
 from nest_megatron.validation.row_settings import (
     FORMATS,
     NO_SETTINGS,
@@ -82,13 +82,13 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
         RefusedRowError: with the reason, if the row says too little or something impossible.
     """
     row, known = with_known_cells(row)
-    match, tuned = book.spec(row), fine_tuning(row)
+    rule, tuned = rule_of(row.get("framework", ""), row.get("gpu", "")), fine_tuning(row)
+    match = _as_built(book.spec(row), rule.target)
     spec = dataclasses.replace(match.spec, adapters=tuned.adapters)
     row = {**row, **tuned.columns}
     gpus = whole(row, "n_gpus")
     if not gpus:
         raise RefusedRowError("number of GPUs not stated")
-    rule = rule_of(row.get("framework", ""), row.get("gpu", ""))
     recipe = NO_SETTINGS if as_planned else settings_of(row)
     words = {} if as_planned else {**tuned.words, **stated_in(row, WORDS)}
     own = {**recipe.flags, **tuned.own, **stated_in(row, FORMATS), **words}
@@ -138,6 +138,20 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
         partition=partition,
         pipeline_runs=_pipeline_runs(row, grid) if rule.splits_local_batch else 1,
     )
+
+
+def _as_built(match: ModelMatch, target: Target) -> ModelMatch:
+    """A model as the framework builds it: on PyTorch's FSDP2 none has multi-token prediction.
+
+    NeMo AutoModel's Nemotron 3 alone has it. Source: NeMo AutoModel nemo_automodel/components/
+    models/deepseek_v3/model.py, nemotron_v3/mtp.py.
+    """
+    builds = not target.cost.get("torch_fsdp2") or match.spec.hybrid_layer_pattern
+    if MTP_ASSUMED not in match.assumptions or builds:
+        return match
+    notes = tuple(note for note in match.assumptions if note != MTP_ASSUMED)
+    note = f"{target.framework} builds no multi-token prediction"
+    return ModelMatch(spec=without_mtp(match.spec), assumptions=(*notes, note))
 
 
 def _grid(

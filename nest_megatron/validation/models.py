@@ -156,6 +156,7 @@ def _expert_layers(row: Mapping[str, str], extra: Mapping[str, object]) -> dict[
 
 
 BERT_VOCAB = 30_522
+MTP_ASSUMED = "the name does not say, so multi-token prediction is taken as on"
 _LLAMA_LIKE = ("llama", "qwen", "mistral", "yi", "internlm", "baichuan", "deepseek", "aquila")
 
 
@@ -165,6 +166,12 @@ class ModelMatch:
 
     spec: TransformerSpec
     assumptions: tuple[str, ...] = ()
+
+
+def without_mtp(spec: TransformerSpec) -> TransformerSpec:
+    """The model without its layers of multi-token prediction."""
+    pattern = spec.hybrid_layer_pattern.partition("/")[0]
+    return dataclasses.replace(spec, mtp_num_layers=None, hybrid_layer_pattern=pattern)
 
 
 def resized(match: ModelMatch, row: Mapping[str, str], name: ModelName) -> ModelMatch:
@@ -177,6 +184,7 @@ def resized(match: ModelMatch, row: Mapping[str, str], name: ModelName) -> Model
     layers = whole_of(row.get("layers")) or name.num_layers or spec.num_layers
     pattern, cut = _cut_pattern(spec.moe_layer_pattern, layers)
     mtp, predicted = _mtp(spec, name, cut=layers < spec.num_layers)
+    spec = spec if mtp else without_mtp(spec)
     changes: dict[str, Any] = {
         "num_layers": layers,
         "moe_layer_pattern": pattern,
@@ -224,7 +232,7 @@ def _mtp(spec: TransformerSpec, name: ModelName, *, cut: bool) -> tuple[int | No
         return spec.mtp_num_layers, ""
     if cut:
         return None, "a cut model has no multi-token prediction"
-    return spec.mtp_num_layers, "the name does not say, so multi-token prediction is taken as on"
+    return spec.mtp_num_layers, MTP_ASSUMED
 
 
 def shape_of_columns(row: Mapping[str, str], name: ModelName) -> ModelMatch:
@@ -414,7 +422,7 @@ def _agreeing(spec: TransformerSpec, assumed: str, row: Mapping[str, str]) -> Mo
 
 
 def _has_size(spec: TransformerSpec, size: float) -> bool:
-    plain = dataclasses.replace(spec, mtp_num_layers=None)
     return any(
-        abs(total_parameters(each) / 1e9 - size) <= _SIZE_TOLERANCE * size for each in (spec, plain)
+        abs(total_parameters(each) / 1e9 - size) <= _SIZE_TOLERANCE * size
+        for each in (spec, without_mtp(spec))
     )

@@ -73,7 +73,8 @@ def test_golden_values_of_megatron_are_met() -> None:
         ("bigscience-bloom-prequel", 9, 0.07),
         ("torchtitan-benchmarks", 3, 0.10),
         ("torchtitan-quantization-docs", 1, 0.18),
-        ("nemo-automodel-gb200-configs", 2, 0.06),
+        # without the MTP layer that hid what a sequence takes there (accuracy_notes.yaml, n0136)
+        ("nemo-automodel-gb200-configs", 2, 0.08),
         ("megatron-fsdp-v2-bench", 2, 0.06),
         ("nanotron-playbook", 2, 0.12),
     ],

@@ -11,6 +11,7 @@ import pytest
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.parameters import model_parameters, total_parameters
 from nest_megatron.model.spec import ModelFamily
+from nest_megatron.validation.job import job_of
 from nest_megatron.validation.model_names import candidates, key_of, read_name
 from nest_megatron.validation.models import ModelBook, ModelMatch
 from nest_megatron.validation.rows import RefusedRowError
@@ -310,3 +311,21 @@ def test_models_known_by_name_have_the_parameters_of_their_cards(
 )
 def test_what_is_not_known_is_refused_for_what_it_is(text: str, reason: str) -> None:
     assert outcome({"model": text, "seq": "4096"}) == f"refused: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("framework", "model", "depths"),
+    [
+        ("NeMo AutoModel (FSDP2, TE, DeepEP)", "DeepSeekV3", 0),
+        ("NeMo AutoModel (FSDP2, TE, DeepEP)", "DeepSeekV3 + MTP", 1),
+        ("NeMo AutoModel (FSDP2, TE, DeepEP)", "Nemotron V3 Super 120B", 2),
+        ("Megatron-Bridge/MCore 26.08 NeMo Container", "DeepSeekV3", 1),
+        ("Megatron-Bridge/MCore 26.08 NeMo Container", "Nemotron V3 Super w/o MTP", 0),
+    ],
+)
+def test_frameworks_on_fsdp2_build_no_multi_token_prediction(
+    framework: str, model: str, depths: int
+) -> None:
+    row = {"model": model, "framework": framework, "gpu": "H100-80GB", "n_gpus": "256"}
+    row |= {"seq": "4096", "gbs": "256", "mbs": "1", "tp": "1", "pp": "1", "ep": "64"}
+    assert job_of(row, BOOK).spec.num_mtp_layers == depths
