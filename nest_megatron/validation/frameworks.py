@@ -216,6 +216,16 @@ _NEMO_OLD = dataclasses.replace(
     ),
 )
 
+#: NeMo 1's distributed Adam keeps of a float32 weight the 16 bits that the bf16 weight lacks
+#: (nemo/collections/nlp/models/language_modeling/megatron_base_model.py ``setup_optimization``:
+#: ``store_param_remainders``). NeMo 2, of which the pages from 24.09 on are, has Megatron's.
+_NEMO_1 = dataclasses.replace(
+    _NEMO_OLD,
+    name="nemo_1",
+    framework="NeMo 1",
+    cost={**_NEMO_OLD.cost, "optimizer_bytes": 10},
+)
+
 _NANOTRON = _target(
     "nanotron",
     "plain PyTorch modules under ZeRO-1, flash attention",
@@ -305,7 +315,7 @@ _OTHER = _target(
 _CONTAINER = r"nvidia release|hugectr"
 
 #: Releases before 24.05, whose attention is cuDNN 8's.
-_NEMO_CUDNN_8 = dataclasses.replace(_NEMO_OLD, name="nemo_cudnn_8", fitted="nemo_cudnn_8")
+_NEMO_CUDNN_8 = dataclasses.replace(_NEMO_1, name="nemo_cudnn_8", fitted="nemo_cudnn_8")
 
 RULES: tuple[FrameworkRule, ...] = (
     _rule(r"megatron-?deepspeed", _DEEPSPEED_PIPELINE),
@@ -320,7 +330,8 @@ RULES: tuple[FrameworkRule, ...] = (
     _rule(r"ms-swift (deepspeed|zero)", _SWIFT),
     # MLPerf's submissions of language models run on NeMo
     _rule(rf"nemo|mlperf|{_CONTAINER}", NEMO, since=(25, 7)),
-    _rule(rf"nemo|mlperf|{_CONTAINER}", _NEMO_OLD, since=(24, 5)),
+    _rule(rf"nemo|mlperf|{_CONTAINER}", _NEMO_OLD, since=(24, 9)),
+    _rule(rf"nemo|mlperf|{_CONTAINER}", _NEMO_1, since=(24, 5)),
     _rule(r"nemo", _NEMO_CUDNN_8),
     _rule(rf"mlperf|{_CONTAINER}", _NEMO_OLD),
     # llm-foundry's ``attn_impl: flash``; PyTorch's ``scaled_dot_product_attention``; nanotron.

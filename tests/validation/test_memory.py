@@ -284,6 +284,15 @@ def test_deepspeed_accumulates_gradients_of_bf16_in_float32_beside_them(
     assert static_bytes(ZeroStage.OPTIMIZER, 8, settings, in_layer=True) == kept
 
 
+@pytest.mark.parametrize(
+    ("framework", "states"),
+    [("NeMo 24.03", 10), ("NeMo 24.07", 10), ("NeMo v24.09", 12), ("NeMo v25.02", 12)],
+)
+def test_nemo_1_keeps_16_bits_of_the_float32_weights(framework: str, states: int) -> None:
+    row = _throughput_row(framework=framework, gpu="H100-80GB", optimizer="")
+    assert job_of(row, ModelBook.load()).settings.traits.optimizer_bytes == states
+
+
 def test_chances_stand_beside_what_became_of_the_runs() -> None:
     data = [RowOutcome(row={}, risk=0.1)] * 3 + [
         RowOutcome(row={}, risk=0.6, out_of_memory=True)
