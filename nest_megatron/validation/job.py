@@ -100,6 +100,7 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
         whole(row, "gpus_per_node"),
         row.get("network", ""),
         flash_attention=fused != "unfused",
+        inside=max(whole(row, column) or 1 for column in ("tp", "cp", "ep")),
     )
     precision, name = _precision(row, machine.cluster), machine.cluster.accelerator.name
     flags = rule.target.flags(name, precision, stated, spec)

@@ -172,6 +172,7 @@ def machine_of(
     network: str,
     *,
     flash_attention: bool = True,
+    inside: int = 1,
 ) -> MachineMatch:
     """The machine of a row, one object for all rows that ran on it.
 
@@ -181,6 +182,7 @@ def machine_of(
         gpus_per_node: as the table has it; an NVL72 rack has 4 (its trays).
         network: free text (``NVSwitch + 4x200 Gb/s HDR per node``).
         flash_attention: the framework runs fused attention where the GPU has it.
+        inside: GPUs of a group that a job would place in one node, if it takes no whole ones.
 
     Raises:
         RefusedRowError: for an unknown GPU, or a job that takes no whole nodes.
@@ -191,7 +193,7 @@ def machine_of(
     generation, device = _usual(name), accelerator(name)
     if num_gpus > size and num_gpus % size:
         most = RACK_GPUS if generation.is_rack else size
-        levels, more = _evenly_filled(levels, num_gpus, most)
+        levels, more = _evenly_filled(levels, num_gpus, most, inside)
         assumed = (*assumed, *more)
     node = levels[0].num_devices or num_gpus
     fused = flash_attention and device.flash_attention
@@ -312,10 +314,12 @@ def largest_part(number: int, most: int) -> int:
 
 
 def _evenly_filled(
-    levels: tuple[NetworkLevel, ...], num_gpus: int, most: int
+    levels: tuple[NetworkLevel, ...], num_gpus: int, most: int, inside: int
 ) -> tuple[tuple[NetworkLevel, ...], tuple[str, ...]]:
-    """Nodes that all hold the same part of a job which takes no whole nodes."""
+    """Nodes that all hold the same part of a job which takes no whole nodes, groups undivided."""
     fitting = largest_part(num_gpus, most)
+    if inside <= most and num_gpus % inside == 0:
+        fitting = inside * largest_part(num_gpus // inside, most // inside)
     if fitting == 1 or len(levels) > 2:
         raise RefusedRowError("a job of no whole nodes", f"{num_gpus} GPUs on nodes of {most}")
     text = f"{fitting} of a node's {most} GPUs used"

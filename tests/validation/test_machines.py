@@ -56,6 +56,13 @@ def test_small_and_partly_filled_nodes(gpus: int, per_node: int) -> None:
     assert machine_of("H100-80GB", gpus, per_node, "").cluster.num_gpus == gpus
 
 
+def test_a_group_that_a_rack_holds_is_not_divided_over_two() -> None:
+    plain, grouped, wide = (
+        machine_of("GB200", 96, 4, "NVL72 + IB", inside=inside).cluster for inside in (1, 32, 96)
+    )
+    assert [each.levels[0].num_devices for each in (plain, grouped, wide)] == [48, 32, 48]
+
+
 def test_what_is_not_stated_is_told() -> None:
     texts = " ".join(machine_of("A100", 64, None, "").assumptions)
     assert all(word in texts for word in ("80 GB", "200 Gb/s", "8 adapters", "InfiniBand", "nodes"))
