@@ -110,3 +110,21 @@ def test_a_micro_batch_that_does_not_make_the_global_batch_is_the_one_that_does(
     row = {**V100, "model": "GPT-52B", "gbs": "2048", "mbs": "4", "ga": "256", "dp": "1"}
     job = job_of({**row, "pp": "16", "n_gpus": "64"}, ModelBook.load())
     assert {grid.micro_batch_size for grid in job.grids} == {8}
+
+
+def test_the_script_of_maxtext_says_what_it_shards_and_recomputes() -> None:
+    row = {
+        "path": "maxtext/README_70b.md#L53 @tag v24.11.1",
+        "model": "Maxtext LLama2 70b",
+        "framework": "MaxText v24.11.1",
+        "gpu": "H100-80GB",
+        "n_gpus": "64",
+        "precision": "BF16",
+        "seq": "4096",
+        "gbs": "128",
+        "mbs": "2",
+    }
+    (grid,) = job_of(row, ModelBook.load()).grids
+    assert grid.zero.is_fsdp
+    assert grid.dims.data_parallel_size == 64
+    assert {str(module) for module in grid.recompute.modules} == {"layernorm", "core_attn", "mlp"}
