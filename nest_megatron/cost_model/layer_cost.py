@@ -56,7 +56,7 @@ class UnitTimes:
         saved_bytes: for the backward pass by part; ``input_bytes`` comes on top.
         launch_s: what of both passes is spent waiting for the host to launch kernels.
         offloaded_bytes: sent to the host and fetched for the backward pass.
-        not_recomputed: what full recomputation leaves out of the forward pass.
+        not_recomputed: what recomputation up to the end leaves out of the forward pass.
     """
 
     forward: Mapping[Part, PassTime]

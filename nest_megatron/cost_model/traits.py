@@ -132,7 +132,7 @@ class ExecutionTraits:
             where sequences are packed (``SequenceLengths.attended``).
         attention_deviation: of the same (``SequenceLengths.attention_deviation``).
         offloads_layer_inputs: full recomputation keeps the inputs of layers on the host.
-        recompute_stops_early: full recomputation ends with the last tensor that the backward pass
+        recompute_stops_early: recomputation ends with the last tensor that the backward pass
             needs (``torch.utils.checkpoint`` with ``use_reentrant=False``, and so PyTorch's
             ``checkpoint_wrapper``), where Megatron's goes through the whole layer.
     """

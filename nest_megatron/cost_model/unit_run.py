@@ -115,6 +115,8 @@ def run_unit(
         dropped = sum([num for part, num in times.saved_bytes.items() if part in again])
         for part in filter(again.__contains__, times.forward):
             repeated = repeated.plus(times.forward[part])
+        if Part.MLP in again:  # which the layer ends with
+            repeated = repeated.less(times.not_recomputed)
         working, saved = working + dropped / num_layers, saved - dropped
     return UnitRun(
         forward=times.whole_forward,

@@ -72,12 +72,14 @@ def test_tokens_do_not_come_back_from_experts_a_second_time() -> None:
     assert 0.98 < early[0] / whole[0] < 1  # nor is the residual added
 
 
-def test_selective_recomputation_is_what_it_was() -> None:
+@pytest.mark.parametrize(("modules", "share"), [({"mlp"}, 2 / 3), ({"core_attn"}, 1)])
+def test_an_mlp_at_the_end_of_a_layer_ends_early_too(modules: set[str], share: float) -> None:
     job = job_of(ROW, ModelBook.load())
-    mlp, grid = selective_recompute({"mlp"}), job.grids[0]
+    selective, grid = selective_recompute(modules), job.grids[0]
     runs = []
     for early in (False, True):
         model = _with(job, early=early)
         places, shard = model.places(grid.dims), model.shard(grid)
-        runs.append(model.run(LayerKind.DENSE, places, shard, mlp))
-    assert runs[0] == runs[1]
+        runs.append(model.run(LayerKind.DENSE, places, shard, selective))
+    assert sum(runs[1].recompute) == pytest.approx(share * sum(runs[0].recompute), rel=0.03)
+    assert dataclasses.replace(runs[0], recompute=runs[1].recompute) == runs[1]
