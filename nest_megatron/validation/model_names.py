@@ -99,6 +99,8 @@ _ALIASES: tuple[tuple[str, str, str], ...] = (
 )
 
 _CUTS = (r"proxy[-_ ]?(\d+)\s*l\b", r"truncated to (\d+) layers", r"\(?(\d+) layers kept\)?")
+#: Layers and experts that a truncated model keeps, as in ``8L 8E``.
+_KEPT = re.compile(r"(?<![a-z0-9])(\d+)l (\d+)e(?![a-z0-9])")
 _NO_MTP = r"(?:w/o|without|no)[ _-]*mtp"
 _SIZE = re.compile(r"(\d+)(?:p(\d+))?([mbt])")
 _BILLIONS = {"m": 1e-3, "b": 1.0, "t": 1e3}
@@ -110,12 +112,13 @@ class ModelName:
 
     Args:
         words: the words that name the model, lower case, decimals of a size as in ``1p5b``.
-        num_layers: number of layers that a truncated model keeps, if it says so.
+        num_layers, num_experts: what a truncated model keeps, if it says so.
         mtp: with or without multi-token prediction, if it says so.
     """
 
     words: tuple[str, ...]
     num_layers: int | None
+    num_experts: int | None
     mtp: bool | None
 
     @property
@@ -133,21 +136,23 @@ def read_name(text: str) -> ModelName:
     'qwen251p5b'
     """
     rest = text.lower().strip()
-    num_layers, rest = _cut(rest)
+    num_layers, num_experts, rest = _cut(rest)
     mtp = False if re.search(_NO_MTP, rest) else True if "mtp" in rest else None
     rest = re.sub(rf"{_NO_MTP}|\+?\s*mtp|\([^)]*\)|\[[^\]]*\]", " ", rest)
     rest = re.sub(r"\bv?2\d\.\d\d(\.\d+)*\b|^[\w.-]+/", " ", rest)
     rest = re.sub(r"(\d)\.(\d+)(?=[mbt](?![a-z0-9]))", r"\1p\2", rest)
     words = [word for word in re.split(r"[^a-z0-9]+", rest) if word and word not in NOISE]
-    return ModelName(words=tuple(words), num_layers=num_layers, mtp=mtp)
+    return ModelName(words=tuple(words), num_layers=num_layers, num_experts=num_experts, mtp=mtp)
 
 
-def _cut(text: str) -> tuple[int | None, str]:
+def _cut(text: str) -> tuple[int | None, int | None, str]:
+    if kept := _KEPT.search(text):
+        return int(kept[1]), int(kept[2]), text.replace(kept[0], " ")
     for pattern in _CUTS:
         found = re.search(pattern, text)
         if found:
-            return int(found[1]), text.replace(found[0], " ")
-    return None, text
+            return int(found[1]), None, text.replace(found[0], " ")
+    return None, None, text
 
 
 def refuse_by_name(text: str) -> None:

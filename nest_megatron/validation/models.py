@@ -191,6 +191,9 @@ def resized(match: ModelMatch, row: Mapping[str, str], name: ModelName) -> Model
         "mtp_num_layers": mtp,
         **_columns(spec, row),
     }
+    if name.num_experts and spec.moe_router_topk:
+        most = min(spec.moe_router_topk, name.num_experts)
+        changes |= {"num_experts": name.num_experts, "moe_router_topk": most}
     return ModelMatch(
         spec=dataclasses.replace(spec, **changes),
         assumptions=(*match.assumptions, *filter(None, (cut, predicted))),

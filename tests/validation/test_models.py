@@ -128,6 +128,14 @@ def test_refusals_are_counted_by_reason(text: str, reason: str) -> None:
     assert refused.value.reason == reason
 
 
+def test_a_truncated_model_keeps_the_layers_and_experts_of_its_name() -> None:
+    spec = named("Qwen3.5-35B-A3B 8L 8E (PROXY)").spec
+    assert (spec.name, spec.num_layers, spec.num_experts, spec.moe_router_topk) == (
+        *("qwen3_5_35b_a3b", 8, 8, 8),
+    )
+    assert spec.num_mtp_layers == 0
+
+
 def test_columns_come_before_the_name() -> None:
     spec = named("Llama3-70B", layers="12", vocab="32000", kv_heads="64", seq="16384").spec
     assert (spec.num_layers, spec.vocab_size, spec.query_groups) == (12, 32000, 64)
