@@ -93,11 +93,13 @@ def format_duration(seconds: Seconds) -> str:
 
 
 def format_gib(num_bytes: float) -> str:
-    """Bytes for people.
+    """Bytes for people, in MiB where they would be 0.0 GiB.
 
-    >>> format_gib(80 * GIB)
-    '80.0 GiB'
+    >>> format_gib(80 * GIB), format_gib(12_000_000), format_gib(1), format_gib(0)
+    ('80.0 GiB', '12 MiB', '1 MiB', '0.0 GiB')
     """
+    if 0 < num_bytes < 0.05 * GIB:
+        return f"{math.ceil(num_bytes / 2**20)} MiB"
     return f"{num_bytes / GIB:.1f} GiB"
 
 

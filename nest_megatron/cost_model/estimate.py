@@ -21,7 +21,7 @@ from nest_megatron.model.graph import OperatorKind
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.units import Bytes, Flops, Seconds, Ticks, to_seconds
+from nest_megatron.units import Bytes, Flops, Seconds, Ticks, format_gib, to_seconds
 
 #: What an iteration's time goes into; they add up to it. Each second belongs to one operation on
 #: some pipeline rank: of the rank that is busy longest while it works and, while it waits, of the
@@ -123,9 +123,9 @@ def _binding_constraint(
     rank = peaks.index(max(peaks))
     spare = capacity - peaks[rank]
     if spare < 0:
-        return f"memory: pipeline rank {rank} lacks {-spare / 2**30:.1f} GiB"
+        return f"memory: pipeline rank {rank} lacks {format_gib(-spare)}"
     if spare < 0.1 * capacity:
-        return f"memory: pipeline rank {rank} has {spare / 2**30:.1f} GiB to spare"
+        return f"memory: pipeline rank {rank} has {format_gib(spare)} to spare"
     largest = max(terms, key=lambda name: terms[name])
     return f"{largest}: {100 * terms[largest] / iteration_s:.0f} % of the iteration"
 

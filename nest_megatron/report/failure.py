@@ -29,6 +29,7 @@ from nest_megatron.errors import (
 from nest_megatron.files import user_folder
 from nest_megatron.plain import to_plain
 from nest_megatron.printing import print_to_stderr
+from nest_megatron.units import format_gib
 from nest_megatron.version import __version__
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class NothingFitsError(NestError):
     def __init__(self, refusal: NoPlan, notes: Sequence[str]) -> None:
         self.refusal, self.notes = refusal, tuple(notes)
         nearest = "the nearest" if refusal.complete else "the nearest that time allowed to find"
-        lacks = f"lacks {refusal.missing_bytes / 2**30:.1f} GiB"
+        lacks = f"lacks {format_gib(refusal.missing_bytes)}"
         super().__init__(f"{self._verdict()}; {nearest} ({refusal.nearest}) {lacks}")
 
     def _verdict(self) -> str:

@@ -72,6 +72,16 @@ def test_nothing_is_proven_of_memory_that_is_not_modelled() -> None:
     assert NAMED[0] in document["no_plan"]["verdict"]
 
 
+def test_less_than_a_tenth_of_a_gib_is_told_in_mib() -> None:
+    found = searched(OFFLOADED, "memory.reserve_bytes=84000000000")
+    assert isinstance(found, NoPlan)
+    little = NothingFitsError(dataclasses.replace(found, missing_bytes=12_000_000), ())
+    assert str(little).endswith("lacks 12 MiB")
+    told = io.StringIO()
+    Console(file=told, width=80).print(no_plan_report(little.refusal))
+    assert "Missing       12 MiB" in told.getvalue()
+
+
 def test_a_flag_that_megatron_lacks_qualifies_every_verdict() -> None:
     command = BASE + "--bf16 --some-unknown 3 --other=4 --some-unknown 5"
     plan = searched(command)
