@@ -13,7 +13,7 @@ from nest_megatron.deadline import Deadline
 from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.planner import NoPlan, Request, plan
+from nest_megatron.planner import NoPlan, Request, plan, shortage
 from nest_megatron.planner.shortage import memory_changes, no_plan
 from tests.cli.test_memory_verdicts import BASE
 from tests.integrations.commands import LLAMA3_8B
@@ -110,6 +110,24 @@ def test_the_number_of_gpus_is_answered_when_time_is_over(monkeypatch: pytest.Mo
     )
 
 
+def test_a_number_that_time_did_not_allow_to_try_is_no_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    request = asked("cluster.num_gpus=1")
+    whole = nothing(request)
+    tried: list[Request] = []
+
+    def fits_none(other: Request, _deadline: Deadline) -> bool:
+        tried.append(other)
+        return False
+
+    monkeypatch.setattr(shortage, "_fits", fits_none)
+    monkeypatch.setattr(Deadline, "passed", lambda *_: bool(tried))
+    cut = no_plan(request, request.cost_model(), whole.search, request.deadline(), lambda *_: None)
+    (number,) = (r.change for r in cut.remedies if r.change.startswith("cluster.num_gpus="))
+    assert number.startswith("cluster.num_gpus=2 at least")
+
+
 @pytest.mark.parametrize("fixed", [3, 6])
 def test_more_gpus_hold_whole_replicas_of_what_is_fixed(fixed: int) -> None:
     found = nothing(
@@ -149,7 +167,7 @@ def test_the_gpus_that_are_named_hold_the_job() -> None:
     """Part of each byte more is margin, and the chance to run out keeps a share of it, too."""
     request = dataclasses.replace(asked("cluster.num_gpus=1"), remedies=False)
     (said,) = (r.change for r in nothing(request).remedies if r.change.startswith("GPUs with"))
-    enough = int(said.split()[4])
+    enough = int(said.split()[2])
 
     def on(gib: int) -> Request:
         accelerator = dataclasses.replace(request.cluster.accelerator, memory_bytes=gib * 2**30)

@@ -86,7 +86,7 @@ class NoPlan:
     Args:
         missing_bytes: what the nearest plan lacks on the GPU with the highest peak.
         nearest: that plan's degrees, in words.
-        remedies: changes that make some plan fit, the smallest number of GPUs first.
+        remedies: changes that make some plan fit, a larger number of GPUs first.
         complete: false if time ended the analysis: some other plan may lack less, and other changes
             may help.
     """
@@ -390,7 +390,7 @@ def _of_capacity(request: Request, shortage: Shortage) -> Iterator[Remedy]:
             risk = "at your own risk: it may run out of memory"
             yield Remedy(change=f"memory.margin={margin:g}, {risk}")
     enough, batch = _least_device_gib(request, shortage), request.global_batch_size
-    yield Remedy(change=f"GPUs with at least {enough} GiB of memory, for a global batch of {batch}")
+    yield Remedy(change=f"GPUs with {enough} GiB of memory or more, for a global batch of {batch}")
 
 
 def _holds(request: Request, shortage: Shortage) -> bool:
@@ -433,10 +433,11 @@ def _given(space: SearchSpace) -> list[str]:
 
 
 def _fewest_gpus(request: Request, deadline: Deadline) -> tuple[int, bool] | None:
-    """Fewest GPUs, in whole nodes, with which some plan fits; or by a bound none with fewer.
+    """More GPUs, in whole nodes, with which some plan fits; or by a bound none with fewer.
 
-    The bound on states is doubled and halved to, which takes little time; from there on up each
-    number is tried. Where time ends that, the bound is left. ``None`` where no number helps.
+    The bound on states is doubled and halved to, which takes little time; from there on up numbers
+    are tried, of more than 32 nodes one in each ``_STEP``. Where time ends that, the bound is left.
+    ``None`` where no number helps.
     """
     cluster, node = request.cluster, request.cluster.gpus_per_node
 
@@ -448,9 +449,11 @@ def _fewest_gpus(request: Request, deadline: Deadline) -> tuple[int, bool] | Non
         states = map(search.memory.of_shard_states, search.grids.shards())
         return min(states, default=math.inf) <= search.most_bytes
 
+    bound = None
     for size in _sizes(cluster.num_gpus, node, _unit(request.space, node), has_room):
+        bound = bound or size
         if deadline.passed():
-            return size, False
+            return bound, False
         if _fits(request_of(size), deadline):
             return size, True
     return None
