@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.cli.runs import ROOT, run
-from tests.cli.test_validate import RUN, table
+from tests.cli.test_validate import COLLECTIVE, RUN, table
 
 CATALOGUE = ROOT / "hydra_configs"
 
@@ -56,6 +56,21 @@ def test_a_folder_that_is_no_catalogue_is_refused(runs: Path, tmp_path: Path) ->
     assert done.code == 2
     assert "no catalogue" in done.err
     assert not (tmp_path / "calibration").exists()
+
+
+def test_collectives_are_read_from_the_file_that_is_named(tmp_path: Path) -> None:
+    path = table(tmp_path / "mine.csv", COLLECTIVE)
+    table(tmp_path / "comm_collectives.csv", *[COLLECTIVE] * 3)
+    found = run("calibrate", str(path), "--no-cross-validation", "--json").json()
+    assert found["collectives_overall"]["rows"] == 1
+
+
+def test_small_collectives_alone_teach_nothing_of_links(tmp_path: Path) -> None:
+    path = table(tmp_path / "small.csv", {**COLLECTIVE, "size_bytes": "65536", "time_us": "40"})
+    done = run("calibrate", str(path))
+    assert done.code == 2
+    assert "no collective of 1 MB or more" in done.err
+    assert "nan" not in done.out
 
 
 def test_rows_without_a_time_teach_nothing(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nest_megatron.cluster.communication import collective_time
 from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.validation.machines import links
-from nest_megatron.validation.rows import RefusedRowError
+from nest_megatron.validation.rows import RefusedRowError, read_rows
 from tools.calibration.catalogue import write_clusters, write_links
 from tools.calibration.collectives import parse_collective, predicted_row
 from tools.calibration.link_samples import read_samples
@@ -109,8 +109,7 @@ def test_more_bytes_never_take_less(
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> tuple[CollectiveSample, ...]:
     folder = tmp_path_factory.mktemp("truth")
-    (folder / "comm_collectives.csv").write_bytes(DATA.read_bytes())
-    return read_samples(folder)
+    return read_samples(folder, read_rows(DATA).rows)
 
 
 @pytest.mark.slow

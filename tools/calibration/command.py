@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -27,11 +28,13 @@ from tools.calibration.constants import (
     thinned,
 )
 from tools.calibration.link_samples import read_samples
-from tools.calibration.links import LinkFit, fit_links
+from tools.calibration.links import LEAST_BYTES, CollectiveSample, LinkFit, fit_links
 from tools.calibration.parameters import PARAMETERS
 from tools.calibration.peaks import PeakFits, fit_peaks, peak_evidence
 from tools.calibration.stragglers import StragglerFit, fit_stragglers, scalings_of
 from tools.calibration.uncertainty import UncertaintyFit, fit_uncertainty
+
+_LARGE = f"collective of {LEAST_BYTES / 1e6:g} MB or more has a measured time"
 
 Fitted = Constants | UncertaintyFit | StragglerFit | PeakFits | LinkFit
 
@@ -39,23 +42,15 @@ Fitted = Constants | UncertaintyFit | StragglerFit | PeakFits | LinkFit
 def run_calibrate(paths: Sequence[Path], *, out: Path | None, validate: bool, as_json: bool) -> int:
     """Fit the cost model's constants, print how well they carry over, and write them."""
     files = [read_rows(path) for path in paths]
-    folders = {file.path.parent for file in files if file.kind is RowKind.COLLECTIVES}
     book = ModelBook.load()
     samples = thinned(samples_of(files, book))
-    if not samples and not folders:
-        raise UserInputError(
-            "measurements",
-            [str(path) for path in paths],
-            limit="no row has a measured time that the cost model can predict",
-            fix="`nest-megatron validate` prints why rows are refused.",
-        )
+    collectives = [*_collectives(files)]
+    if not samples and not collectives:
+        raise _nothing_measured(paths, "row has a measured time")
     fits: list[Fitted] = [
         *_constants(samples, validate=validate),
         *_others(files, book),
-        *(
-            fit_links(links(), read_samples(each), cross_validate=validate)
-            for each in sorted(folders)
-        ),
+        *(fit_links(links(), each, cross_validate=validate) for each in collectives),
     ]
     written = [] if out is None else [path for fit in fits for path in _write(out, fit)]
     if as_json:
@@ -66,6 +61,26 @@ def run_calibrate(paths: Sequence[Path], *, out: Path | None, validate: bool, as
     for path in written:
         say(f"Wrote {path}.")
     return OK
+
+
+def _nothing_measured(paths: Sequence[Path], what: str) -> UserInputError:
+    return UserInputError(
+        "measurements",
+        ", ".join(map(str, paths)),
+        limit=f"no {what} that the cost model can predict",
+        fix="`nest-megatron validate` prints why rows are refused.",
+    )
+
+
+def _collectives(files: Sequence[RowFile]) -> Iterator[tuple[CollectiveSample, ...]]:
+    """Samples of the collectives of each folder."""
+    found = [file for file in files if file.kind is RowKind.COLLECTIVES]
+    for folder in sorted({file.path.parent for file in found}):
+        own = [file for file in found if file.path.parent == folder]
+        samples = read_samples(folder, chain.from_iterable(file.rows for file in own))
+        if not any(each.is_large for each in samples):
+            raise _nothing_measured([file.path for file in own], _LARGE)
+        yield samples
 
 
 def _constants(samples: Sequence[Sample], *, validate: bool) -> Iterator[Fitted]:

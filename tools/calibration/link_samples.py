@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from nest_megatron.cluster.records import CollectiveKind
@@ -27,15 +27,20 @@ _VTRAIN = {"A100": ("nvlink3", 300e9), "V100": ("nvlink2_mesh", 150e9)}
 _SIMUMAX = {"b200": ("nvlink5", 900e9), "a100_pcie": ("pcie", 31e9)}
 
 
-def read_samples(folder: Path) -> tuple[CollectiveSample, ...]:
-    """Samples of all tables in a folder like ``shared/truth``; absent tables are skipped."""
+def read_samples(
+    folder: Path, collectives: Iterable[Mapping[str, str]]
+) -> tuple[CollectiveSample, ...]:
+    """Samples of rows of collectives, and of the other tables that lie in their folder.
+
+    Args:
+        folder: one like ``shared/truth``; absent tables are skipped.
+    """
     readers = {
-        "comm_collectives.csv": _collectives,
         "comm_allreduce_lut_vtrain.csv": _vtrain,
         "comm_busbw_ratio_simai.csv": _simai,
         "comm_fitted_models.csv": _simumax,
     }
-    samples: list[CollectiveSample] = []
+    samples = [*_collectives(collectives)]
     for name, read in readers.items():
         if (folder / name).is_file():
             with (folder / name).open(encoding="utf-8", newline="") as file:
@@ -43,16 +48,16 @@ def read_samples(folder: Path) -> tuple[CollectiveSample, ...]:
     return tuple(samples)
 
 
-def _collectives(rows: Iterator[Mapping[str, str]]) -> Iterator[CollectiveSample]:
+def _collectives(rows: Iterable[Mapping[str, str]]) -> Iterator[CollectiveSample]:
     for row in rows:
         try:
             parsed = parse_collective(row)
         except RefusedRowError:
             continue
         if parsed.message_bytes >= _LEAST_BYTES:
-            source = row["source"]
+            source = row.get("source", "")
             weight = _PROFILER_WEIGHT if "profiler" in row.get("software", "").lower() else 1.0
-            cluster = f"{source} {row['gpu']}"
+            cluster = f"{source} {row.get('gpu', '')}"
             yield CollectiveSample(row=parsed, source=source, cluster=cluster, weight=weight)
 
 
