@@ -38,7 +38,7 @@ from nest_megatron.validation.frameworks import MEGATRON_CORE
 from nest_megatron.validation.job import RowJob, dims_of
 from nest_megatron.validation.machines import machine_of
 from nest_megatron.validation.model_names import HYBRID
-from nest_megatron.validation.models import BERT_VOCAB, GPT2_VOCAB, ModelMatch, whole_of
+from nest_megatron.validation.models import BERT_VOCAB, GPT2_VOCAB, ModelMatch
 from nest_megatron.validation.outcome import RowOutcome
 from nest_megatron.validation.rows import RefusedRowError, Row, number, whole
 
@@ -331,9 +331,9 @@ def shape_of_test(row: Mapping[str, str]) -> ModelMatch:
             arguments,
             spelled=str,
             name=row.get("test_case") or "megatron_test",
-            num_layers=whole_of(row["layers"]),
-            hidden_size=whole_of(row["hidden"]),
-            seq_length=whole_of(row["seq"]),
+            num_layers=whole(row, "layers"),
+            hidden_size=whole(row, "hidden"),
+            seq_length=whole(row, "seq"),
             family=ModelFamily.BERT if row.get("family") == "bert" else ModelFamily.GPT,
             source=f"{row.get('repo', '')} {row.get('path', '')}".strip(),
             **fields,
@@ -367,23 +367,23 @@ def _refuse_family(row: Mapping[str, str], flags: Mapping[str, str]) -> None:
         raise RefusedRowError(HYBRID, f"{family}: {test}")
     if any(flag.startswith("heterogeneous") for flag in flags):
         raise RefusedRowError("layers of different shapes", test)
-    if not all(whole_of(row.get(column)) for column in ("layers", "hidden", "heads", "seq")):
+    if not all(whole(row, column) for column in ("layers", "hidden", "heads", "seq")):
         raise RefusedRowError("shape not stated", test)
 
 
 def _arguments(row: Mapping[str, str]) -> dict[str, Any]:
     return {
-        "ffn_hidden_size": whole_of(row.get("ffn")),
-        "num_attention_heads": whole_of(row["heads"]),
+        "ffn_hidden_size": whole(row, "ffn"),
+        "num_attention_heads": whole(row, "heads"),
         "group_query_attention": True,
-        "num_query_groups": whole_of(row.get("kv_groups")),
-        "max_position_embeddings": whole_of(row["seq"]),
-        "mtp_num_layers": whole_of(row.get("mtp_layers")),
+        "num_query_groups": whole(row, "kv_groups"),
+        "max_position_embeddings": whole(row, "seq"),
+        "mtp_num_layers": whole(row, "mtp_layers"),
         "multi_latent_attention": row.get("mla") == "1",
         "swiglu": row.get("swiglu") == "1",
-        "num_experts": whole_of(row.get("experts")),
-        "moe_router_topk": whole_of(row.get("topk")) or 2,
-        "moe_ffn_hidden_size": whole_of(row.get("moe_ffn")),
+        "num_experts": whole(row, "experts"),
+        "moe_router_topk": whole(row, "topk") or 2,
+        "moe_ffn_hidden_size": whole(row, "moe_ffn"),
         "moe_layer_freq": row.get("moe_layer_freq") or None,
     }
 
@@ -392,7 +392,7 @@ def _typed(flags: Mapping[str, str]) -> dict[str, Any]:
     """Flags that a reader of shapes knows, as the values that Megatron makes of them."""
     known = {name: text for name, text in flags.items() if name in _KNOWN}
     found: dict[str, Any] = {
-        name: _SWITCHES.get(text, text if whole_of(text) is None else whole_of(text))
+        name: _SWITCHES.get(text, int(text) if re.fullmatch(r"\d{1,18}", text) else text)
         for name, text in known.items()
     }
     found |= {name: float(flags[name]) for name in _REAL if name in flags}
@@ -407,14 +407,14 @@ def _style(
     row: Mapping[str, str], flags: Mapping[str, str]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     release, bert = "release" in row.get("test_case", ""), row.get("family") == "bert"
-    style: dict[str, Any] = {"vocab_size": whole_of(row.get("vocab"))}
+    style: dict[str, Any] = {"vocab_size": whole(row, "vocab")}
     notes = []
     if style["vocab_size"] is None:
         style["vocab_size"] = BERT_VOCAB if bert else _RELEASE_VOCAB if release else GPT2_VOCAB
         notes.append(f"a vocabulary of {style['vocab_size']}")
     if row.get("swiglu") == "1" or flags.get("swiglu") == "True":
         style |= {"activation": "silu", "gated_linear_unit": True}
-    elif release and not row.get("experts") and whole_of(row["hidden"]) == 6144:
+    elif release and not row.get("experts") and whole(row, "hidden") == 6144:
         style |= {"activation": "squared_relu", "apply_layernorm_1p": True, "rotary_percent": 0.5}
         notes.append("the release test of 15B trains a Nemotron: squared ReLU, layernorm 1p")
     without, note = _dropout(row, flags, release=release)
@@ -443,7 +443,7 @@ def _cut_flags(row: Mapping[str, str], flags: Mapping[str, str]) -> tuple[dict[s
         return {}, ""
     if row.get("mla") != "1" or "kv_lora_rank" in flags:
         return {}, "flags beyond 900 characters are not known"
-    hidden = whole_of(row["hidden"]) or 0
+    hidden = whole(row, "hidden") or 0
     q, kv = (1536, 512) if hidden >= 1024 else (256, 128)
     note = f"flags beyond 900 characters are not known: latent attention of ranks {q} and {kv}"
     return {"q_lora_rank": q, "kv_lora_rank": kv}, note

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from nest_megatron.validation.model_names import (
     refuse_by_name,
     size_in_billions,
 )
-from nest_megatron.validation.rows import RefusedRowError
+from nest_megatron.validation.rows import RefusedRowError, whole
 
 NEEDED = ("name", "layers", "hidden", "heads")
 
@@ -74,18 +73,6 @@ def read_table(path: Path) -> tuple[Mapping[str, str], ...]:
     return tuple(rows)
 
 
-def whole_of(text: str | None) -> int | None:
-    """A whole number of a table, which may be written as a float or a product.
-
-    >>> whole_of("128256"), whole_of("51200.0"), whole_of("25256 * 8"), whole_of("")
-    (128256, 51200, 202048, None)
-    """
-    factors = re.split(r"\s*\*\s*", (text or "").strip())
-    if not all(re.fullmatch(r"\d{1,18}(\.0*)?", factor) for factor in factors):
-        return None
-    return math.prod(int(float(factor)) for factor in factors)
-
-
 def mapping_of(row: Mapping[str, str], base: Mapping[str, object] | None) -> dict[str, object]:
     """A model description from one row of a table.
 
@@ -94,12 +81,12 @@ def mapping_of(row: Mapping[str, str], base: Mapping[str, object] | None) -> dic
         base: the catalogue's description of the same model, for what the row leaves out.
 
     Raises:
-        UserInputError: if the ``extra`` column is no JSON object.
+        UserInputError: if a size is no whole number, or the ``extra`` column no JSON object.
     """
     gated = row.get("gated_mlp", "").lower() in ("true", "1")
     mapping: dict[str, object] = dict(base or ({} if gated else MEGATRON_DEFAULTS))
     for column, field in _WHOLE.items():
-        value = whole_of(row.get(column))
+        value = _size(row, column)
         if value is not None:
             mapping[field] = value
     if row.get("gated_mlp"):
@@ -127,6 +114,18 @@ def _completed(mapping: dict[str, object]) -> dict[str, object]:
     return mapping
 
 
+def _size(row: Mapping[str, str], column: str) -> int | None:
+    try:
+        return whole(row, column)
+    except RefusedRowError as error:
+        raise UserInputError(
+            f"model {row['name']}: {column}",
+            row[column],
+            limit="it must be a whole number, which may be a product",
+            fix="Write for example 4096, or 25256 * 8.",
+        ) from error
+
+
 def _extra(row: Mapping[str, str]) -> Mapping[str, object]:
     text = row.get("extra") or "{}"
     try:
@@ -145,7 +144,7 @@ def _extra(row: Mapping[str, str]) -> Mapping[str, object]:
 
 def _expert_layers(row: Mapping[str, str], extra: Mapping[str, object]) -> dict[str, object]:
     stated = extra.get("moe_layer_freq")
-    layers, dense = whole_of(row.get("layers")), whole_of(row.get("dense_layers"))
+    layers, dense = _size(row, "layers"), _size(row, "dense_layers")
     if isinstance(stated, int | list):
         return {"moe_layer_freq": stated}
     if isinstance(stated, str):
@@ -181,7 +180,7 @@ def resized(match: ModelMatch, row: Mapping[str, str], name: ModelName) -> Model
     would leave at most half of the layers with experts. It has no multi-token prediction.
     """
     spec = match.spec
-    layers = whole_of(row.get("layers")) or name.num_layers or spec.num_layers
+    layers = whole(row, "layers") or name.num_layers or spec.num_layers
     pattern, cut = _cut_pattern(spec.moe_layer_pattern, layers)
     mtp, predicted = _mtp(spec, name, cut=layers < spec.num_layers)
     spec = spec if mtp else without_mtp(spec)
@@ -202,12 +201,12 @@ def resized(match: ModelMatch, row: Mapping[str, str], name: ModelName) -> Model
 
 def _columns(spec: TransformerSpec, row: Mapping[str, str]) -> dict[str, Any]:
     named = {"ffn": "ffn_hidden_size", "heads": "num_attention_heads", "vocab": "vocab_size"}
-    found = {field: whole_of(row.get(column)) for column, field in named.items()}
+    found = {field: whole(row, column) for column, field in named.items()}
     changes: dict[str, Any] = {field: value for field, value in found.items() if value}
-    groups = whole_of(row.get("kv_heads"))
+    groups = whole(row, "kv_heads")
     if groups and not spec.multi_latent_attention:
         changes["num_query_groups"] = groups
-    seq = whole_of(row.get("seq"))
+    seq = whole(row, "seq")
     if seq:
         longest = spec.max_position_embeddings or seq
         learned = spec.position_embedding_type == "learned_absolute"
@@ -240,7 +239,7 @@ def _mtp(spec: TransformerSpec, name: ModelName, *, cut: bool) -> tuple[int | No
 
 def shape_of_columns(row: Mapping[str, str], name: ModelName) -> ModelMatch:
     """A model that only its sizes describe."""
-    hidden, heads = whole_of(row.get("hidden")), whole_of(row.get("heads"))
+    hidden, heads = whole(row, "hidden"), whole(row, "heads")
     if not hidden or not heads:
         anonymous = name.key.startswith(("gpt", "bert", "bloom")) or row.get("params_b")
         reason = "shape not stated" if anonymous else "unknown model"
@@ -253,8 +252,8 @@ def shape_of_columns(row: Mapping[str, str], name: ModelName) -> ModelMatch:
         "num_layers": layers,
         "hidden_size": hidden,
         "num_attention_heads": heads,
-        "num_query_groups": whole_of(row.get("kv_heads")),
-        "ffn_hidden_size": whole_of(row.get("ffn")) or 4 * hidden,
+        "num_query_groups": whole(row, "kv_heads"),
+        "ffn_hidden_size": whole(row, "ffn") or 4 * hidden,
         **_length(row, style),
         "source": f"columns of the row {row.get('row_id', '')}".strip(),
     }
@@ -279,7 +278,7 @@ def _tied_or_not(spec: TransformerSpec, row: Mapping[str, str]) -> tuple[Transfo
 
 
 def _length(row: Mapping[str, str], style: Mapping[str, Any]) -> dict[str, Any]:
-    seq = whole_of(row.get("seq"))
+    seq = whole(row, "seq")
     if not seq:
         if style.get("family") != "bert":
             raise RefusedRowError("sequence length not stated", row.get("model", ""))
@@ -288,9 +287,9 @@ def _length(row: Mapping[str, str], style: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _style(row: Mapping[str, str], name: ModelName) -> tuple[dict[str, Any], tuple[str, ...]]:
-    vocab = whole_of(row.get("vocab"))
+    vocab = whole(row, "vocab")
     if name.key.startswith(_LLAMA_LIKE):
-        if not vocab or not whole_of(row.get("ffn")):
+        if not vocab or not whole(row, "ffn"):
             raise RefusedRowError("shape not stated", f"{row.get('model', '')!r}: ffn and vocab")
         return {"vocab_size": vocab}, ("a Llama-like layer: SwiGLU, RMSNorm, no biases, untied",)
     bert = name.key.startswith("bert")
@@ -298,7 +297,7 @@ def _style(row: Mapping[str, str], name: ModelName) -> tuple[dict[str, Any], tup
     if not vocab:
         vocab = BERT_VOCAB if bert else GPT2_VOCAB
         notes.append(f"a vocabulary of {vocab}")
-    if not whole_of(row.get("ffn")):
+    if not whole(row, "ffn"):
         notes.append("an MLP of four times the hidden size")
     family = "bert" if bert else "gpt"
     return {**MEGATRON_DEFAULTS, "vocab_size": vocab, "family": family}, tuple(notes)
@@ -309,18 +308,18 @@ def _layers(row: Mapping[str, str], name: ModelName, hidden: int, vocab: int) ->
 
     A layer of four times the hidden size holds ``12 * hidden**2`` parameters.
     """
-    stated = whole_of(row.get("layers")) or name.num_layers
+    stated = whole(row, "layers") or name.num_layers
     if stated:
         return stated, ""
     text = row.get("params_b") or ""
     size = size_in_billions(text.replace(".", "p") + "b")
     refused = RefusedRowError("number of layers not stated", f"{row.get('model', '')!r} of {text}B")
-    if size is None or whole_of(row.get("ffn")) not in (None, 4 * hidden):
+    if size is None or whole(row, "ffn") not in (None, 4 * hidden):
         raise refused
     each, rounding = 12 * hidden**2, 0.5e9 / 10 ** len(text.partition(".")[2])
     layers = round((size * 1e9 - vocab * hidden) / each)
     error = abs(layers * each + vocab * hidden - size * 1e9)
-    if layers < 1 or error > rounding or layers % (whole_of(row.get("pp")) or 1):
+    if layers < 1 or error > rounding or layers % (whole(row, "pp") or 1):
         raise refused
     return layers, f"{layers} layers, the only number that makes {text} billion parameters"
 
@@ -353,6 +352,7 @@ class ModelBook:
         tables: dict[str, Mapping[str, str]] = {}
         for path in extra:
             for row in read_table(path):
+                mapping_of(row, None)  # refuses what is unreadable before any run is predicted
                 tables.setdefault(read_name(row["name"]).key, row)
         return cls(entries={key_of(name): name for name in catalogue_names("model")}, extra=tables)
 
@@ -407,19 +407,19 @@ class ModelBook:
 
 def _unreliable(name: ModelName, row: Mapping[str, str]) -> bool:
     """Whether ``GPT-20B`` is just any GPT of that size, and not the one of NVIDIA's series."""
-    if name.words[:1] != ("gpt",) or len(name.words) != 2 or whole_of(row.get("hidden")):
+    if name.words[:1] != ("gpt",) or len(name.words) != 2 or whole(row, "hidden"):
         return False
     said = " ".join(row.get(column, "") for column in ("source", "repo", "framework")).lower()
     return not any(word in said for word in ("nemo", "nvidia-", "mlperf", "paxml"))
 
 
 def _agreeing(spec: TransformerSpec, assumed: str, row: Mapping[str, str]) -> ModelMatch | None:
-    if whole_of(row.get("hidden")) not in (None, spec.hidden_size):
+    if whole(row, "hidden") not in (None, spec.hidden_size):
         return None
     notes = [assumed] if assumed else []
     if "derived" in spec.source:
         notes.append(f"part of the shape of {spec.name} is derived from its size")
-    if not whole_of(row.get("seq")):
+    if not whole(row, "seq"):
         notes.append(f"a sequence of {spec.seq_length} tokens, as in the catalogue")
     return ModelMatch(spec=spec, assumptions=tuple(notes))
 

@@ -34,6 +34,7 @@ from nest_megatron.layout.rulebook.execution import allows_recompute
 from nest_megatron.layout.rulebook.facts import LaunchRequest
 from nest_megatron.layout.stage_layout import StagePartition, parse_layout, uniform_partition
 from nest_megatron.layout.zero import STRATEGIES, ZeroStage
+from nest_megatron.model.execution import GraphImpl
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.solver.space import recompute_settings
 from nest_megatron.validation.rows import SETTING, RefusedRowError, Row, number, ran_out_of_memory
@@ -162,7 +163,10 @@ def _words(text: str) -> tuple[str, ...]:
 
 #: Column -> argument of Megatron, and how the column's text is read.
 _ARGUMENTS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
-    "cuda_graph_impl": ("cuda_graph_impl", lambda t: {"enable_cuda_graph": "local"}.get(t, t)),
+    "cuda_graph_impl": (
+        "cuda_graph_impl",
+        lambda t: GraphImpl({"enable_cuda_graph": "local"}.get(t, t)).value,
+    ),
     "cuda_graph_scope": ("cuda_graph_scope", _words),
     "cpu_offload_activation_layers": ("cpu_offloading_num_layers", int),
     "moe_token_dispatcher": ("moe_token_dispatcher_type", str),

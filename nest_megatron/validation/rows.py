@@ -119,12 +119,16 @@ _LARGEST = {
 
 
 def number(row: Row, column: str) -> float | None:
-    """A cell as a number, or ``None`` where it is empty."""
+    """A cell as a number, which may be written as a product; ``None`` where it is empty.
+
+    >>> number({"seq": "4,096"}, "seq"), number({"vocab": "25256 * 8"}, "vocab"), number({}, "seq")
+    (4096.0, 202048.0, None)
+    """
     text = row.get(column, "").strip()
     if not text:
         return None
     try:
-        value = float(text.replace(",", ""))
+        value = math.prod(float(factor) for factor in text.replace(",", "").split("*"))
     except ValueError:
         value = math.nan
     if not math.isfinite(value) or value < 0:

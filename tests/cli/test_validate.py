@@ -271,6 +271,11 @@ def test_models_that_cannot_be_read_are_refused(runs: Path, tmp_path: Path) -> N
         done = run("validate", str(runs), "--models", str(path))
         assert done.code == 2
         assert str(path) in done.err
+    shape = {"name": "MyOwn-2B", "layers": "24", "hidden": "2048", "heads": "16"}
+    path = table(tmp_path / "y.csv", {**shape, "seq": "4k"})
+    done = run("validate", str(runs), "--models", str(path))
+    assert done.code == 2
+    assert "model MyOwn-2B: seq = 4k: it must be a whole number, which may be a product" in done.err
 
 
 def test_docs_are_written(runs: Path, tmp_path: Path) -> None:

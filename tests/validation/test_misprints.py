@@ -46,6 +46,17 @@ def test_misprints_are_refused_or_predicted(name: str) -> None:
             assert outcome.memory is None
 
 
+@pytest.mark.parametrize("column", ["seq", "layers", "hidden", "heads", "ffn", "vocab", "kv_heads"])
+@pytest.mark.parametrize("text", ["abc", "-4096", "nan", "8192 or 4096", "1.5"])
+def test_a_size_that_cannot_be_read_is_not_taken_as_absent(column: str, text: str) -> None:
+    file = read_rows(DATA / "throughput.csv")
+    row = {**file.rows[0], "model": "Llama 3.1 8B", column: text}
+    wrong = RowFile(path=file.path, kind=file.kind, rows=(row,))
+    (outcome,) = Assessor(ModelBook.load()).outcomes(wrong, Basis.AS_PLANNED)
+    assert outcome.refused == "a number cannot be read"
+    assert outcome.detail == f"{column} = {text!r}"
+
+
 def test_a_figure_that_no_run_has_had_is_named() -> None:
     file = read_rows(DATA / "throughput.csv")
     wrong = RowFile(path=file.path, kind=file.kind, rows=({**file.rows[0], "layers": "100000000"},))

@@ -134,8 +134,8 @@ def test_modules_that_are_not_known_are_left_out(
     assert settings_of(read(tmp_path, recompute_modules=text)).recompute == expected
 
 
-@pytest.mark.parametrize("column", ["etp", "recompute_num_layers"])
-def test_a_setting_that_is_no_number_refuses_its_row(tmp_path: Path, column: str) -> None:
+@pytest.mark.parametrize("column", ["etp", "recompute_num_layers", "cuda_graph_impl"])
+def test_a_setting_that_cannot_be_read_refuses_its_row(tmp_path: Path, column: str) -> None:
     words = {"recompute_granularity": "full", "recompute_method": "block", "etp": "1"}
     words |= {"recompute_num_layers": "1", column: "many"}
     with pytest.raises(RefusedRowError, match="cannot be read"):
