@@ -330,11 +330,53 @@ def test_gemma_3_is_planned_where_it_is_built() -> None:
         ({"out": "plan.yaml"}, "Plan.save"),
         ({"model": 7}, "none of a name, a path"),
         ({"cluster": nest_megatron.models}, "nest_megatron.clusters"),
+        ({"config_dir": 5}, "config_dir = 5: it is no path"),
+        ({"config_dir": "a\0b"}, "it is no path"),
+        ({"flags": [5]}, r"flags = \[5\]: it is neither a text nor a list of texts"),
+        ({"overrides": [5]}, "override = '5': settings are written key=value"),
+        ({"on_progress": 5}, "on_progress = 5: it is no function"),
     ],
 )
 def test_what_only_a_call_can_get_wrong(keywords: dict[str, Any], words: str) -> None:
     with pytest.raises(UserInputError, match=words):
         nest_megatron.plan(**{**NAMES, **keywords})
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"command": None}, "command = None: it is neither a text nor a list"),
+        ({"command": ["bash", "train.sh", 8]}, "command = .*: it is neither a text nor a list"),
+        ({"free": None}, "free = None: it is neither a text nor a list"),
+        ({"megatron_version": 0.2}, "megatron_version = 0.2: a release is a text"),
+    ],
+)
+def test_a_call_of_a_command_with_a_wrong_type(keywords: dict[str, Any], words: str) -> None:
+    job: dict[str, Any] = {"command": COMMAND, "cluster": "dgx_h100", "num_gpus": 8, **keywords}
+    with pytest.raises(UserInputError, match=words):
+        nest_megatron.plan_command(**job)
+    with pytest.raises(UserInputError, match=words):
+        nest_megatron.whatif_command(**{**job, "changes": {"gpus": [8, 16]}})
+
+
+def test_a_call_of_what_if_with_a_wrong_type() -> None:
+    path: Any = "recipes/mixtral_8x7b_dgx_h100_64.yaml"
+    changes: Any
+    for changes in ([5], {5: 64}):
+        with pytest.raises(UserInputError, match="no mapping of settings"):
+            nest_megatron.whatif(path, changes)
+    with pytest.raises(UserInputError, match="plan = 5: it is no path"):
+        nest_megatron.whatif(5, {"gpus": 64})  # type: ignore[arg-type]
+
+
+def test_what_is_called_on_a_plan_with_a_wrong_type(plan: nest_megatron.Plan) -> None:
+    wrong: Any = 5
+    for call in (nest_megatron.load_plan, plan.save, plan.explain().write_html):
+        with pytest.raises(UserInputError, match="path = 5: it is no path"):
+            call(wrong)
+    with pytest.raises(UserInputError, match="--versus = 5: a layout is a text"):
+        plan.explain().versus(wrong)
+    assert nest_megatron.models().get(wrong) is None
 
 
 @pytest.mark.parametrize(

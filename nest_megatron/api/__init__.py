@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nest_megatron.api.jobs import command_words, estimate_job, outcome, plan_job
@@ -20,7 +19,15 @@ from nest_megatron.api.sweep import WhatIf, sweep_row, whatif, whatif_command
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.catalogue import named_cluster, named_model
 from nest_megatron.config.compose import Settings
-from nest_megatron.config.keywords import Source, StrPath, compose_keywords
+from nest_megatron.config.keywords import (
+    Source,
+    StrPath,
+    compose_keywords,
+    path_of,
+    require_function,
+    require_release,
+    words_of,
+)
 from nest_megatron.config.overrides import Setting
 from nest_megatron.config.request import request_of
 from nest_megatron.errors import UserInputError
@@ -174,11 +181,13 @@ def plan_command(
     from nest_megatron.integrations import typed_command
 
     sizes = num_gpus, global_batch_size
+    require_release(megatron_version)
+    require_function("on_progress", on_progress)
     composed = compose_keywords(None, cluster, settings, config_dir, *sizes)
     found = typed_command.plan_command(
         command_words(command),
         composed,
-        free=free,
+        free=words_of("free", free),
         version=megatron_version,
         strict=strict,
         begun_s=time.monotonic(),
@@ -255,6 +264,7 @@ def estimate_command(
     """
     from nest_megatron.integrations import typed_command
 
+    require_release(megatron_version)
     composed = compose_keywords(None, cluster, settings, config_dir, num_gpus)
     found = typed_command.estimate_command(
         command_words(command), composed, version=megatron_version, strict=strict
@@ -376,5 +386,5 @@ def load_plan(path: StrPath) -> Plan:
     >>> load_plan("recipes/mixtral_8x7b_dgx_h100_64.yaml").layout.num_gpus
     64
     """
-    record, pin = read_plan(Path(path))
+    record, pin = read_plan(path_of("path", path))
     return Plan(record=record, pin=pin)

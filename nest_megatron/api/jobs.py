@@ -27,7 +27,7 @@ from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.hydra_loader import config_loader
-from nest_megatron.config.keywords import StrPath
+from nest_megatron.config.keywords import StrPath, require_function, words_of
 from nest_megatron.config.overrides import Setting, first_line, type_limit
 from nest_megatron.config.request import request_of
 from nest_megatron.config.schema import PlanConfig
@@ -70,6 +70,7 @@ def plan_job(
         on_progress: called while the search runs.
     """
     begun_s = time.monotonic() if begun_s is None else begun_s
+    require_function("on_progress", on_progress)
     if source_job is None:
         request = request_of(settings, choose_execution=True, begun_s=begun_s, shortlist=shortlist)
     else:
@@ -96,7 +97,10 @@ Result = dict[str, Any]
 
 def command_words(command: StrPath | Sequence[str]) -> str | Sequence[str]:
     """A command as it is read; a path names a script."""
-    return ["bash", os.fspath(command)] if isinstance(command, os.PathLike) else command
+    if isinstance(command, str):
+        return command
+    words = words_of("command", [command] if isinstance(command, os.PathLike) else command)
+    return ("bash", *words) if isinstance(command, os.PathLike) else words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

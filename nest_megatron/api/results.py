@@ -5,12 +5,11 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.config.keywords import StrPath
+from nest_megatron.config.keywords import StrPath, path_of
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, write_text
 from nest_megatron.integrations.fields import ABSENT, find
@@ -190,8 +189,9 @@ class Plan(Shown):
             path: the file; ``-`` is standard output.
             force: replace a file that nest-megatron has not written, which is refused otherwise.
         """
-        check_output("path", Path(path), force=force)
-        plan_file.write(self.record, Path(path))
+        file = path_of("path", path)
+        check_output("path", file, force=force)
+        plan_file.write(self.record, file)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as numbers, text, lists and dicts: what ``--json`` prints."""
@@ -254,8 +254,9 @@ class PlanTable(Shown):
 
     def save(self, path: StrPath, *, force: bool = False) -> None:
         """Write the file that ``nest-megatron pin`` freezes; arguments as of ``Plan.save``."""
-        check_output("path", Path(path), force=force)
-        write_text(Path(path), planner_table.dump(self.record))
+        file = path_of("path", path)
+        check_output("path", file, force=force)
+        write_text(file, planner_table.dump(self.record))
 
     def to_dict(self) -> dict[str, Any]:
         """The table as numbers, text, lists and dicts: what ``--json`` prints."""
@@ -377,8 +378,9 @@ class Explanation(Shown):
 
     def write_html(self, path: StrPath, *, force: bool = False) -> None:
         """Write the page of ``to_html``; ``force`` as of ``Plan.save``."""
-        check_output("path", Path(path), force=force)
-        write_text(Path(path), self.to_html())
+        file = path_of("path", path)
+        check_output("path", file, force=force)
+        write_text(file, self.to_html())
 
     def write_timeline(self, path: StrPath, *, force: bool = False) -> None:
         """Write the schedule: a ``.json`` trace for Perfetto, or a ``.png`` or ``.svg`` picture.
@@ -389,11 +391,12 @@ class Explanation(Shown):
         from nest_megatron.report.schedule_view import chrome_trace
         from nest_megatron.report.timeline import draw_timeline
 
-        check_output("path", Path(path), force=force)
-        if Path(path).suffix == ".json":
-            write_text(Path(path), chrome_trace(self.plan.record, self.times))
+        file = path_of("path", path)
+        check_output("path", file, force=force)
+        if file.suffix == ".json":
+            write_text(file, chrome_trace(self.plan.record, self.times))
         else:
-            draw_timeline(self.plan.record, Path(path), self.times)
+            draw_timeline(self.plan.record, file, self.times)
 
     def report(self) -> Iterator[RenderableType]:
         """The parts of what ``explain`` prints; a text is to be shown as it stands."""
@@ -428,6 +431,8 @@ class Catalogue(Shown, Mapping[str, Record]):
         self._table: Callable[[Catalogue[Record]], RenderableType] = table
 
     def __getitem__(self, name: str) -> Record:
+        if not isinstance(name, str):
+            raise KeyError(name)
         try:
             return self._read(name)
         except UserInputError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import sys
 import tempfile
@@ -32,7 +31,15 @@ from nest_megatron.api.jobs import (
 from nest_megatron.api.results import Plan
 from nest_megatron.config.compose import compose
 from nest_megatron.config.defaults import with_defaults
-from nest_megatron.config.keywords import StrPath, setting_texts, typed_path
+from nest_megatron.config.keywords import (
+    StrPath,
+    path_of,
+    require_function,
+    require_release,
+    setting_texts,
+    typed_path,
+    words_of,
+)
 from nest_megatron.config.overrides import Setting, expand, parse, swept, value_text
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.files import check_output, expanded, write_bytes, write_text
@@ -252,8 +259,9 @@ class WhatIf(Shown):
 
     def write_html(self, path: StrPath, *, force: bool = False) -> None:
         """Write the page of ``to_html``; ``force`` as of ``Plan.save``."""
-        check_output("path", Path(path), force=force)
-        write_text(Path(path), self.to_html())
+        file = path_of("path", path)
+        check_output("path", file, force=force)
+        write_text(file, self.to_html())
 
     def __repr__(self) -> str:
         job = variants_title(self.present, self.variants)
@@ -284,7 +292,9 @@ def whatif(
             path = Path(folder) / "plan.yaml"
             plan.save(path)
             return whatif(path, changes, out=out, on_job=on_job)
-    return plan_variants(Path(plan), parse_changes(_texts(changes)), _quiet(out, on_job))
+    _require_mapping(changes)
+    changed = parse_changes(_texts(changes))
+    return plan_variants(path_of("plan", plan), changed, _quiet(out, on_job))
 
 
 def whatif_command(
@@ -310,16 +320,24 @@ def whatif_command(
     Raises:
         UserInputError: for a command that cannot be read, or a wrong setting.
     """
+    require_release(megatron_version)
+    path_of("cluster", cluster)
+    _require_mapping(changes)
     texts = _texts({"cluster": typed_path(cluster), **settings, **changes})
     words = command_words(command)
-    words = words if isinstance(words, str) else tuple(words)
     read = TypedCommand(
-        text=words,
-        free=(free,) if isinstance(free, str) else tuple(free),
+        text=words if isinstance(words, str) else tuple(words),
+        free=words_of("free", free),
         version=megatron_version,
         strict=strict,
     )
     return command_variants(read, parse_changes(texts), _quiet(out, on_job))
+
+
+def _require_mapping(changes: object) -> None:
+    if not isinstance(changes, Mapping) or not all(isinstance(key, str) for key in changes):
+        limit, fix = "it is no mapping of settings", "Give for example {'gpus': [256, 512]}."
+        raise UserInputError("changes", changes, limit, fix)
 
 
 def _texts(changes: Mapping[str, object]) -> list[str]:
@@ -334,7 +352,8 @@ def _texts(changes: Mapping[str, object]) -> list[str]:
 
 
 def _quiet(out: StrPath | None, on_job: Callable[[str], None] | None) -> SweepOptions:
-    path = None if out is None else os.fspath(out)
+    path = None if out is None else str(path_of("out", out))
+    require_function("on_job", on_job)
     return SweepOptions(out=path, force=False, tell=False, on_job=on_job)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from nest_megatron.cluster.records import Cluster
@@ -27,6 +28,42 @@ from nest_megatron.model.spec import TransformerSpec
 StrPath = str | os.PathLike[str]
 #: How a model or a cluster is given: a name or a path as text, a path, or the fields of its file.
 Source = StrPath | Fields
+
+
+def path_of(what: str, given: StrPath) -> Path:
+    """A path of a call.
+
+    Args:
+        what: the argument's name, for errors.
+    """
+    with contextlib.suppress(TypeError, ValueError):  # ValueError: no file system has such a name
+        if b"\0" not in os.fsencode(given):
+            return Path(given)
+    raise UserInputError(what, given, "it is no path", "Give a text or a pathlib.Path.")
+
+
+def words_of(what: str, given: object) -> tuple[str, ...]:
+    """One text of a call, or several; a path counts as its text."""
+    words = (given,) if isinstance(given, str) else given
+    if isinstance(words, Iterable) and not isinstance(words, bytes):
+        words = tuple(words)
+        if all(isinstance(each, str | os.PathLike) for each in words):
+            return tuple(map(os.fspath, words))
+    limit = "it is neither a text nor a list of texts"
+    raise UserInputError(what, given, limit, "Put each word into quotes.")
+
+
+def require_function(what: str, given: object) -> None:
+    """Refuse what a call hands over in the place of a function; ``None`` stands for none."""
+    if given is not None and not callable(given):
+        raise UserInputError(what, given, "it is no function", "Give one, or leave it out.")
+
+
+def require_release(given: object) -> None:
+    """Refuse a release of a call that is no text: of the number 0.20 nothing but 0.2 is left."""
+    if given is not None and not isinstance(given, str):
+        limit = "a release is a text"
+        raise UserInputError("megatron_version", given, limit, f"Write it as '{given}'.")
 
 
 def compose_keywords(
@@ -64,7 +101,7 @@ def compose_keywords(
             named[group] = typed_path(source)
         else:
             described[group] = _description(group, source)
-    folder = None if config_dir is None else Path(config_dir)
+    folder = None if config_dir is None else path_of("config_dir", config_dir)
     own = {key: value for key, value in {**named, **sizes}.items() if value is not None}
     given = parse([*(f"{key}={value}" for key, value in own.items()), *texts])
     parsed = with_defaults(given, names_cluster="cluster" in described)
@@ -115,7 +152,7 @@ def setting_texts(keywords: Mapping[str, object]) -> list[str]:
     keys = section_keys()
     texts = []
     if isinstance(flags := keywords.get("flags", ""), list | tuple):
-        keywords = {**keywords, "flags": shlex.join(flags)}
+        keywords = {**keywords, "flags": shlex.join(words_of("flags", flags))}
     for key, value in keywords.items():
         if isinstance(value, Mapping) and key in (*SECTIONS, *GROUPS):
             texts += [f"{key}.{name}={value_text(inner)}" for name, inner in value.items()]
@@ -182,6 +219,8 @@ def read_layout(text: str, option: str) -> Settings:
     Raises:
         UserInputError: for a word that says nothing of a layout, or a value of the wrong type.
     """
+    if not isinstance(text, str):
+        raise UserInputError(option, text, "a layout is a text", "For example tp=8,pp=4.")
     found: dict[str, str] = {}
     for name, given in _pairs(text, option):
         key, value = _setting(name, given, option)
