@@ -274,7 +274,8 @@ def seed_oss(f: ConfigFields) -> Shape:
 def exaone4(f: ConfigFields) -> Shape:
     """EXAONE 4: norms behind the blocks alone, and of queries and keys; three of four slide."""
     pattern = f.get("sliding_window_pattern", 4)
-    period = len(pattern) if isinstance(pattern, str) else f.whole("sliding_window_pattern", 4)
+    letters = pattern if isinstance(pattern, str) else ""
+    period = len(letters) or f.whole("sliding_window_pattern", 4)
     slides = windows(f, lambda layer: (layer + 1) % period != 0)
     return joined(decoder(f), slides, norms(NormPlacement.POST), {"qk_layernorm": True})
 

@@ -338,6 +338,13 @@ def test_lists_and_layers_of_no_model_are_refused(key: str, value: object) -> No
         spec_from_hf_config({**LLAMA3_70B, "model_type": [value]}, "x")
 
 
+def test_an_empty_pattern_of_windows_is_refused() -> None:
+    config = {**LLAMA3_70B, "model_type": "exaone4", "sliding_window": 64}
+    assert spec_from_hf_config({**config, "sliding_window_pattern": "LLLG"}, "x").window_size == 64
+    with pytest.raises(UserInputError, match="sliding_window_pattern"):
+        spec_from_hf_config({**config, "sliding_window_pattern": ""}, "x")
+
+
 def test_windows_of_any_order_are_read() -> None:
     kinds = ["full_attention", *["sliding_attention"] * 35]
     spec = spec_from_hf_config({**CONFIGS["gpt_oss_120b"], "layer_types": kinds}, "g")
