@@ -305,7 +305,9 @@ class TransformerSpec:
     def _wrong(
         self, field: str, limit: str, fix: str = "Correct the model's description."
     ) -> UserInputError:
-        return UserInputError(f"model {self.name}: {field}", getattr(self, field), limit, fix)
+        value = getattr(self, field)
+        told = None if dataclasses.is_dataclass(value) else value  # a part has no short text
+        return UserInputError(f"model {self.name}: {field}", told, limit, fix)
 
     @property
     def query_groups(self) -> int:

@@ -182,6 +182,9 @@ def test_the_command_line_asks_for_the_images(tmp_path: Path) -> None:
     assert "tp_comm_overlap" not in said
     refused = run(*words, *bridge, "train.precision=fp8")
     assert "an encoder of images is priced in 16 bits" in " ".join(refused.err.split())
+    refused = run(*words, *bridge, "peft.scheme=lora")
+    assert "adapters: adapters beside an encoder of images are not planned" in refused.err
+    assert "PeftScheme" not in refused.err
 
 
 def test_the_encoder_of_transformers_is_not_recomputed() -> None:
