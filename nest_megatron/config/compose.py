@@ -32,7 +32,7 @@ from nest_megatron.config.overrides import (
 )
 from nest_megatron.config.schema import SECTIONS, PlanConfig
 from nest_megatron.documents import DESCRIPTION, check_yaml, read_json
-from nest_megatron.errors import UserInputError, nearest, require_known
+from nest_megatron.errors import UserInputError, nearest, require_known, typed_setting
 from nest_megatron.files import expanded, read_text
 from nest_megatron.plain import to_plain
 
@@ -376,14 +376,14 @@ def _plain_error(error: Exception, overrides: Sequence[str]) -> UserInputError:
     for override in reversed(overrides):  # the first that the error is about
         key, _, value = override.lstrip("+~").partition("=")
         if override in str(error) or f"full_key: {key}" in str(error):
-            what, wrong = key, value
+            what, wrong = typed_setting(key), value
         group, _, inner = key.partition(".")
         if inner and group in GROUPS and "root: NoneType" in str(error):  # there is no such node
             return UserInputError(
-                key,
+                typed_setting(key),
                 value,
                 f"no {group} is named whose field it could be",
-                f"Name one: {group}=NAME.",
+                f"Name one: {typed_setting(group)}=NAME.",
             )
     if "list index out of range" in str(error.__cause__ or error):
         return UserInputError(

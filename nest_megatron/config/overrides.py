@@ -16,7 +16,7 @@ from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.cluster.records import Accelerator, NetworkLevel
 from nest_megatron.config.hydra_loader import parse_override
 from nest_megatron.config.schema import SECTIONS, is_numeric, section_keys
-from nest_megatron.errors import UserInputError, message_line, nearest, require_known
+from nest_megatron.errors import UserInputError, message_line, nearest, require_known, typed_setting
 from nest_megatron.layout.dims import SHORT_DEGREES
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.units import is_quantity, read_quantity, without_suffix
@@ -224,10 +224,12 @@ def check_choice(group: str, value: str, config_dir: Path | None) -> None:
     if config_dir is not None and (config_dir / group).is_dir():
         names |= {*catalogue_names(group, config_dir)}
     if value not in names:
-        fix = nearest(value, names)
+        limit, fix = f"there is no such {group} in the catalogue", nearest(value, names)
+        if not value.strip("'\""):
+            limit, fix = "it is empty", "Give a name."
         if group in GROUPS:
             fix += f" `nest-megatron {group}s` lists all; a path works as well."
-        raise UserInputError(group, value, f"there is no such {group} in the catalogue", fix)
+        raise UserInputError(typed_setting(group), value, limit, fix)
 
 
 def hydra_form(setting: Setting, config_dir: Path | None) -> str:

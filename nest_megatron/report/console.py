@@ -188,7 +188,8 @@ def print_error(error: Exception, *, as_json: bool) -> None:
     if not isinstance(error, UserInputError):
         print_to_stderr(f"error: {error}")
         return
-    given = "" if error.value is None else f" = {one_line(shortened(str(error.value)))}"
+    shown = one_line(shortened(str(error.value))) or "''"
+    given = "" if error.value is None else f" = {shown}"
     print_to_stderr(f"error: {one_line(error.what)}{given}: {error.limit}.\n       {error.fix}")
 
 

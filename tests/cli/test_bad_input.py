@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from nest_megatron import cli
+from nest_megatron.config.compose import compose
 from nest_megatron.config.keywords import read_layout
-from nest_megatron.errors import INTERRUPTED, UserInputError
+from nest_megatron.config.overrides import parse
+from nest_megatron.errors import INTERRUPTED, UserInputError, settings_typed_as
 from tests.cli.runs import SMALL, interrupted, run
 
 LLAMA = ("plan", *SMALL)
@@ -19,6 +21,9 @@ BAD = {
     "unknown model": (("plan", "model=lama3_70b", "cluster=dgx_h100"), "llama3_70b"),
     "unknown cluster": (("plan", "model=llama3_8b", "cluster=dgx_h10"), "dgx_h100"),
     "unknown accelerator": ((*LLAMA, "cluster.accelerator=h100"), "h100_sxm_80gb"),
+    "empty model": (("plan", "model=", "cluster=dgx_h100"), "it is empty"),
+    "empty cluster": (("plan", "model=llama3_8b", "cluster=''"), "it is empty"),
+    "empty accelerator": ((*LLAMA, "cluster.accelerator="), "it is empty"),
     "no model": (WITHOUT_MODEL, "model=llama3_70b"),
     "no cluster": (("plan", "model=llama3_8b"), "cluster=dgx_h100"),
     "a bare name": (("plan", "llama3_70b"), "model=llama3_70b"),
@@ -118,6 +123,21 @@ JOB = (
     "pretrain_gpt.py --num-layers 8 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 "
     "--max-position-embeddings 1024 --vocab-size 32000 --bf16 --global-batch-size 64 "
 )
+
+
+def test_an_empty_value_is_shown() -> None:
+    done = run(*LLAMA, "train.precision=")
+    assert done.err.startswith("error: train.precision = '': it must be one of fp32")
+
+
+def test_a_setting_of_a_launch_is_named_as_it_is_typed() -> None:
+    for text, words in {
+        "cluster=": "nest.cluster = '': it is empty",
+        "cluster.num_gpus=8": "Name one: nest.cluster=NAME",
+        "memory.margin=x": "nest.memory.margin = 'x': it must be a number",
+    }.items():
+        with settings_typed_as("nest."), pytest.raises(UserInputError, match=words):
+            compose(parse([text]))
 
 
 @pytest.mark.parametrize("case", BAD)
