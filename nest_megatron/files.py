@@ -207,7 +207,7 @@ def regular_target(path: Path, what: str = "out") -> Path:
         raise _refused(what, path, "it is a link in a circle", "Name a regular file.")
     kind = _kind_of(target.stat().st_mode) if target.exists() else None
     if kind is not None:
-        fix = f"Name a file: {path / 'plan.yaml'}." if kind == "a folder" else "Name a file."
+        fix = "Name a file inside it." if kind == "a folder" else "Name a file."
         raise _refused(what, path, f"it is {kind}, not a regular file", fix)
     return target
 
@@ -249,8 +249,12 @@ def _print(content: bytes) -> None:
 def require_folder(path: Path, what: str = "out") -> None:
     """Refuse a file in a folder that is not there, before the work whose result it is to hold."""
     folder = expanded(path, what).parent
-    if not folder.is_dir():
-        raise _refused(what, path, f"there is no folder {folder}", f"mkdir -p {folder}")
+    if folder.is_dir():
+        return
+    limit, fix = f"there is no folder {folder}", f"mkdir -p {folder}"
+    if (file := next(filter(Path.is_file, (folder, *folder.parents)), None)) is not None:
+        limit, fix = f"{file} is a file, not a folder", "Name another folder."
+    raise _refused(what, path, limit, fix)
 
 
 def read_text(path: Path, what: str, *, most: int = MAX_BYTES) -> str:

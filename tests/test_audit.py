@@ -342,7 +342,12 @@ def test_any_file_is_read_or_named(audited: Path, tmp_path: Path) -> None:
     assert done.code == 0
     assert "is damaged behind line" in done.err
     assert run("audit", str(tmp_path / "none.jsonl")).code == 2
-    assert run("audit", str(tmp_path)).code == 2
+    folder = run("audit", str(tmp_path))
+    assert folder.code == 2
+    assert folder.err.startswith(f"error: audit = {tmp_path}: it is no regular file")
+    assert "HISTORY" not in folder.err
+    (tmp_path / "empty.jsonl").touch()
+    assert run("audit", str(tmp_path / "empty.jsonl")).out.startswith("There is no launch in")
 
 
 def test_a_line_longer_than_any_record_is_passed_over(

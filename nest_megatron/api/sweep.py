@@ -437,7 +437,7 @@ def command_variants(
 
 
 def _no_change(changes: Sequence[Setting], limit: str, fix: str) -> UserInputError:
-    return UserInputError("whatif", " ".join(map(str, changes)), limit, fix)
+    return UserInputError("whatif", " ".join(map(str, changes)) or None, limit, fix)
 
 
 def _is_of_job(key: str) -> bool:

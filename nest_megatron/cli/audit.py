@@ -170,7 +170,10 @@ def audit(
                 "there is no such file",
                 "A launch writes the first line of an audit.",
             )
-    kept, kept_refused = store.read_audit(*named)
+    try:
+        kept, kept_refused = store.read_audit(*named)
+    except UserInputError as error:  # which speaks of the history
+        raise UserInputError("audit", error.value, error.limit, "Name another file.") from error
     runs = store.selected(kept, user=user, since=moment, plan=plan)
     refused = store.selected(kept_refused, user=user, since=moment) if plan is None else ()
     if run is not None:
@@ -191,8 +194,9 @@ def audit(
     elif runs or refused:
         show(*_tables(runs, refused))
     else:
-        known = len(kept) + len(kept_refused)
-        say(f"None of the {known} launches in {', '.join(map(str, named))} is such.")
+        known, files = len(kept) + len(kept_refused), ", ".join(map(str, named))
+        none = f"None of the {known} launches in {files} is such."
+        say(none if known else f"There is no launch in {files}.")
 
 
 def _document(run: RunRecord) -> dict[str, Any]:

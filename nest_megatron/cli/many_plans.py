@@ -189,7 +189,7 @@ def run_whatif(options: WhatIfOptions) -> int:
     if command is None and (path is None or ("=" in path.name and not path.exists())):
         raise UserInputError(
             "whatif",
-            str(path or ""),
+            path and str(path),
             "no job is named",
             "Put a plan file before the changes, or add --from COMMAND.",
         )

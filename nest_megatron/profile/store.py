@@ -87,9 +87,9 @@ def read_fields(text: str, name: str, what: str, newest: int) -> dict[str, Any]:
         raise ProfileError(name, None, limit=error.limit, fix=AGAIN) from error
     if not isinstance(fields, dict):
         raise ProfileError(
+            what,
             name,
-            type(fields).__name__,
-            limit=f"a {what} is a mapping with the key 'schema'",
+            limit=f"it is no {what}, which is a mapping with the key 'schema'",
             fix="Name a file that nest-megatron has written.",
         )
     schema = fields.get("schema")

@@ -47,13 +47,18 @@ _SETTINGS = {
 }
 
 
-def check_picture(path: Path, what: str) -> None:
-    """Refuse a picture that cannot be drawn, before the work that it is to show."""
-    if path.suffix.lower() not in SUFFIXES:
+def check_picture(path: Path, what: str, *others: str) -> None:
+    """Refuse a picture that cannot be drawn, before the work that it is to show.
+
+    Args:
+        others: suffixes of what is written instead of a picture.
+    """
+    suffixes = (*others, *SUFFIXES)
+    if path.suffix.lower() not in suffixes:
         raise UserInputError(
             what,
             str(path),
-            f"a picture is one of {', '.join(SUFFIXES)}",
+            f"a {'file' if others else 'picture'} is one of {', '.join(suffixes)}",
             "Give the file one of these suffixes.",
         )
     check_matplotlib(what)

@@ -257,11 +257,11 @@ def _colour(kind: SpanKind, virtual: int, num_virtual: int) -> str:
 
 def draw_timeline(plan: ParallelPlan, path: Path, times: LayerTimes | None = None) -> None:
     """Draw the schedule, a long one as beginning, middle and end, as ``.png`` or ``.svg``."""
-    check_picture(path, "timeline")
+    check_picture(path, "--timeline", ".json")
     view = schedule_view(plan, times)
     ranks = len(view.ranks)
     size = (_WIDTH, 1.75 + max(0.5, min(0.34 * ranks, 5.0 + 0.05 * ranks)))  # inches
-    write_chart(lambda figure: _draw(figure, view, plan), size, path, "timeline")
+    write_chart(lambda figure: _draw(figure, view, plan), size, path, "--timeline")
 
 
 def legend(view: ScheduleView) -> list[tuple[str, str]]:

@@ -234,5 +234,5 @@ def split_planners(overrides: Sequence[str]) -> tuple[tuple[str, ...], list[str]
     names = tuple(name.strip().strip("'\"") for name in text.split(",") if name.strip())
     if not names:
         fix = f"Name some of {', '.join(PLANNERS)}, or leave it out for all."
-        raise UserInputError("planners", given[-1], "it names no planner", fix)
+        raise UserInputError("planners", given[-1].partition("=")[2], "it names no planner", fix)
     return names, rest

@@ -84,7 +84,7 @@ def test_nothing_fits() -> None:
     ("given", "words"),
     [
         (("planners=[manuel]",), "the planners are nest, manual, mcmc"),
-        (("planners=[]",), "it names no planner"),
+        (("planners=[]",), "planners = []: it names no planner"),
         (("--chart", "planners.pdf"), "a chart is one of .png, .svg, .html"),
         (("--chart", "no/such/folder.svg"), "there is no folder"),
         (("out=plan.yaml",), "a comparison writes no plan"),

@@ -55,6 +55,18 @@ def filled(arguments: tuple[str, ...], plan: Path, target: object) -> list[str]:
     return [names.get(word, word).replace("{}", str(target)) for word in arguments]
 
 
+def test_an_output_that_cannot_be_is_told_what_is_wrong(plan: Path, tmp_path: Path) -> None:
+    for words, told in {
+        ("--html", str(tmp_path)): "it is a folder, not a regular file.\n       Name a file inside",
+        ("--html", f"{plan}/x/y.html"): f"{plan} is a file, not a folder",
+        ("--timeline", f"{tmp_path}/x.pdf"): "--timeline = {}: a file is one of .json, .png, .svg",
+    }.items():
+        done = run("explain", str(plan), *words)
+        assert done.code == BAD_INPUT
+        assert told.format(words[1]) in done.err
+        assert "mkdir" not in done.err
+
+
 @pytest.mark.parametrize(("arguments", "suffix"), OUTPUTS)
 def test_what_is_not_ours_stays(
     arguments: tuple[str, ...], suffix: str, plan: Path, tmp_path: Path

@@ -209,7 +209,7 @@ def test_a_job_of_a_command_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ((), "names no change"),
+        ((), "whatif: it names no change"),
         (("search.max_seconds=5",), "names no change"),
         (("memory=100GB/s",), "80GB, or 141GiB"),
         (("cluster.levels.rack.latency=1us",), "Known: leaf, node, spine"),

@@ -80,6 +80,12 @@ def test_an_edited_field_is_named(before: str, after: str, named: str) -> None:
         store.load(TEXT.replace(before, after, 1))
 
 
+@pytest.mark.parametrize("text", ["hi", "", "[1]"])
+def test_a_file_that_is_no_profile_is_named(text: str) -> None:
+    with pytest.raises(ProfileError, match=r"profile = 'x\.yaml': it is no profile, which is"):
+        store.load(text, "x.yaml")
+
+
 def test_timings_are_merged_and_the_newest_stay(folder: Path) -> None:
     first = profile([timing(), timing(LayerBlock.HEAD)], name="first")
     assert store.record(first) == first
