@@ -11,7 +11,7 @@ import click
 
 from nest_megatron.cli.command_kinds import OUTPUT, PATH, command, forced, json_option
 from nest_megatron.errors import UserInputError
-from nest_megatron.files import check_output, read_bytes, write_text
+from nest_megatron.files import check_output, is_standard_output, read_bytes, write_text
 from nest_megatron.plain import to_plain
 from nest_megatron.planner.pins import (
     PUBLIC_SUFFIX,
@@ -239,6 +239,10 @@ def pin(
     from nest_megatron.integrations.plan_output import pin_plan
 
     target = out or path
+    is_printed = is_standard_output(target)
+    if key is not None and is_printed:
+        limit = "the signature lies beside the pinned plan, and --out - makes no file"
+        raise UserInputError("--sign", str(key), limit, "Name a file with --out.")
     text = plan_text(read_bytes(path, "plan"), path)
     made_now = key is None or out is not None or not is_pinned(text)
     if not made_now:
@@ -265,8 +269,9 @@ def pin(
     sizes = " or ".join(plan.cluster.describe() for plan in plans)
     plan = plans[0]
     word = "Pinned to" if made_now else "Signed as it is:"
+    where, target = ("standard output", Path("FILE")) if is_printed else (str(target), target)
     say(
-        f"{word} {target}: {plan.model.name} on {sizes}, global batch "
+        f"{word} {where}: {plan.model.name} on {sizes}, global batch "
         f"{plan.layout.global_batch_size}, {plan.train.precision}, "
         f"{pinned_for(plan, made.megatron_lm)}, nest-megatron {made.nest_megatron_version}."
     )

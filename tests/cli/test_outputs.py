@@ -260,3 +260,16 @@ def test_a_name_that_another_setting_completes_is_checked_too(
         assert "add --force" in done.err
         assert mine.read_text(encoding="utf-8") == "mine"
     assert run("plan", *SMALL, "out=${model.name}.yaml", "--force").code == 0
+
+
+def test_a_pinned_plan_on_standard_output_is_no_file(plan: Path, tmp_path: Path) -> None:
+    done = run("pin", str(plan), "--out", "-")
+    assert done.code == 0
+    assert done.err.startswith("Pinned to standard output: ")
+    assert "nest.plan=FILE; any other is refused" in done.err
+    key = tmp_path / "k.key"
+    assert run("keygen", "--out", str(key), "--no-password").code == 0
+    signed = run("pin", str(plan), "--out", "-", "--sign", str(key))
+    assert signed.code == BAD_INPUT
+    assert "--out - makes no file" in signed.err
+    assert signed.out == ""
