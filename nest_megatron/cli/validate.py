@@ -94,7 +94,7 @@ def calibrate(
     if site == bool(paths):
         raise UserInputError(
             "calibrate",
-            [*map(str, paths)],
+            " ".join(map(str, paths)) or None,
             "--site reads the history, and no tables" if site else "no table is given",
             "Leave one of the two out." if site else "Name tables of measured runs, or --site.",
         )

@@ -53,8 +53,8 @@ def read_spec(settings: Settings) -> TransformerSpec:
             "model",
             None,
             limit="no model is given",
-            fix="Add for example model=llama3_70b (`nest-megatron models` lists them), or "
-            "--from with your command.",
+            fix="Add for example model=llama3_70b (`nest-megatron models` lists them); plan, "
+            "estimate, tune and whatif read your command, too (--from).",
         )
     spec = with_seq_length(spec_from_mapping(settings.model), settings.train.seq_length)
     spec = replace(spec, adapters=read_adapters(settings) or spec.adapters)

@@ -92,6 +92,9 @@ def read_fields(text: str, name: str, what: str, newest: int) -> dict[str, Any]:
             limit=f"it is no {what}, which is a mapping with the key 'schema'",
             fix="Name a file that nest-megatron has written.",
         )
+    if "layout" in fields and "predicted" in fields:
+        fix = f"Name the {what}; `nest-megatron explain {name}` shows the plan."
+        raise ProfileError(what, name, "it is a plan file", fix)
     schema = fields.get("schema")
     if type(schema) is not int or not 1 <= schema <= newest:
         raise ProfileError(

@@ -86,6 +86,11 @@ def test_a_file_that_is_no_profile_is_named(text: str) -> None:
         store.load(text, "x.yaml")
 
 
+def test_a_plan_in_the_place_of_a_profile_is_named() -> None:
+    with pytest.raises(ProfileError, match=r"profile = 'x\.yaml': it is a plan file"):
+        store.load("schema: 2\nlayout: {}\npredicted: {}\n", "x.yaml")
+
+
 def test_timings_are_merged_and_the_newest_stay(folder: Path) -> None:
     first = profile([timing(), timing(LayerBlock.HEAD)], name="first")
     assert store.record(first) == first
