@@ -57,11 +57,15 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         UserInputError: for an address that is taken, or none of this machine.
     """
+    if not host.strip():  # sockets take it for every address of the machine
+        raise _no_host(host, "it is empty")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
         raise _refused(host, port, error) from error
+    except TypeError as error:  # bytes that are no text
+        raise _no_host(host, f"it cannot be listened on: {error}") from error
 
 
 def _refused(host: str, port: int, error: OSError) -> UserInputError:
@@ -80,12 +84,12 @@ def _refused(host: str, port: int, error: OSError) -> UserInputError:
             "ports below 1024 are the administrator's as a rule",
             fix="--port 0 finds a free one.",
         )
-    return UserInputError(
-        "--host",
-        host,
-        f"it cannot be listened on: {error.strerror or error}",
-        "Name an address of this machine, or leave it out for this machine alone.",
-    )
+    return _no_host(host, f"it cannot be listened on: {error.strerror or error}")
+
+
+def _no_host(host: str, limit: str) -> UserInputError:
+    fix = "Name an address of this machine, or leave it out for this machine alone."
+    return UserInputError("--host", host, limit, fix)
 
 
 def _shown(host: str, bound: str) -> str:

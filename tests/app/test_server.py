@@ -120,8 +120,10 @@ def test_an_address_that_is_taken_or_not_ours_is_refused() -> None:
         with pytest.raises(UserInputError, match=f"--port = {port}: another program") as raised:
             listen("127.0.0.1", port)
     assert "--port 0" in raised.value.fix
-    for host in ("192.0.2.1", "no such host"):
-        with pytest.raises(UserInputError, match=f"--host = '{host}': it cannot be") as raised:
+    with pytest.raises(UserInputError, match="--host = '': it is empty"):
+        listen("", 0)
+    for host in ("192.0.2.1", "no such host", "\udcff"):
+        with pytest.raises(UserInputError, match=r"--host = .*: it cannot be listened") as raised:
             listen(host, 0)
 
 
