@@ -318,12 +318,21 @@ def _require_jobs(what: str, number: int) -> None:
         )
 
 
+#: What Hydra's parser says of a value, and what it means.
+_UNREAD = {
+    "LexerNoViableAltException": "a character stands in quotes alone, or a quote is not closed",
+    "Error parsing override": "its brackets do not match",
+}
+
+
 def unreadable(key: str, value: object, error: Exception) -> UserInputError:
     """The error for a value that Hydra's grammar does not take."""
+    said = first_line(error).partition(" expecting {")[0]  # and all that its lexer knows
+    said = next((words for start, words in _UNREAD.items() if said.startswith(start)), said)
     return UserInputError(
         key,
         value,
-        limit=f"it cannot be read: {first_line(error)}",
+        limit=f"it cannot be read: {said}",
         fix="Put text with special characters into quotes: key=\"'text'\".",
     )
 

@@ -125,6 +125,22 @@ JOB = (
 )
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("<x>", "a character stands in quotes alone"),
+        ("'a", "or a quote is not closed"),
+        ("(1", "extraneous input '('.\n"),
+        ("a]", "its brackets do not match"),
+    ],
+)
+def test_a_value_that_hydra_cannot_read_is_told_in_words(value: str, words: str) -> None:
+    done = run(*LLAMA, f"train.precision={value}")
+    assert f"train.precision = {value}: it cannot be read: " in done.err
+    assert words in done.err
+    assert "Exception" not in done.err
+
+
 def test_an_empty_value_is_shown() -> None:
     done = run(*LLAMA, "train.precision=")
     assert done.err.startswith("error: train.precision = '': it must be one of fp32")
