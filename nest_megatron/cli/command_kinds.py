@@ -19,17 +19,26 @@ Decorator = Callable[[Callable[..., Any]], Made]
 _FORCE = "nest_megatron.force"
 
 
-class OutputFile(click.Path):
+class NamedPath(click.Path):
+    """A file or a folder that a command reads or writes."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path; ``UserInputError`` for an empty text, which would be the current folder."""
+        if value != "" or param is None:
+            return super().convert(value, param, ctx)
+        if isinstance(param, click.Argument):
+            what = (param.metavar or "").strip("[].")
+            raise UserInputError(what, "", "it is empty", "Name a file.")
+        if isinstance(self, OutputFile):
+            raise _unnamed(param.opts[0])
+        raise UserInputError(param.opts[0], "", "it is empty", "Name one, or leave it out.")
+
+
+class OutputFile(NamedPath):
     """A file that a command writes; ``-`` is standard output."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path, allow_dash=True)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path; ``UserInputError`` for an empty text, which would be the current folder."""
-        if value == "":
-            raise _unnamed("out" if param is None else param.opts[0])
-        return super().convert(value, param, ctx)
 
 
 def _unnamed(what: str) -> UserInputError:
@@ -192,9 +201,9 @@ def forced() -> bool | None:
 
 #: Goes on with an example in the next line.
 NEXT = " \\\n      "
-PATH = click.Path(path_type=Path)
+PATH = NamedPath(path_type=Path)
 OUTPUT = OutputFile()
-FOLDER = click.Path(file_okay=False, path_type=Path)
+FOLDER = NamedPath(file_okay=False, path_type=Path)
 
 #: Settings of a job, and the folder of the user's own files.
 settings_argument = click.argument(

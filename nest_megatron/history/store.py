@@ -211,7 +211,7 @@ def find(records: Iterable[Record], run: str) -> Record:
     if len(found) == 1:
         return known[found[0]]
     limit = "there is no such run" if not found else f"{len(found)} runs begin so"
-    fix = nearest(run, found or known) if known else "The history is empty."
+    fix = nearest(run, found or known) if known else "No run is recorded."
     raise UserInputError("run", run, limit, fix)
 
 

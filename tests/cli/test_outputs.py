@@ -273,3 +273,29 @@ def test_a_pinned_plan_on_standard_output_is_no_file(plan: Path, tmp_path: Path)
     assert signed.code == BAD_INPUT
     assert "--out - makes no file" in signed.err
     assert signed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("explain", ""), "PLAN.YAML"),
+        (("calibrate", ""), "FILE.CSV"),
+        (("audit", ""), "FILE"),
+        (("plan", *SMALL, "--hosts", ""), "--hosts"),
+        (("plan", *SMALL, "--config-dir", ""), "--config-dir"),
+        (("whatif", "{plan}", "gpus=8,16", "--out", ""), "--out"),
+        (("profile", *SMALL, "--for", ""), "--for"),
+    ],
+)
+def test_an_empty_path_is_not_the_current_folder(
+    words: tuple[str, ...],
+    named: str,
+    plan: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run(*(str(plan) if word == "{plan}" else word for word in words))
+    assert done.code == BAD_INPUT
+    assert done.err.startswith(f"error: {named} = '': it is empty")
+    assert not [*tmp_path.iterdir()]
