@@ -298,7 +298,9 @@ def cluster_from_mapping(mapping: Mapping[str, object], *, num_gpus: int | None 
     """
     fields = _without_nulls(mapping)
     what = f"cluster {fields.get('name', '(no name)')}:"
-    size = fields.get("num_gpus") if num_gpus is None else num_gpus
+    if (size := fields.get("num_gpus") if num_gpus is None else num_gpus) is None:
+        limit, fix = "the cluster's description does not say it", "Add for example num_gpus: 64."
+        raise UserInputError("cluster.num_gpus", None, limit, fix)
     size = without_unit(size, "num_gpus", "cluster.num_gpus")
     fields["num_gpus"] = from_plain(int, size, "cluster.num_gpus", _SOURCE)
     name = f"{what} oversubscription"

@@ -198,7 +198,7 @@ def test_the_caller_may_size_the_cluster() -> None:
 def test_a_size_is_needed() -> None:
     unsized = {key: value for key, value in CLUSTER.items() if key != "num_gpus"}
     assert cluster_from_mapping(unsized, num_gpus=8).num_gpus == 8
-    with pytest.raises(UserInputError, match=r"cluster\.num_gpus"):
+    with pytest.raises(UserInputError, match=r"cluster\.num_gpus = None: the .* does not say it"):
         cluster_from_mapping(unsized)
 
 
