@@ -194,9 +194,9 @@ def audit(
     elif runs or refused:
         show(*_tables(runs, refused))
     else:
-        known, files = len(kept) + len(kept_refused), ", ".join(map(str, named))
-        none = f"None of the {known} launches in {files} is such."
-        say(none if known else f"There is no launch in {files}.")
+        known, where = len(kept) + len(kept_refused), ", ".join(map(str, named))
+        none = f"None of the {known} launches in {where} is such."
+        say(none if known else f"There is no launch in {where}.")
 
 
 def _document(run: RunRecord) -> dict[str, Any]:
