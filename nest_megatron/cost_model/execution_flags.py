@@ -28,8 +28,13 @@ _WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _FP32 = _WIDTHS["fp32"]
 #: Momentum of SGD where nobody says (``--sgd-momentum``).
 _MOMENTUM = 0.9
-#: Memory of a 16-bit logit, by who works the cross entropy out.
-_NATIVE_LOSS, _COMPILED_LOSS, _ENGINE_LOSS = 6, 10, 2
+#: Memory of a 16-bit logit, and its traffic in both passes, by who works the cross entropy out.
+#: Megatron's own (``VocabParallelCrossEntropy``) casts logits to float32 (6 bytes), takes their
+#: maximum (4), subtracts it (8), exponentiates (8), sums up (4) and divides (8); back it multiplies
+#: (8) and casts (6). Compiled, the cast, what leads to the sum, the division and the gradient are a
+#: kernel each (6, 8, 8 and 6). Transformer Engine reads logits for the sum, reads them and writes
+#: their gradient, and scales that by the loss mask (``triton/cross_entropy.py``).
+_NATIVE_LOSS, _COMPILED_LOSS, _ENGINE_LOSS = (6, 52), (10, 28), (2, 10)
 _FP8_ATTENTION = ("fp8_dot_product_attention", "fp8_multi_head_attention")
 
 
@@ -46,6 +51,7 @@ def execution_traits(flags: Mapping[str, Any], precision: Precision) -> Executio
     states, of_matrices = _optimizer_bytes(flags, precision, params, on_device)
     optimizer = _word(flags, "optimizer", "adam")
     capacity = flags.get("moe_expert_capacity_factor")
+    loss_bytes, loss_traffic = _cross_entropy(flags)
     return ExecutionTraits(
         flash_attention=_is_fused(flags, params),
         fp8_recipe=recipe,
@@ -57,7 +63,8 @@ def execution_traits(flags: Mapping[str, Any], precision: Precision) -> Executio
         fp8_transpose_cache=not flags.get("disable_parameter_transpose_cache"),
         keep_fp8_transpose_cache=bool(flags.get("keep_fp8_transpose_cache")),
         gradient_bytes=_gradient_bytes(flags, precision, params),
-        loss_bytes=_loss_bytes(flags, params),
+        loss_bytes=loss_bytes + params - 2,  # logits of 16 or 32 bits
+        loss_traffic_bytes=loss_traffic,
         optimizer_bytes=states,
         matrix_optimizer_bytes=of_matrices,
         optimizer_offload_fraction=moved,
@@ -262,13 +269,12 @@ def _reduce_bytes(flags: Mapping[str, Any]) -> int:
     return _width(flags, name, "auto")
 
 
-def _loss_bytes(flags: Mapping[str, Any], params: int) -> int:
-    """Memory of a logit: 16 or 32 bits wide, and what the cross entropy makes of it."""
-    loss = _NATIVE_LOSS
-    if flags.get("cross_entropy_loss_fusion"):
-        engine = _word(flags, "cross_entropy_fusion_impl", "native") == "te"
-        loss = _ENGINE_LOSS if engine else _COMPILED_LOSS
-    return loss + params - 2
+def _cross_entropy(flags: Mapping[str, Any]) -> tuple[int, int]:
+    """Memory of a 16-bit logit in the cross entropy, and its traffic."""
+    if not flags.get("cross_entropy_loss_fusion"):
+        return _NATIVE_LOSS
+    engine = _word(flags, "cross_entropy_fusion_impl", "native") == "te"
+    return _ENGINE_LOSS if engine else _COMPILED_LOSS
 
 
 def _is_fused(flags: Mapping[str, Any], params: int) -> bool:

@@ -196,6 +196,7 @@ class CostModel(Caching):
             sequence_parallel=grid.sequence_parallel,
             flash_attention=self.flash_attention,
             loss_bytes=self.settings.traits.loss_bytes,
+            loss_traffic_bytes=self.settings.traits.loss_traffic_bytes,
             activation_bytes=self.settings.traits.params_bytes,
             saved_input_bytes=saved_input_bytes(self.settings),
             qkv_bytes=taken,

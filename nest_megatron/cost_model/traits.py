@@ -89,6 +89,9 @@ class ExecutionTraits:
             (float32 softmax in place, 16-bit logits or gradient), 10 where a compiler fuses it out
             of place (``--cross-entropy-loss-fusion``), 2 where logits turn into gradients in place
             (Transformer Engine's kernel).
+        loss_traffic_bytes: memory traffic of one 16-bit logit in the cross entropy, forward and
+            back: 52 in Megatron's own (``execution_flags`` counts them), 28 where a compiler fuses
+            it, 10 in Transformer Engine's kernels.
         optimizer_bytes: states of one parameter on the device: its master weight and moments.
         matrix_optimizer_bytes: the same for matrices inside layers, where their optimizer is
             another one (Muon has one momentum).
@@ -152,6 +155,7 @@ class ExecutionTraits:
     gradient_bytes: int = ranged(4, 1)
     keeps_narrow_gradients: bool = False
     loss_bytes: int = ranged(6, 1)
+    loss_traffic_bytes: int = ranged(52, 1)
     optimizer_bytes: float = ranged(ADAM_BYTES, 0)
     matrix_optimizer_bytes: float | None = None
     optimizer_offload_fraction: float = 0.0

@@ -30,6 +30,7 @@ class LayerShard:
     Args:
         flash_attention: the device runs attention that keeps no score matrix.
         loss_bytes: memory of one logit while the cross entropy is worked out, forward or back.
+        loss_traffic_bytes: memory traffic of one logit in the cross entropy, forward and back.
         activation_bytes: width of activations and of the weights beside them.
         saved_input_bytes: width of the input that a GEMM inside a layer saves for its weight's
             gradient; ``None`` is that of activations, 0 where weights are frozen. Transformer
@@ -53,6 +54,7 @@ class LayerShard:
     sequence_parallel: bool = False
     flash_attention: bool = True
     loss_bytes: int = 6
+    loss_traffic_bytes: int = 52
     activation_bytes: int = 2
     saved_input_bytes: float | None = None
     qkv_bytes: float | None = None

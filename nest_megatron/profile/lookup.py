@@ -136,6 +136,7 @@ def shard_of(timing: Timing, like: LayerShard) -> LayerShard:
         **{name: getattr(timing, name) for name in SHAPE},
         flash_attention=like.flash_attention,
         loss_bytes=like.loss_bytes,
+        loss_traffic_bytes=like.loss_traffic_bytes,
     )
 
 

@@ -136,7 +136,7 @@ _DEEPSPEED = _target(
 )
 
 
-def _fully_sharded(name: str, source: str, loss_bytes: int) -> Target:
+def _fully_sharded(name: str, source: str, loss_bytes: int, loss_traffic_bytes: int) -> Target:
     return _target(
         name,
         "weights, gradients and states sharded over all replicas",
@@ -149,6 +149,7 @@ def _fully_sharded(name: str, source: str, loss_bytes: int) -> Target:
         },
         {
             "loss_bytes": loss_bytes,
+            "loss_traffic_bytes": loss_traffic_bytes,
             "optimizer_bytes": 10,  # with the weight's 2: float32 weights, and two moments
             "torch_fsdp2": True,
             "recompute_stops_early": True,
@@ -156,16 +157,28 @@ def _fully_sharded(name: str, source: str, loss_bytes: int) -> Target:
     )
 
 
-#: Composer's cross entropy turns logits into gradients in place (``fused_crossentropy``).
+#: Composer's cross entropy turns logits into gradients in place (``fused_crossentropy``): it reads
+#: them, then reads and writes them.
 _COMPOSER = _fully_sharded(
-    "composer", "llm-foundry 0.7: llmfoundry/models/mpt/modeling_mpt.py", loss_bytes=2
+    "composer",
+    "llm-foundry 0.7: llmfoundry/models/mpt/modeling_mpt.py",
+    loss_bytes=2,
+    loss_traffic_bytes=6,
 )
-#: Logits, their float32 copy, its log-softmax and the gradient of that live at once.
+#: Logits, their float32 copy, its log-softmax and the gradient of that live at once: a cast (6
+#: bytes), a log-softmax that reads twice (12), and back a gradient that is zero but for the target
+#: (4), that of the log-softmax (12) and a cast (6).
 _FSDP = _fully_sharded(
-    "pytorch_fsdp", "torchtitan 0.1: torchtitan/components/loss.py", loss_bytes=14
+    "pytorch_fsdp",
+    "torchtitan 0.1: torchtitan/components/loss.py",
+    loss_bytes=14,
+    loss_traffic_bytes=40,
 )
-#: Compiled, the loss keeps its 16-bit logits and makes their 16-bit gradient, nothing else.
-_FSDP_COMPILED = dataclasses.replace(_FSDP, cost={**_FSDP.cost, "loss_bytes": 4})
+#: Compiled, the loss keeps its 16-bit logits and makes their 16-bit gradient, nothing else: it
+#: reads them twice, then reads them and writes the gradient.
+_FSDP_COMPILED = dataclasses.replace(
+    _FSDP, cost={**_FSDP.cost, "loss_bytes": 4, "loss_traffic_bytes": 8}
+)
 #: Weights are loaded in 16 bits, and torch's Adam keeps gradients and moments as wide.
 _NARROW: Mapping[str, object] = {**_FSDP.cost, "gradient_bytes": 2, "optimizer_bytes": 4}
 #: SFT's loss works in chunks of tokens (``loss_type="chunked_nll"``); transformers checkpoints
@@ -202,9 +215,12 @@ _AUTOMODEL = _over(
     ),
     name="automodel",
     framework="NeMo AutoModel",
-    cost={**_NARROW, "loss_bytes": 8},
+    # a log-softmax of 16-bit logits and its gradient (``MaskedCrossEntropy`` without an upcast)
+    cost={**_NARROW, "loss_bytes": 8, "loss_traffic_bytes": 14},
 )
-_JAX = _fully_sharded("jax", "MaxText of 2024: MaxText/max_utils.py", loss_bytes=14)
+_JAX = _fully_sharded(
+    "jax", "MaxText of 2024: MaxText/max_utils.py", loss_bytes=14, loss_traffic_bytes=28
+)
 
 #: Releases before NeMo 25.07 have no precision-aware optimizer.
 _NEMO_OLD = dataclasses.replace(
@@ -240,8 +256,14 @@ _INTERNEVO = _target(
     "plain PyTorch modules under ZeRO-1 in 16-bit gradients, flash attention and its loss",
     "InternEvo 0.2: internlm/solver/optimizer/hybrid_zero_optim.py, internlm/model/loss.py",
     {**_MODERN, "grad_reduce_in_bf16": True},
-    # A rank's share of the gradients is unscaled in float32 (``_unscale_and_clip_grads``).
-    {"fused_activation": False, "loss_bytes": 6, "optimizer_bytes": 16},
+    # A rank's share of the gradients is unscaled in float32 (``_unscale_and_clip_grads``); logits
+    # are cast to float32, which flash attention's loss reads, then reads and writes.
+    {
+        "fused_activation": False,
+        "loss_bytes": 6,
+        "loss_traffic_bytes": 24,
+        "optimizer_bytes": 16,
+    },
 )
 #: Of the runs and tests that its developers publish.
 MEGATRON_CORE = _over(
@@ -262,8 +284,13 @@ MEGATRON_CORE = _over(
 )
 
 
+#: Transformer Engine's cross entropy.
+_ENGINE_LOSS = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
+
+
 def _recipes_for_experts(source: str) -> Iterator[Default]:
-    """The dispatchers that the developers' recipes for expert models choose, by device."""
+    """The cross entropy of the developers' recipes for expert models, and dispatchers by device."""
+    yield from _defaults(source, _ENGINE_LOSS)
     for gpu, backend in (("GB[23]00", "hybridep"), ("H[12]00|B[23]00", "deepep")):
         flags = {
             "moe_token_dispatcher_type": "flex",
@@ -279,6 +306,13 @@ _MEGATRON_CORE_DEV = _over(
     *_recipes_for_experts("Megatron-MoE-ModelZoo of 2026-05: best_practice"),
     name="megatron_core_dev",
     framework="megatron-core's developers' own runs, dev branch",
+)
+#: The guide prints single optimizations, the dispatcher among them, one by one.
+_MEGATRON_CORE_GUIDE = _over(
+    MEGATRON_CORE,
+    *_defaults("Megatron-LM's guide to DeepSeek-V3 on GB200, step 6", _ENGINE_LOSS),
+    name="megatron_core_guide",
+    framework="megatron-core's developers' own runs on GB200",
 )
 _MEGATRON_LM_DEV = _over(
     TARGETS["megatron_lm_0.20"],
@@ -349,6 +383,7 @@ RULES: tuple[FrameworkRule, ...] = (
     _rule(r"nanotron", _NANOTRON, balances_weights=True, flash_attention_2=True),
     _rule(r"internevo", _INTERNEVO, flash_attention_2=True),
     _rule(r"^megatron-core (moe_)?(dev|main)", _MEGATRON_CORE_DEV),
+    _rule(r"^megatron-core", _MEGATRON_CORE_GUIDE, gpu=r"^GB"),
     _rule(r"^megatron-core", MEGATRON_CORE),
     _rule(r"^megatron-lm dev", _MEGATRON_LM_DEV),
     _rule(r"^megatron", TARGETS["megatron_lm_0.16"]),

@@ -318,6 +318,8 @@ TRAITS: tuple[Said, ...] = (
         r"megatron-?deepspeed.*; bf16",
         {"gradient_bytes": 4, "keeps_narrow_gradients": True, "optimizer_bytes": 12},
     ),
+    # Transformer Engine's; measured peaks are those of Megatron's own
+    ("ambiguity", r"\bfused cross entropy", {"loss_traffic_bytes": 10}),
 )
 
 

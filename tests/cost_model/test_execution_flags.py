@@ -114,17 +114,20 @@ def test_fp8_weights_and_what_is_gathered() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "flags", "num"),
+    ("precision", "flags", "num", "moved"),
     [
-        ("bf16", {}, 6),
-        ("bf16", {"cross_entropy_loss_fusion": True}, 10),
-        ("bf16", {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, 2),
-        ("bf16", {"cross_entropy_fusion_impl": "te"}, 6),
-        ("fp32", {}, 8),
+        ("bf16", {}, 6, 52),
+        ("bf16", {"cross_entropy_loss_fusion": True}, 10, 28),
+        ("bf16", {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, 2, 10),
+        ("bf16", {"cross_entropy_fusion_impl": "te"}, 6, 52),
+        ("fp32", {}, 8, 52),
     ],
 )
-def test_memory_of_a_logit(precision: str, flags: dict[str, object], num: int) -> None:
-    assert traits(precision, **flags).loss_bytes == num
+def test_memory_and_traffic_of_a_logit(
+    precision: str, flags: dict[str, object], num: int, moved: int
+) -> None:
+    found = traits(precision, **flags)
+    assert (found.loss_bytes, found.loss_traffic_bytes) == (num, moved)
 
 
 @pytest.mark.parametrize(

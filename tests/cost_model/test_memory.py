@@ -174,6 +174,16 @@ def test_chunks_of_the_loss_bound_its_logits() -> None:
     assert head_graph(spec, longer).working_bytes == whole
 
 
+def test_each_cross_entropy_has_its_traffic() -> None:
+    spec = catalogue.model("mixtral_8x7b")
+    flags = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
+    logits = spec.seq_length * spec.padded_vocab_size(1)
+    for said, moved in (({}, 52), (flags, 10)):
+        graph = head_graph(spec, shard_of(execution_traits(said, Precision.BF16)))
+        loss = next(op for op in graph.operators if op.name == "cross_entropy")
+        assert loss.bytes_moved + loss.backward_bytes_moved == pytest.approx(moved * logits)
+
+
 @pytest.mark.parametrize(("fused", "halves"), [(True, 2), (False, 3)])
 def test_a_gated_activation_that_is_not_fused_keeps_one_half_more(fused: bool, halves: int) -> None:
     spec = catalogue.model("llama3_8b")

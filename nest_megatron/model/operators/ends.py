@@ -22,6 +22,9 @@ from nest_megatron.model.operators.feed_forward import mlp_graph
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 
+#: Share of the cross entropy's traffic that is in the forward pass: 38 of 52, 22 of 28, 6 of 10.
+_FORWARD_LOSS = 2 / 3
+
 
 def embedding_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """Vocabulary-parallel lookup; each rank's rows are summed over the tensor group.
@@ -53,15 +56,15 @@ def head_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """
     if spec.family is ModelFamily.T5:
         return head_graph(decoder_of(spec), shard) + _encoder_norm(encoder_of(spec), shard)
-    act, hidden = shard.activation_bytes, spec.hidden_size
+    hidden = spec.hidden_size
     tp, depth = shard.tensor_model_parallel_size, 1 + spec.num_mtp_layers
     tokens, vocab = shard.tokens(spec), spec.padded_vocab_size(tp) / tp
     hidden_bytes, logits = shard.hidden_bytes(spec), tokens * vocab
-    loss_bytes = depth * logits * (act + 4 * FP32)
+    loss_traffic = depth * logits * shard.loss_traffic_bytes * _FORWARD_LOSS
     operators = [
         streaming("final_norm", Part.HEAD, 2 * hidden_bytes),
         gemm(shard, "output_layer", Part.HEAD, depth * tokens, hidden, vocab, fp8=False),
-        streaming("cross_entropy", Part.HEAD, loss_bytes, backward=0.5, kernels=8),
+        streaming("cross_entropy", Part.HEAD, loss_traffic, backward=0.5, kernels=8),
     ]
     if spec.family is ModelFamily.BERT:
         local = shard.tokens_between_blocks(spec)

@@ -91,6 +91,7 @@ class LayerPrices:
             sequence_parallel=strategy.sequence_parallel,
             flash_attention=fused and self.job.choices.flash_attention,
             loss_bytes=self.job.settings.traits.loss_bytes,
+            loss_traffic_bytes=self.job.settings.traits.loss_traffic_bytes,
         )
 
     def _layers(self, strategy: Strategy) -> tuple[_Layer, ...]:
