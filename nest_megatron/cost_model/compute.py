@@ -16,7 +16,7 @@ time on H100 and newer, as the authors of its fused kernel find (https://pytorch
 from __future__ import annotations
 
 from nest_megatron.cluster.records import Accelerator, Precision
-from nest_megatron.cost_model.formats import format_of, gemm_share
+from nest_megatron.cost_model.formats import WIDE, NumberFormat, format_of, gemm_share
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.graph import Operator, OperatorKind
@@ -55,11 +55,15 @@ def operator_times(
         rate, bandwidth = rate * accelerator.scan_share, bandwidth * accelerator.scan_share
     floor = accelerator.kernel_floor_s * operator.num_kernels
     floor += _PRODUCT_S * (operator.num_gemms - 1)
-    forward = floor + _joined(operator.flops / rate, operator.bytes_moved / bandwidth)
-    backward = (1 if operator.frozen else 2) * floor + _joined(
-        operator.backward_flops / rate, operator.backward_bytes_moved / bandwidth
-    )
+    moved, moved_back = operator.bytes_moved, operator.backward_bytes_moved
     number_format = format_of(settings.precision, settings.traits.fp8_recipe)
+    if operator.fp8 and number_format is not None:
+        narrower, back = _narrower_operands(operator, number_format)
+        moved, moved_back = moved - narrower, max(0.0, moved_back - back)
+    forward = floor + _joined(operator.flops / rate, moved / bandwidth)
+    backward = (1 if operator.frozen else 2) * floor + _joined(
+        operator.backward_flops / rate, moved_back / bandwidth
+    )
     if operator.fp8 and number_format is not None:
         # a weight's gradient alone needs its factors in the other layout as well
         layouts = 1 if operator.frozen else settings.traits.fp8_weight_copies
@@ -69,6 +73,20 @@ def operator_times(
     if operator.is_forward_only:
         backward = 0.0
     return settings.compute_slowdown * forward, settings.compute_slowdown * backward
+
+
+def _narrower_operands(operator: Operator, number_format: NumberFormat) -> tuple[float, float]:
+    """What a product reads less than its two factors of 16 bits, forward and back.
+
+    Forward its input and its weight, back its output's gradient and the weight; for the weight's
+    gradient, if it is trained, that of the output again and the input. Results stay wide.
+    """
+    saved = WIDE - number_format.bytes
+    weight = (WIDE - number_format.weight_bytes) * operator.weight_elements
+    back = saved * operator.output_elements + weight
+    if not operator.frozen:
+        back += saved * (operator.output_elements + operator.input_elements)
+    return saved * operator.input_elements + weight, back
 
 
 def _joined(arithmetic: Seconds, traffic: Seconds) -> Seconds:

@@ -50,13 +50,13 @@ class NumberFormat:
 
     def cast_bytes(self, layouts: int) -> float:
         """Traffic of a cast into so many layouts for each element, or as much as takes its time."""
-        read = _WIDE * (2 if self.seeks_largest else 1)
+        read = WIDE * (2 if self.seeks_largest else 1)
         written = self.bytes + (2 * self.scale_bytes if self.swizzles else 0.0)
         return self.cast_slowdown * (read + layouts * written)
 
 
 #: Casts read 16 bits.
-_WIDE = 2.0
+WIDE = 2.0
 #: Source of alignments: ``get_fp8_align_size``, ``get_fp4_align_size``; of blocks: 128 elements, or
 #: 128 x 128 of a weight (``Float8BlockScaling``), 32 (``MXFP8BlockScaling``), 16
 #: (``NVFP4BlockScaling``, whose casts transform and round at random as well: 2.69 ms of that layer

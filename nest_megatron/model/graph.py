@@ -77,6 +77,7 @@ class Operator:
         num_gemms: of a grouped GEMM: how many GEMMs it is made of.
         input_elements, output_elements: of a GEMM that may run in fp8: what is cast for it, its
             input on the way forward and its output's gradient on the way back.
+        weight_elements: of such a GEMM: what else it reads.
         frozen: its weight is not trained: the backward pass makes the input's gradient alone, in
             as many kernels as the forward pass.
     """
@@ -96,6 +97,7 @@ class Operator:
     num_gemms: int = 1
     input_elements: float = 0.0
     output_elements: float = 0.0
+    weight_elements: float = 0.0
     frozen: bool = False
 
     @property

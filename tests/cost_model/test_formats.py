@@ -30,7 +30,8 @@ from nest_megatron.integrations.megatron_lm.parser import words_for
 from nest_megatron.integrations.megatron_lm.write import precision_arguments
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import PLAIN
-from nest_megatron.model.graph import Part
+from nest_megatron.model.graph import Operator, Part
+from nest_megatron.model.operators.adapters import frozen_operator
 from nest_megatron.model.operators.common import gemm
 from nest_megatron.model.operators.feed_forward import experts_graph
 from nest_megatron.model.shard import LayerShard
@@ -94,6 +95,21 @@ def test_formats_stand_in_the_measured_order(device: str) -> None:
     assert [close & {kind} or {kind} for kind in predicted if kind not in close] == [
         {kind} for kind in measured if kind not in close
     ]
+
+
+def test_few_rows_take_the_time_to_read_a_weight_of_8_bits() -> None:
+    device = replace(catalogue.accelerator(FILES["h200 nvl"]), kernel_floor_s=0.0)
+    trained = gemm(LayerShard(), "product", Part.MLP, 1, 8192, 8192)
+    frozen = frozen_operator(trained, has_backward=True)
+    wide, narrow = CostSettings(), CostSettings(precision=Precision.FP8)
+
+    def ratios(product: Operator) -> list[float]:
+        times = (operator_times(product, device, each) for each in (narrow, wide))
+        return [ours / theirs for ours, theirs in zip(*times, strict=True)]
+
+    assert ratios(frozen) == pytest.approx([1 / 2, 1 / 2], rel=0.01)
+    # the weight's gradient is added to 32 bits: 1 + 8 bytes for 2 + 8
+    assert ratios(trained) == pytest.approx([1 / 2, 9 / 10], rel=0.01)
 
 
 def test_blackwell_runs_blockwise_scales_as_mxfp8() -> None:

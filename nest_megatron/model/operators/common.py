@@ -74,6 +74,7 @@ def gemm(
         parallel_rows=rows / num_experts if is_grouped else math.inf,
         input_elements=rows * inner,
         output_elements=rows * columns,
+        weight_elements=weight,
     )
 
 
