@@ -63,6 +63,18 @@ def _holds(where: Mapping[str, str], row: Row) -> bool:
     return all(re.search(pattern, row.get(column, "")) for column, pattern in where.items())
 
 
+#: Ends of pages, and starts of the commits that rows were read at -> what is compiled in their
+#: runs, but for those that their section calls eager. torchtitan: heads of tables, and the command
+#: of the third page (pytorch/torchtitan @ b5bcd76); the loss was not yet in 2024 (``train.py`` @
+#: 9dec370, ``components/loss.py`` @ 820504e). NeMo AutoModel: ``enable_compile`` came with
+#: 2013a4dd6.
+_COMPILED = {
+    ("benchmarks/llama3_h100_202412_torchtitan.md", ""): "compiled layers",
+    ("benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md", ""): "torch.compile",
+    ("benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md", ""): "torch.compile",
+    ("performance-summary.mdx", "507bfb75"): "eager",
+    ("performance-summary.mdx", "c0e4fe1b"): "eager",
+}
 #: Pages whose runs of fine-tuning pack SQuAD: by their script (``performance_mode`` of NeMo's
 #: ``finetune_recipe``), or in their own words (NVIDIA/NeMo @ 070a0bb and 9f27fd5).
 _PACKED_PAGES = frozenset(
@@ -96,6 +108,12 @@ def with_known_cells(row: Row) -> tuple[Row, tuple[str, ...]]:
             if column in printed or not row.get(column, "").strip():
                 known[column] = ran
                 notes.append(f"{column} {ran} ({page['source']})")
+    where, commit = _page(row), row.get("commit", "")
+    for (path, start), words in _COMPILED.items():
+        found = where.endswith(path) and commit.startswith(start)
+        if found and "eager" not in row.get("section", ""):
+            known["framework"] = f"{row.get('framework', '')}, {words}"
+            notes.append(f"framework {known['framework']} ({where})")
     return {**row, **known}, tuple(notes)
 
 

@@ -174,10 +174,12 @@ _FSDP = _fully_sharded(
     loss_bytes=14,
     loss_traffic_bytes=40,
 )
+#: With kernels that a compiler fuses.
+_FSDP_COMPILED_LAYERS = dataclasses.replace(_FSDP, fitted="pytorch_fused")
 #: Compiled, the loss keeps its 16-bit logits and makes their 16-bit gradient, nothing else: it
 #: reads them twice, then reads them and writes the gradient.
 _FSDP_COMPILED = dataclasses.replace(
-    _FSDP, cost={**_FSDP.cost, "loss_bytes": 4, "loss_traffic_bytes": 8}
+    _FSDP_COMPILED_LAYERS, cost={**_FSDP.cost, "loss_bytes": 4, "loss_traffic_bytes": 8}
 )
 #: Weights are loaded in 16 bits, and torch's Adam keeps gradients and moments as wide.
 _NARROW: Mapping[str, object] = {**_FSDP.cost, "gradient_bytes": 2, "optimizer_bytes": 4}
@@ -215,6 +217,7 @@ _AUTOMODEL = _over(
     ),
     name="automodel",
     framework="NeMo AutoModel",
+    fitted="pytorch_fused",
     # a log-softmax of 16-bit logits and its gradient (``MaskedCrossEntropy`` without an upcast)
     cost={**_NARROW, "loss_bytes": 8, "loss_traffic_bytes": 14},
 )
@@ -370,11 +373,12 @@ RULES: tuple[FrameworkRule, ...] = (
     _rule(rf"mlperf|{_CONTAINER}", _NEMO_OLD),
     # llm-foundry's ``attn_impl: flash``; PyTorch's ``scaled_dot_product_attention``; nanotron.
     _rule(r"composer", _COMPOSER, splits_local_batch=True, flash_attention_2=True),
-    _rule(
-        r"torchtitan.*torch\.compile",
-        _FSDP_COMPILED,
-        splits_local_batch=True,
-        flash_attention_2=True,
+    *(
+        _rule(rf"torchtitan.*{words}", target, splits_local_batch=True, flash_attention_2=True)
+        for words, target in (
+            ("compiled layers", _FSDP_COMPILED_LAYERS),
+            (r"torch\.compile", _FSDP_COMPILED),
+        )
     ),
     _rule(r"^megatron-fsdp.*user buffers", _MEGATRON_FSDP_BUFFERS),
     _rule(r"^megatron-fsdp", _MEGATRON_FSDP),

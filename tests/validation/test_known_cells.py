@@ -128,3 +128,29 @@ def test_the_script_of_maxtext_says_what_it_shards_and_recomputes() -> None:
     assert grid.zero.is_fsdp
     assert grid.dims.data_parallel_size == 64
     assert {str(module) for module in grid.recompute.modules} == {"layernorm", "core_attn", "mlp"}
+
+
+@pytest.mark.parametrize(
+    ("page", "section", "fitted", "loss_bytes"),
+    [
+        ("llama3_h100_202412_torchtitan", "Table 1 1D FSDP eager", "pytorch_fsdp", 14),
+        ("llama3_h100_202412_torchtitan", "Table 1 1D FSDP+torch.compile", "pytorch_fused", 14),
+        ("asyncTP_llama3_h100_2025-06_torchtitan", "async TP BF16", "pytorch_fused", 4),
+        ("another", "async TP BF16", "pytorch_fsdp", 14),
+    ],
+)
+def test_pages_of_torchtitan_say_what_is_compiled(
+    page: str, section: str, fitted: str, loss_bytes: int
+) -> None:
+    row = {
+        **ROW,
+        "path": f"benchmarks/{page}.md",
+        "section": section,
+        "task": "pretrain",
+        "model": "Llama 3.1 8B",
+        "framework": "torchtitan 9dec370",
+        "pp": "1",
+        "mbs": "2",
+    }
+    job = job_of(row, ModelBook.load())
+    assert (job.target.fitted, job.settings.traits.loss_bytes) == (fitted, loss_bytes)

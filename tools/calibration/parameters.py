@@ -92,6 +92,7 @@ _SLOWDOWNS = (
     ("megatron_bridge_0.5", 1.0, 0.05),
     ("composer", 1.1, 0.15),
     ("pytorch_fsdp", 1.1, 0.15),
+    ("pytorch_fused", 1.0, 0.15),
     ("internevo", 1.2, 0.15),
 )
 
