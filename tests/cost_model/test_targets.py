@@ -114,6 +114,11 @@ def test_a_default_goes_with_its_device_and_format() -> None:
     )
     assert flags["fp8_recipe"] == "mxfp8"
     assert flags["cuda_graph_impl"] == "full_iteration"
+    flags = TARGETS["megatron_bridge_0.6"].flags(
+        "GB200-NVL72-186GB", Precision.FP8, spec=catalogue.model("nemotron3_nano")
+    )
+    assert flags["cuda_graph_impl"] == "transformer_engine"
+    assert not flags["overlap_moe_expert_parallel_comm"]
     flags = TARGETS["megatron_bridge_0.6"].flags("H100-SXM-80GB", Precision.FP8)
     assert flags["fp8_recipe"] == "tensorwise"
     assert flags["cuda_graph_impl"] == "none"
