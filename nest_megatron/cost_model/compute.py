@@ -27,8 +27,9 @@ from nest_megatron.units import Seconds
 #: missed to the same side by the same share; above it the mean error hardly falls.
 _JOINT = 1.25
 
-#: What each further product of a grouped one adds: SimuMax's 94 grouped GEMMs on B200 (20 to 256
-#: experts of 128 to 9,832 tokens) are missed by 8.5 % in the mean with it, by 13 % without.
+#: What each further product of a grouped one adds, and each further cast for one: SimuMax's 94
+#: grouped GEMMs on B200 (20 to 256 experts of 128 to 9,832 tokens) are missed by 8.5 % in the mean
+#: with it, by 13 % without. Casts by themselves are not measured.
 _PRODUCT_S = 3e-6
 #: Share of the peak that a 16-bit product reaches which the matrix units refuse. BLOOM's search on
 #: A100 (bigscience chronicles, tr11): heads of 108 instead of 144 cost 38.6 s of a step of 118 s,
@@ -68,8 +69,11 @@ def operator_times(
         # a weight's gradient alone needs its factors in the other layout as well
         layouts = 1 if operator.frozen else settings.traits.fp8_weight_copies
         cast = number_format.cast_bytes(layouts) / bandwidth
-        forward += accelerator.kernel_floor_s + cast * operator.input_elements
-        backward += accelerator.kernel_floor_s + cast * operator.output_elements
+        floor = accelerator.kernel_floor_s
+        if not number_format.casts_together:
+            floor += _PRODUCT_S * (operator.num_gemms - 1)
+        forward += floor + cast * operator.input_elements
+        backward += floor + cast * operator.output_elements
     if operator.is_forward_only:
         backward = 0.0
     return settings.compute_slowdown * forward, settings.compute_slowdown * backward

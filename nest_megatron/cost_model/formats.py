@@ -24,6 +24,7 @@ class NumberFormat:
         scale_bytes: of the scales of its block, for each element; the other field of a weight.
         swizzles: scales are written again in the order that the product reads.
         seeks_largest: the tensor is read once more, before the cast, for its largest element.
+        casts_together: one kernel casts the inputs of all products of a grouped one.
         cast_slowdown: time of a cast over what its traffic takes.
         gemm_share: rate of a product over that of its format's ``gemm_efficiency``.
         alignment: tokens of an expert come in multiples of it.
@@ -34,6 +35,7 @@ class NumberFormat:
     weight_scale_bytes: float = 0.0
     swizzles: bool = False
     seeks_largest: bool = False
+    casts_together: bool = False
     cast_slowdown: float = 1.0
     gemm_share: float = 1.0
     alignment: int = 16
@@ -61,9 +63,10 @@ WIDE = 2.0
 #: 128 x 128 of a weight (``Float8BlockScaling``), 32 (``MXFP8BlockScaling``), 16
 #: (``NVFP4BlockScaling``, whose casts transform and round at random as well: 2.69 ms of that layer
 #: on B300, 1.35 times what their traffic takes). Products of blockwise scales take 1 / 0.82 times
-#: as long as those of one scale on H200: 22.9 ms with casts, 20.3 and 16.8 ms.
+#: as long as those of one scale on H200: 22.9 ms with casts, 20.3 and 16.8 ms. Inputs of experts
+#: are cast one by one, but for delayed scaling (``multi_tensor_quantize_impl``).
 FORMATS = {
-    Fp8Recipe.DELAYED: NumberFormat(),
+    Fp8Recipe.DELAYED: NumberFormat(casts_together=True),
     Fp8Recipe.TENSORWISE: NumberFormat(seeks_largest=True),
     Fp8Recipe.BLOCKWISE: NumberFormat(scale_bytes=4 / 128, gemm_share=0.82),
     Fp8Recipe.MXFP8: NumberFormat(

@@ -112,6 +112,26 @@ def test_few_rows_take_the_time_to_read_a_weight_of_8_bits() -> None:
     assert ratios(trained) == pytest.approx([1 / 2, 9 / 10], rel=0.01)
 
 
+def test_inputs_of_experts_are_cast_one_by_one() -> None:
+    device = catalogue.accelerator(FILES["b300"])
+
+    def time_of_more_experts(recipe: Fp8Recipe) -> float:
+        settings = CostSettings(
+            precision=Precision.FP8,
+            traits=ExecutionTraits(fp8_recipe=recipe, fp8_weight_copies=2),
+        )
+        few, many = (
+            replace(gemm(LayerShard(), "product", Part.EXPERTS, 4096, 512, 512), num_gemms=num)
+            for num in (1, 64)
+        )
+        times = (operator_times(each, device, settings) for each in (few, many))
+        return sum(map(float.__rsub__, *times))
+
+    assert time_of_more_experts(Fp8Recipe.MXFP8) == pytest.approx(
+        time_of_more_experts(Fp8Recipe.DELAYED) + 2 * 63 * 3e-6
+    )
+
+
 def test_blackwell_runs_blockwise_scales_as_mxfp8() -> None:
     assert gemm_share("H100-SXM-80GB", Fp8Recipe.BLOCKWISE) < 1.0
     assert gemm_share("B200-SXM-180GB", Fp8Recipe.BLOCKWISE) == 1.0
