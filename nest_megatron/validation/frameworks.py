@@ -221,6 +221,10 @@ _AUTOMODEL = _over(
     # a log-softmax of 16-bit logits and its gradient (``MaskedCrossEntropy`` without an upcast)
     cost={**_NARROW, "loss_bytes": 8, "loss_traffic_bytes": 14},
 )
+#: Its dense models before they were compiled, whose loss is cast to float32.
+_AUTOMODEL_EAGER = dataclasses.replace(
+    _AUTOMODEL, fitted=_FSDP.fitted, cost={**_AUTOMODEL.cost, "loss_traffic_bytes": 40}
+)
 _JAX = _fully_sharded(
     "jax", "MaxText of 2024: MaxText/max_utils.py", loss_bytes=14, loss_traffic_bytes=28
 )
@@ -362,6 +366,7 @@ RULES: tuple[FrameworkRule, ...] = (
     _rule(r"^megatron-bridge", TARGETS["megatron_bridge_0.5"], since=(26, 6)),
     _rule(r"^megatron-bridge", TARGETS["megatron_bridge_0.4"], since=(26, 4)),
     _rule(r"^megatron-bridge", TARGETS["megatron_bridge_0.3"]),
+    _rule(r"automodel.*eager", _AUTOMODEL_EAGER, splits_local_batch=True),
     _rule(r"automodel", _AUTOMODEL, splits_local_batch=True),
     _rule(r"\btrl\b", _TRL, splits_local_batch=True),
     _rule(r"ms-swift (deepspeed|zero)", _SWIFT),

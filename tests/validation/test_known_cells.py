@@ -131,26 +131,49 @@ def test_the_script_of_maxtext_says_what_it_shards_and_recomputes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "section", "fitted", "loss_bytes"),
+    ("cells", "fitted", "loss_bytes"),
     [
-        ("llama3_h100_202412_torchtitan", "Table 1 1D FSDP eager", "pytorch_fsdp", 14),
-        ("llama3_h100_202412_torchtitan", "Table 1 1D FSDP+torch.compile", "pytorch_fused", 14),
-        ("asyncTP_llama3_h100_2025-06_torchtitan", "async TP BF16", "pytorch_fused", 4),
-        ("another", "async TP BF16", "pytorch_fsdp", 14),
+        ({"section": "Table 1 1D FSDP eager"}, "pytorch_fsdp", 14),
+        ({"section": "Table 1 1D FSDP+torch.compile"}, "pytorch_fused", 14),
+        (
+            {
+                "path": "benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md#L29",
+                "section": "async TP BF16",
+            },
+            "pytorch_fused",
+            4,
+        ),
+        ({"path": "benchmarks/another.md"}, "pytorch_fsdp", 14),
+        (
+            {
+                "path": "docs/performance-summary.mdx",
+                "commit": "c0e4fe1bc35a",
+                "framework": "NeMo AutoModel (FSDP2)",
+            },
+            "pytorch_fsdp",
+            8,
+        ),
+        (
+            {
+                "path": "docs/performance-summary.mdx",
+                "commit": "cb9765441e51",
+                "framework": "NeMo AutoModel (FSDP2)",
+            },
+            "pytorch_fused",
+            8,
+        ),
     ],
 )
-def test_pages_of_torchtitan_say_what_is_compiled(
-    page: str, section: str, fitted: str, loss_bytes: int
-) -> None:
+def test_pages_say_what_is_compiled(cells: Row, fitted: str, loss_bytes: int) -> None:
     row = {
         **ROW,
-        "path": f"benchmarks/{page}.md",
-        "section": section,
+        "path": "benchmarks/llama3_h100_202412_torchtitan.md",
         "task": "pretrain",
         "model": "Llama 3.1 8B",
         "framework": "torchtitan 9dec370",
         "pp": "1",
         "mbs": "2",
+        **cells,
     }
     job = job_of(row, ModelBook.load())
     assert (job.target.fitted, job.settings.traits.loss_bytes) == (fitted, loss_bytes)
