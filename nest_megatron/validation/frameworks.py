@@ -327,6 +327,22 @@ _MEGATRON_LM_DEV = _over(
     name="megatron_lm_dev",
     framework="Megatron-LM, dev branch",
 )
+#: The page's table of overlaps has runs with "zero overlap" beside those that other tables repeat.
+_PAI = _over(
+    TARGETS["megatron_lm_0.16"],
+    *_defaults(
+        "Pai-Megatron-Patch @2b201af as InternLM/xtuner ran it: docs/en/benchmark/"
+        "megatron_moe_benchmark.md @79f2136",
+        {
+            **_ENGINE_LOSS,
+            "moe_permute_fusion": True,
+            "overlap_grad_reduce": False,
+            "overlap_param_gather": False,
+        },
+    ),
+    name="pai_megatron_patch",
+    framework="Pai-Megatron-Patch",
+)
 _MEGATRON_FSDP = _over(
     TARGETS["megatron_lm_0.20"],
     *_defaults(
@@ -395,6 +411,7 @@ RULES: tuple[FrameworkRule, ...] = (
     _rule(r"^megatron-core", _MEGATRON_CORE_GUIDE, gpu=r"^GB"),
     _rule(r"^megatron-core", MEGATRON_CORE),
     _rule(r"^megatron-lm dev", _MEGATRON_LM_DEV),
+    _rule(r"pai-megatron-patch", _PAI),
     _rule(r"^megatron", TARGETS["megatron_lm_0.16"]),
     _rule("", _OTHER),
 )
