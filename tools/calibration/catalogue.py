@@ -19,7 +19,7 @@ from nest_megatron.files import write_text
 from nest_megatron.validation.machines import LINK_FIELDS, LinkTechnology
 from tools.calibration.constants import Fit, HeldOut, Sample, constants_without
 from tools.calibration.links import LINK_PARAMETERS, LinkFit
-from tools.calibration.parameters import PARAMETERS, Values, generation_of
+from tools.calibration.parameters import PARAMETERS, Values, generations_of
 
 _WRITTEN = "# Written by `nest-megatron calibrate` (tools/calibration); do not edit.\n"
 
@@ -98,7 +98,7 @@ class Constants:
             )
         folder = out / "calibration"
         folder.mkdir(exist_ok=True)
-        names = {generation_of(s.job.cluster.accelerator.name) for s in self.samples}
+        names = {g for s in self.samples for g in generations_of(s.job.cluster.accelerator.name)}
         owners = sorted({p.owner for p in PARAMETERS if p.key in self.fit.values})
         for name, is_device in (("frameworks", False), ("devices", True)):
             mine = [owner for owner in owners if (owner in names) is is_device]
@@ -139,17 +139,16 @@ class Constants:
 def _write_accelerators(folder: Path, values: Values) -> Iterator[Path]:
     for path in sorted(folder.glob("*.yaml")):
         old = path.read_text(encoding="utf-8")
-        generation = generation_of(str(parse_yaml(old, "accelerator")["name"]))
-        if generation is None or f"{generation}.memory_efficiency" not in values:
-            continue
-        new = updated(old, generation, values)
+        new = old
+        for generation in generations_of(str(parse_yaml(old, "accelerator")["name"])):
+            new = updated(new, generation, values)
         if new != old:
             write_text(path, new)
             yield path
 
 
 def updated(text: str, generation: str, values: Values) -> str:
-    """An accelerator's file with its generation's constants, everything else as it stands."""
+    """An accelerator's file with a generation's constants, everything else as it stands."""
     old = dict(parse_yaml(text, "accelerator")["gemm_efficiency"])
     shares = dict(old)
     for precision in old:
@@ -159,8 +158,9 @@ def updated(text: str, generation: str, values: Values) -> str:
             # NVFP4 is known as a multiple of fp8 alone
             scale = old["nvfp4"] / old["fp8"] if precision == "nvfp4" else 1.0
             shares[precision] = float(f"{share * scale:.4g}")
-    inside = ", ".join(f"{name}: {value}" for name, value in shares.items())
-    text = _with_line(text, "gemm_efficiency", f"{{{inside}}}")
+    if shares != old:
+        inside = ", ".join(f"{name}: {value}" for name, value in shares.items())
+        text = _with_line(text, "gemm_efficiency", f"{{{inside}}}")
     for name in _LINES:
         value = values.get(f"{generation}.{name}")
         if value is not None:

@@ -54,16 +54,14 @@ def _parameter(
     return Parameter(owner=owner, name=name, prior=prior, width=width, low=low, high=high)
 
 
-def _device(
+def _rates(
     generation: str,
     gemm: tuple[float, float, float],
     fp8: float | None,
     attention: float,
-    memory: float,
-    floor: float,
     host: float | None = None,
 ) -> Iterator[Parameter]:
-    """Parameters of one generation.
+    """What one generation reaches of its peaks, which depends on its power, and what its hosts do.
 
     Args:
         gemm: prior of 16-bit GEMMs, and its bounds.
@@ -73,14 +71,25 @@ def _device(
     prior, low, high = gemm
     yield _parameter(generation, "gemm_efficiency.bf16", prior, 0.06, low, high)
     yield _parameter(generation, "attention_efficiency", attention, 0.1, 0.2, 0.8)
+    if fp8 is not None:
+        yield _parameter(generation, "gemm_efficiency.fp8", fp8, 0.02, 0.35, 0.85)
+    if host is not None:
+        yield _parameter(generation, "host_kernel_s", host, 1e-5, 1e-6, 1e-4)
+
+
+def _kernels(
+    generation: str, memory: float, floor: float, *, experts: bool = False
+) -> Iterator[Parameter]:
+    """What depends on the kernels and the kind of memory, which several generations share.
+
+    Args:
+        experts: expert and hybrid models were published.
+    """
     yield _parameter(generation, "memory_efficiency", memory, 0.06, 0.5, 1.0)
     yield _parameter(generation, "kernel_floor_s", floor, 0.5 * floor, 1e-6, 4e-5)
-    if fp8 is not None:
-        yield _parameter(generation, "gemm_efficiency.fp8", fp8, 0.06, 0.35, 0.85)
-    if host is not None:  # of the others no hybrid model was published, and hardly an expert one
+    if experts:
         yield _parameter(generation, "grouped_gemm_ramp_rows", 50.0, 200.0, 0.0, 4000.0)
         yield _parameter(generation, "scan_share", 1.0, 0.5, 0.02, 1.0)
-        yield _parameter(generation, "host_kernel_s", host, 1e-5, 1e-6, 1e-4)
 
 
 #: Frameworks whose kernels differ from those of NeMo, which is taken as 1: prior and width. Those
@@ -115,12 +124,16 @@ _MECHANISMS = (
 
 #: Priors: kernels of truth/kernel_efficiency.csv and best GEMMs of truth/hardware.csv.
 PARAMETERS: tuple[Parameter, ...] = (
-    *_device("volta", (0.65, 0.35, 0.9), None, 0.4, 0.85, 5e-6),
-    *_device("ampere", (0.8, 0.5, 0.88), None, 0.47, 0.86, 5e-6),
-    *_device("hopper", (0.72, 0.5, 0.81), 0.65, 0.55, 0.91, 4e-6, 3e-5),
-    *_device("b200", (0.55, 0.4, 0.79), 0.6, 0.5, 0.8, 4e-6, 3e-5),
-    *_device("gb200", (0.6, 0.4, 0.79), 0.6, 0.5, 0.8, 4e-6, 3e-5),
-    *_device("blackwell_ultra", (0.65, 0.4, 0.79), 0.65, 0.55, 0.8, 4e-6, 3e-5),
+    *_rates("volta", (0.65, 0.35, 0.9), None, 0.4),
+    *_kernels("volta", 0.85, 5e-6),
+    *_rates("ampere", (0.8, 0.5, 0.88), None, 0.47),
+    *_kernels("ampere", 0.86, 5e-6),
+    *_rates("hopper", (0.72, 0.5, 0.81), 0.65, 0.55, 3e-5),
+    *_kernels("hopper", 0.91, 4e-6, experts=True),
+    *_rates("b200", (0.55, 0.4, 0.79), 0.6, 0.5, 3e-5),
+    *_rates("gb200", (0.6, 0.4, 0.79), 0.6, 0.5, 3e-5),
+    *_rates("blackwell_ultra", (0.65, 0.4, 0.79), 0.65, 0.55, 3e-5),
+    *_kernels("blackwell", 0.8, 4e-6, experts=True),
     *(_parameter(EXECUTION, *each) for each in _MECHANISMS),
     _parameter("megatron_legacy", "host_kernel_s", 4e-5, 3e-5, 0.0, 2e-4),
     _parameter("nemo_cudnn_8", "attention_slowdown", 1.4, 0.2, 0.0, 2.5),
@@ -141,19 +154,17 @@ _GENERATIONS = {
     "b200": r"^B200",
     "gb200": r"^GB200",
     "blackwell_ultra": r"^(GB300|B300)",
+    "blackwell": r"^G?B[23]00",
 }
 
 
-def generation_of(accelerator: str) -> str | None:
-    """The generation of a device by its name; ``None`` for what is not fitted.
+def generations_of(accelerator: str) -> tuple[str, ...]:
+    """The generations that a device belongs to, by its name; none for what is not fitted.
 
-    >>> generation_of("GB200-NVL72-186GB"), generation_of("MI300X")
-    ('gb200', None)
+    >>> generations_of("GB200-NVL72-186GB"), generations_of("MI300X")
+    (('gb200', 'blackwell'), ())
     """
-    for name, pattern in _GENERATIONS.items():
-        if re.match(pattern, accelerator):
-            return name
-    return None
+    return tuple(name for name, start in _GENERATIONS.items() if re.match(start, accelerator))
 
 
 #: Values by parameter key.
@@ -174,11 +185,10 @@ def with_values(job: RowJob, values: Values, clusters: dict[int, Cluster]) -> Ro
 
 
 def device_values(accelerator: Accelerator, values: Values) -> Accelerator:
-    """A device under other constants of its generation."""
-    generation = generation_of(accelerator.name)
-    if generation is None:
-        return accelerator
-    fields: dict[str, object] = dict(_of(generation, values))
+    """A device under other constants of its generations."""
+    fields: dict[str, object] = {}
+    for generation in generations_of(accelerator.name):
+        fields |= _of(generation, values)
     shares = dict(accelerator.gemm_efficiency)
     for name in [name for name in fields if name.startswith("gemm_efficiency.")]:
         share = fields.pop(name)
