@@ -136,7 +136,11 @@ def test_the_script_that_nvidia_ships_is_priced_with_its_flags() -> None:
     """``examples/llama/train_llama3_8b_h100_fp8.sh`` with its TP 1, PP 1 and CP 1."""
     pinned = " ".join(LLAMA3_8B.split()) + " --pipeline-model-parallel-size 1"
     assert traits_of(pinned) == ExecutionTraits(
-        fp8_weights=True, fp8_gather=True, gradient_bytes=2, loss_bytes=10
+        fp8_weights=True,
+        fp8_gather=True,
+        gradient_bytes=2,
+        loss_bytes=10,
+        loss_traffic_bytes=28,
     )
     plan = searched(pinned)
     assert isinstance(plan, ParallelPlan)

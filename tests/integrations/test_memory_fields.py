@@ -30,6 +30,7 @@ NARROW = ExecutionTraits(
     fp8_gather=True,
     gradient_bytes=2,
     loss_bytes=2,
+    loss_traffic_bytes=10,
     optimizer_bytes=4 + 2 + 2,
     optimizer_instances=2,
 )
