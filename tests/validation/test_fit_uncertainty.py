@@ -121,15 +121,16 @@ def misses(within: float, count: int, level: float, margin: float) -> bool:
 
 
 def test_the_shipped_intervals_hold_on_left_out_sources() -> None:
-    """Within 5 points of the level over all runs, 10 by regime."""
+    """Within 5 points of the level over all runs, 10 by regime, 15 by one of under 100 runs."""
     record = yaml.safe_load(FILE.read_text(encoding="utf-8"))["coverage_pct"]
     assert record["any"][0] > 700
-    margins = {"any": 5.0}
+    margins = {name: 15.0 if count < 100 else 10.0 for name, (count, *_) in record.items()}
+    margins["any"] = 5.0
     missed = {
         name
         for name, (count, *within) in record.items()
         for level, share in zip((0.5, 0.9), within, strict=True)
-        if misses(share, count, level, margins.get(name, 10.0))
+        if misses(share, count, level, margins[name])
     }
     assert not missed
 
