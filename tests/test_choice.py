@@ -217,8 +217,8 @@ def test_what_the_limit_costs_is_told() -> None:
 
 
 def test_even_stages_are_taken_where_they_cost_less_than_the_tie() -> None:
-    """The README's job."""
     words = ["model=llama3_70b", "cluster=h100_spine_leaf", "cluster.num_gpus=1024"]
+    words += ["parallel.tensor_model_parallel_size=8", "train.micro_batch_size=1"]
     asked = request_of(
         compose(parse([*words, "train.global_batch_size=4096"])), choose_execution=True
     )

@@ -218,6 +218,7 @@ def test_graphs_are_chosen_since_they_go_with_expandable_segments(
 
 def test_graphs_around_experts_hold_what_has_fixed_shapes() -> None:
     few = ("parallel.expert_model_parallel_size=8", "train.seq_length=1024")
+    few = (*few, "train.micro_batch_size=2")
     found = planned("model=deepseek_v2_lite", *few).layout.execution
     assert found.cuda_graph_scope == ("attn", "moe_router", "moe_preprocess")
     alone = planned(

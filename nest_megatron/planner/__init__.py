@@ -85,13 +85,14 @@ def plan(
     request, searched, taken = _choose(request, deadline, on_progress, choose)
     if taken is not None:
         model, find = searched.model, partial(_best, deadline=deadline)
-        (first, *others), best = taken.plans, taken.best
+        plans, chosen, best = taken
+        first, *others = plans
         found = assemble(
             *(request, model, best),
             search_record(request, searched.result, searched.seconds, first.solved, choose),
             alternatives=tuple(alternative(model, first, each) for each in others),
-            choice=None if choose else _with_riskier(request, deadline, searched, taken.choice),
-            shortlist=_shortlist(model, taken.plans) if request.shortlist else None,
+            choice=None if choose else _with_riskier(request, deadline, searched, chosen),
+            shortlist=_shortlist(model, plans) if request.shortlist else None,
             present=_present_layout(request, searched, first.solved),
             offers=offers(best, request, find, partial(_faster, request, deadline)),
         )
@@ -121,12 +122,8 @@ class _Searched(NamedTuple):
         return self.search.model
 
 
-class _Taken(NamedTuple):
-    """A plan with its runners-up, the rule that chose it, and its prediction."""
-
-    plans: Sequence[Candidate]
-    choice: Choice
-    best: PredictedLayout
+#: A plan with its runners-up, the rule that chose it, and its prediction.
+_Taken = tuple[Sequence[Candidate], Choice, PredictedLayout]
 
 
 def _choose(
@@ -149,7 +146,7 @@ def _choose(
     best = predict(request, model, plans[0].solved.layout)
     if larger := _too_large(request, model, best):
         return _choose(replace(request, global_batch_size=larger), deadline, on_progress, number)
-    return request, searched, _Taken(plans, choice, best)
+    return request, searched, (plans, choice, best)
 
 
 def _too_large(request: Request, model: CostModel, found: PredictedLayout) -> int | None:
@@ -308,7 +305,7 @@ def ranked(request: Request, on_progress: Progress | None) -> Ranked | NoPlan | 
         found = plan(request)  # why there is none
         assert not isinstance(found, ParallelPlan)
         return found
-    model, result, chosen = searched.model, searched.result, taken.plans[0].solved
+    model, result, chosen = searched.model, searched.result, taken[0][0].solved
     plans = sorted(
         {*result.known, *_other_micro_batches(request, searched)},
         key=lambda plan: (plan != chosen, plan.rank),
@@ -337,7 +334,7 @@ def _other_micro_batches(request: Request, searched: _Searched) -> set[SolvedLay
 def _best(request: Request, deadline: Deadline) -> PredictedLayout | None:
     """The layout that is taken for a request, if something fits."""
     _, _, taken = _choose(request, deadline)
-    return None if taken is None else taken.best
+    return None if taken is None else taken[2]
 
 
 def _faster(

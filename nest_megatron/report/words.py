@@ -10,7 +10,7 @@ from nest_megatron.cost_model.memory import PEAK_ERROR, PUBLIC_PEAK_ERROR
 from nest_megatron.errors import typed_setting
 from nest_megatron.layout.batch_schedule import PredictedBatch
 from nest_megatron.layout.dims import SHORT_DEGREES
-from nest_megatron.layout.estimate import SURE, Choice, SiteChange, Uncertainty
+from nest_megatron.layout.estimate import SURE, Alternative, Choice, SiteChange, Uncertainty
 from nest_megatron.layout.layout import Layout, PartialLayout
 from nest_megatron.layout.plan import (
     Goodput,
@@ -170,25 +170,32 @@ def _proven(plan: ParallelPlan, choice: Choice) -> str:
 
 #: Gain of a faster layout that is told, per cent.
 _WORTH_TELLING_PCT = 0.05
-#: Risk from which on a safer layout is told, and the share of it that is left there at most.
+#: Risk from which on a smaller one is told, and the share of it that is left there at most.
 _WORTH_LESS_RISK, _SAFER = 0.01, 0.5
 
 
 def other_layouts(plan: ParallelPlan) -> Iterator[tuple[str, str]]:
     """The next faster layouts and the next safer one by name, each with its price."""
-    own_risk, choice = plan.uncertainty.out_of_memory, plan.choice
-    fastest = plan.alternatives[0] if plan.alternatives else None
-    if choice is not None and fastest is not None and fastest.slower_percent < -_WORTH_TELLING_PCT:
-        yield "Faster", _other_words(plan, fastest.iteration_time_s, fastest.layout)
+    choice, others = plan.choice, plan.alternatives
+    if choice is not None and others and others[0].slower_percent < -_WORTH_TELLING_PCT:
+        fastest, risk = others[0], _smaller_risk(plan, others[0])
+        yield "Faster", _other_words(plan, fastest.iteration_time_s, fastest.layout, risk)
+        others = others[1:] if risk is None else ()
     if choice is not None and (found := choice.riskier) is not None:
         risk = found.out_of_memory
         yield "Faster", _other_words(plan, found.iteration_time_s, found.layout, risk)
-    for other in plan.alternatives if own_risk >= _WORTH_LESS_RISK else ():
-        known = other.uncertainty
-        if known is not None and known.out_of_memory <= _SAFER * own_risk:
-            words = _other_words(plan, other.iteration_time_s, other.layout, known.out_of_memory)
-            yield "Safer", words
+    for other in others:
+        if (risk := _smaller_risk(plan, other)) is not None:
+            yield "Safer", _other_words(plan, other.iteration_time_s, other.layout, risk)
             return
+
+
+def _smaller_risk(plan: ParallelPlan, other: Alternative) -> float | None:
+    """The risk of a runner-up, where it is so much smaller that it is told."""
+    own, known = plan.uncertainty.out_of_memory, other.uncertainty
+    if own < _WORTH_LESS_RISK or known is None or known.out_of_memory > _SAFER * own:
+        return None
+    return known.out_of_memory
 
 
 def _other_words(

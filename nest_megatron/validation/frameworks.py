@@ -421,7 +421,7 @@ def rule_of(framework: str, gpu: str) -> FrameworkRule:
     """The rule for a framework on a GPU.
 
     >>> rule_of("NeMo 24.07", "H100-80GB").target.name
-    'nemo'
+    'nemo_1'
     >>> rule_of("Megatron-Bridge/MCore 26.08 NeMo Container", "GB200").target.name
     'megatron_bridge_0.6'
     """
