@@ -137,5 +137,8 @@ def validate(cfg: Any, num_gpus: int) -> Any:
         changed.checkpoint.pretrained_checkpoint = tempfile.gettempdir()  # it has to be there
     with on_hopper() as patch:
         patch.setenv("WORLD_SIZE", str(num_gpus))
+        # what one recipe's env_vars set is gone before the next
+        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")
+        patch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
         runtime_config_update(changed)
     return changed
