@@ -29,7 +29,7 @@ from nest_megatron.units import Seconds
 
 _GROUPS = (Group.TENSOR, Group.CONTEXT, Group.EXPERT, Group.EXPERT_TENSOR)
 #: Blocks without experts in which no token meets another.
-_OF_TOKENS = (LayerBlock.DENSE, LayerBlock.EMBEDDING, LayerBlock.MTP, LayerBlock.HEAD)
+_ON_EACH_TOKEN = (LayerBlock.DENSE, LayerBlock.EMBEDDING, LayerBlock.MTP, LayerBlock.HEAD)
 #: Blocks without experts that work beside the buffers of the dispatcher.
 _BESIDE_BUFFERS = (LayerBlock.DENSE, LayerBlock.HEAD)
 
@@ -129,7 +129,7 @@ class BlockTimes(Caching):
         context size only their number matters. Measured times follow: ``profile.lookup.point_of``
         knows no more of the two either.
         """
-        if block.base in _OF_TOKENS or block is LayerBlock.EXPERTS:
+        if block.base in _ON_EACH_TOKEN or block is LayerBlock.EXPERTS:
             tp, tokens = shard.tensor_model_parallel_size, shard.tokens(self.spec)
             shape: tuple[object, ...] = (block, tokens, tp, shard.sequence_parallel, places[0])
         else:
@@ -146,7 +146,7 @@ class BlockTimes(Caching):
     ) -> tuple[object, ...]:
         shape, execution = self._shape(block, places, shard), shard.execution
         if block is not LayerBlock.EXPERTS:
-            reads = OF_TOKENS if block.base in _OF_TOKENS else OUTSIDE_EXPERTS
+            reads = OF_TOKENS if block.base in _ON_EACH_TOKEN else OUTSIDE_EXPERTS
             return shape, reads.of(execution)
         return shape, OF_EXPERTS.of(execution), self._beside_s(block, places, shard, *before)
 
@@ -170,7 +170,7 @@ class BlockTimes(Caching):
     @cached_by(
         lambda self, block, places, shard: (
             self._shape(block, places, shard),
-            block.base not in _OF_TOKENS and OF_GRAPH.of(shard.execution),
+            block.base not in _ON_EACH_TOKEN and OF_GRAPH.of(shard.execution),
         )
     )
     def _priced_graph(
