@@ -76,8 +76,16 @@ def test_more_than_one_choice_is_named_where_none_is_enough_alone() -> None:
     degrees = ("tensor=1", "pipeline=8", "expert=64")
     fixed = [f"parallel.{'_model_parallel_size='.join(each.split('='))}" for each in degrees]
     experts = compose(parse(["model=deepseek_v3", "cluster=dgx_h100", *sizes, *fixed]))
-    with pytest.raises(UserInputError, match="Change or free more than one of these sizes"):
+    with pytest.raises(UserInputError, match="Change or free more than one of these"):
         plan(request_of(experts, choose_execution=True))
+
+
+def test_a_zero_stage_is_named_with_the_degrees_that_contradict_it() -> None:
+    fixed = ("parallel.zero_stage=3", "parallel.pipeline_model_parallel_size=2")
+    job = compose(parse(["model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=16", *fixed]))
+    said = r"zero_stage=3.*Change or free pipeline_model_parallel_size or zero_stage: any"
+    with pytest.raises(UserInputError, match=said):
+        plan(request_of(job, choose_execution=True))
 
 
 @pytest.mark.parametrize(

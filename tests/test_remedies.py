@@ -128,6 +128,21 @@ def test_a_number_that_time_did_not_allow_to_try_is_no_bound(
     assert number.startswith("cluster.num_gpus=2 at least")
 
 
+def test_where_states_have_room_no_number_of_gpus_is_told_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Activations of one micro batch are what lacks: more GPUs have no more memory for them."""
+    sizes = ("train.seq_length=65536", "train.micro_batch_size=32")
+    request = asked("cluster.num_gpus=16", *sizes, "parallel.context_parallel_size=1")
+    whole = nothing(request)
+    tried: list[Request] = []
+    monkeypatch.setattr(shortage, "_fits", lambda other, _: tried.append(other))
+    monkeypatch.setattr(Deadline, "passed", lambda *_: bool(tried))
+    cut = no_plan(request, request.cost_model(), whole.search, request.deadline(), lambda *_: None)
+    assert tried
+    assert not any(each.change.startswith("cluster.num_gpus=") for each in cut.remedies)
+
+
 @pytest.mark.parametrize("fixed", [3, 6])
 def test_more_gpus_hold_whole_replicas_of_what_is_fixed(fixed: int) -> None:
     found = nothing(

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 from nest_megatron.cost_model.memory import capacity_bytes, within_error
@@ -24,8 +25,7 @@ from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.plan import SearchRecord
 from nest_megatron.layout.recompute import NO_RECOMPUTE
-from nest_megatron.layout.rulebook.facts import violations
-from nest_megatron.layout.rulebook.search import is_searched
+from nest_megatron.layout.rulebook.search import CHOSEN, SearchStep, is_searched
 from nest_megatron.model.execution import PLAIN
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.planner.layouts import PredictedLayout, describe_grid
@@ -133,7 +133,7 @@ def refuse_if_nothing_is_legal(request: Request, result: SearchResult, deadline:
     if not advice and all(rule.what != "global_batch_size" for rule in broken):
         advice = " ".join(rule.fix for rule in broken)
     gpus, batch = f"{request.cluster.num_gpus} GPUs", f"global batch {request.global_batch_size}"
-    fixed = (f"{name}={value}" for name, value in request.space.fixed.items())
+    fixed = (f"{name}={value}" for name, value in _fixed(request.space).items())
     raise UserInputError(
         "the job",
         ", ".join([gpus, batch, *fixed]),
@@ -148,9 +148,15 @@ def _relaxed(request: Request, deadline: Deadline) -> str:
     if free:
         alone = "any one of them" if len(free) > 1 else "that"
         return f"Change or free {' or '.join(free)}: {alone} alone makes it legal."
-    if is_legal_without(request, tuple(request.space.fixed), deadline.passed):
-        return "Change or free more than one of these sizes: no single one alone makes it legal."
+    if is_legal_without(request, tuple(_fixed(request.space)), deadline.passed):
+        return "Change or free more than one of these: no single one alone makes it legal."
     return ""
+
+
+def _fixed(space: SearchSpace) -> dict[str, int]:
+    """The degrees and the ZeRO stage that are fixed."""
+    zero = space.zero_stages if space.sharding is None else ()
+    return {**space.fixed, **({"zero_stage": int(zero[0])} if len(zero) == 1 else {})}
 
 
 _TP, _CP = "tensor_model_parallel_size", "context_parallel_size"
@@ -165,13 +171,13 @@ def binding(request: Request, out_of_time: OutOfTime = lambda: False) -> tuple[U
     Nothing where a combination breaks none of them, so that something else must bind, or where time
     did not allow to look at all.
     """
-    found: tuple[UserInputError, ...] = ()
+    found: Sequence[Callable[[], UserInputError]] = ()
     for broken in _broken(request):
         if not broken or out_of_time():
             return ()
         if not found or len(broken) < len(found):
             found = broken
-    return found
+    return tuple(error() for error in found)
 
 
 def single_relaxations(request: Request, out_of_time: OutOfTime = lambda: False) -> list[str]:
@@ -180,7 +186,7 @@ def single_relaxations(request: Request, out_of_time: OutOfTime = lambda: False)
     Args:
         out_of_time: once true, those found until then are returned.
     """
-    fixed = request.space.fixed
+    fixed = _fixed(request.space)
     return [name for name in fixed if is_legal_without(request, (name,), out_of_time)]
 
 
@@ -189,7 +195,8 @@ def is_legal_without(request: Request, names: Collection[str], out_of_time: OutO
     space = request.space
     fixed = {name: value for name, value in space.fixed.items() if name not in names}
     partition = None if {_PP, _VPP} & set(names) else space.partition
-    space = replace(space, fixed=fixed, partition=partition)
+    zeros = SearchSpace().zero_stages if "zero_stage" in names else space.zero_stages
+    space = replace(space, fixed=fixed, partition=partition, zero_stages=zeros)
     grids = GridSpace(request.cost_model(), request.global_batch_size, space)
     for shard in grids.shards():
         if out_of_time():
@@ -199,9 +206,11 @@ def is_legal_without(request: Request, names: Collection[str], out_of_time: OutO
     return False
 
 
-def _broken(request: Request) -> Iterator[tuple[UserInputError, ...]]:
-    """Rules that each combination breaks; none for one that only the search excludes."""
+def _broken(request: Request) -> Iterator[list[Callable[[], UserInputError]]]:
+    """The errors of each combination; none for one that only the search excludes."""
     space, spec = request.space, request.spec
+    rules = [rule for rule in rulebook.RULES if is_searched(rule)]
+    step: SearchStep | None = None
     model, world = request.cost_model(), request.cluster.num_gpus
     batch = space.batch_unit or request.global_batch_size
 
@@ -237,7 +246,7 @@ def _broken(request: Request) -> Iterator[tuple[UserInputError, ...]]:
                 rank_order=order,
             )
         except UserInputError as error:
-            yield (error,)
+            yield [partial(UserInputError, error.what, error.value, error.limit, error.fix)]
             continue
         grid = PartialLayout(  # of a batch that divides: whether the real one does is a rule
             dims=dims,
@@ -251,17 +260,19 @@ def _broken(request: Request) -> Iterator[tuple[UserInputError, ...]]:
         way = allowed_execution(space.execution, grid, own_graphs=own_graphs)
         asked = launched(model, space, replace(grid, execution=way))
         asked = replace(asked, global_batch_size=batch, partition=space.partition)
-        searched = filter(is_searched, rulebook.RULES)
-        broken = tuple(found for _, found in violations(asked.facts, searched))
-        yield broken + tuple(_other_limits(request, dims))
+        step = step or SearchStep(asked.facts, CHOSEN, rules)
+        facts = asked.facts
+        broken = [partial(rule.violation, facts) for rule in step.broken(facts)]
+        yield broken + list(_other_limits(request, dims))
 
 
-def _other_limits(request: Request, dims: ParallelDims) -> Iterator[UserInputError]:
+def _other_limits(request: Request, dims: ParallelDims) -> Iterator[Callable[[], UserInputError]]:
     """What the space demands beside Megatron's rules."""
     space = request.space
     wanted = space.fixed.get(_DP, dims.data_parallel_size)
     if wanted != dims.data_parallel_size:
-        yield UserInputError(
+        yield partial(
+            UserInputError,
             _DP,
             wanted,
             f"the other degrees leave {dims.data_parallel_size} of the GPUs for it",
@@ -269,7 +280,8 @@ def _other_limits(request: Request, dims: ParallelDims) -> Iterator[UserInputErr
         )
     elif not space.allows(_DP, wanted, request.cluster):
         least, most = space.least.get(_DP, 1), space.limit(_DP, request.cluster)
-        yield UserInputError(
+        yield partial(
+            UserInputError,
             _DP,
             wanted,
             f"it is {least} to {most} here, and the other degrees leave it no other value",
@@ -436,8 +448,8 @@ def _fewest_gpus(request: Request, deadline: Deadline) -> tuple[int, bool] | Non
     """More GPUs, in whole nodes, with which some plan fits; or by a bound none with fewer.
 
     The bound on states is doubled and halved to, which takes little time; from there on up numbers
-    are tried, of more than 32 nodes one in each ``_STEP``. Where time ends that, the bound is left.
-    ``None`` where no number helps.
+    are tried, of more than 32 nodes one in each ``_STEP``. Where time ends that, the bound is left,
+    if states are what the job's GPUs lack memory for. ``None`` where no number is known to help.
     """
     cluster, node = request.cluster, request.cluster.gpus_per_node
 
@@ -453,7 +465,7 @@ def _fewest_gpus(request: Request, deadline: Deadline) -> tuple[int, bool] | Non
     for size in _sizes(cluster.num_gpus, node, _unit(request.space, node), has_room):
         bound = bound or size
         if deadline.passed():
-            return bound, False
+            return None if has_room(cluster.num_gpus) else (bound, False)
         if _fits(request_of(size), deadline):
             return size, True
     return None

@@ -32,14 +32,15 @@ STEPS: Mapping[str, tuple[str, ...]] = {
 }
 #: A rule, its reason, the facts that it reads, by name and of values, and what it said of them.
 _Entry = tuple[Rule, str, Sequence[str], Callable[[Any], object], dict[object, bool]]
-_CHOSEN = frozenset((*STEPS["execution"], "uneven_sides"))
+#: All facts that a search decides.
+CHOSEN = (*STEPS["execution"], "uneven_sides")
 
 
 def is_searched(rule: Rule) -> bool:
     """Whether a search holds its layouts to a rule: others are of the job, or of the stages."""
     if not {"partition", "options"}.isdisjoint(rule.reads):
         return False
-    return bool(rule.reason) or not _CHOSEN.isdisjoint(rule.reads)
+    return bool(rule.reason) or not {*CHOSEN}.isdisjoint(rule.reads)
 
 
 class SearchStep(Caching):
@@ -81,6 +82,17 @@ class SearchStep(Caching):
                 return reason
         return None
 
+    def broken(self, values: Mapping[str, Any]) -> list[Rule]:
+        """Every rule that values break."""
+        found = []
+        for rule, _, names, read, met in self._evaluated:
+            key = read(values)
+            if key not in met:
+                met[key] = rule.keeps(Facts(self._known, **{name: values[name] for name in names}))
+            if not met[key]:
+                found.append(rule)
+        return found
+
     @cached_by(lambda _, execution: execution)
     def _concerned(self, execution: Execution) -> list[_Entry]:
         """The rules that have something to look at where layers are carried out so."""
@@ -93,7 +105,7 @@ def search_steps(known: Facts, rules: Iterable[Rule]) -> dict[str, SearchStep]:
     left = [r for r in rules if is_searched(r) and (r.about is None or r.about(spec))]
     steps = {}
     for step, decided in STEPS.items():
-        found = [rule for rule in left if _CHOSEN.intersection(rule.reads) <= {*decided}]
+        found = [rule for rule in left if {*CHOSEN}.intersection(rule.reads) <= {*decided}]
         steps[step] = SearchStep(known, decided, found)
         waiting = "vpp" if step == "pipeline" else None
         left = [rule for rule in left if rule not in found or waiting in rule.reads]
