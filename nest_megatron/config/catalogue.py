@@ -64,12 +64,12 @@ def read_spec(settings: Settings) -> TransformerSpec:
 
 
 def with_seq_length(spec: TransformerSpec, seq_length: int | None) -> TransformerSpec:
-    """The model on sequences of another length; rotary positions reach as far as is needed."""
+    """The model on sequences of another length; only learned positions end before it."""
     if seq_length is None:
         return spec
     require_at_least("train.seq_length", seq_length, 1, "Give tokens.")
     longest = spec.max_position_embeddings
-    if longest is not None and spec.position_embedding_type == "rope":
+    if longest is not None and spec.position_embedding_type != "learned_absolute":
         longest = max(longest, seq_length)
     return replace(spec, seq_length=seq_length, max_position_embeddings=longest)
 

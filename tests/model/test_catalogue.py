@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from nest_megatron.catalogue_files import catalogue_names
+from nest_megatron.config.catalogue import with_seq_length
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.catalogue import CHOICES, known_keys, spec_from_mapping
 from nest_megatron.model.hugging_face import read_hf_model
@@ -70,6 +71,13 @@ def test_every_entry_fits_its_context(name: str) -> None:
     spec = load(name)
     assert spec.max_position_embeddings is not None
     assert spec.seq_length <= spec.max_position_embeddings
+
+
+@pytest.mark.parametrize(
+    ("name", "longest"), [("llama3_8b", 16384), ("nemotron_h_8b", 16384), ("gpt3_5b", 2048)]
+)
+def test_only_learned_positions_end_before_a_longer_sequence(name: str, longest: int) -> None:
+    assert with_seq_length(load(name), 16384).max_position_embeddings == longest
 
 
 @pytest.mark.parametrize(
