@@ -83,12 +83,13 @@ def _require_links(hosts: Sequence[Host], node: NetworkLevel) -> None:
     """Refuse hosts without NVLink between all GPUs under a description that has it."""
     without = [h.name for h in hosts if h.nvlinks == 0 and (h.gpu_count or 0) > 1]
     if without and not node.ring_shares:
-        limit = (
+        raise UserInputError(
+            "hosts",
+            shown_names(without),
             f"nvidia-smi topo -m shows GPUs that no NVLink joins, and "
-            f"{_rate(node.bandwidth_bytes_per_s)} would be assumed between them"
+            f"{_rate(node.bandwidth_bytes_per_s)} would be assumed between them",
+            "Describe the hosts in a file (`nest-megatron cluster new`), name it with --cluster.",
         )
-        fix = "Describe the hosts in a file (`nest-megatron cluster new`), name it with --cluster."
-        raise UserInputError("hosts", shown_names(without), limit, fix)
 
 
 def _first_network_level(
@@ -96,8 +97,12 @@ def _first_network_level(
 ) -> NetworkLevel:
     """The level between hosts, at the rate of the slowest host's adapters where all are seen."""
     if len(cluster.levels) < 2:
-        limit, fix = "it has no level between hosts", "Name a cluster with a network."
-        raise UserInputError(f"cluster {cluster.name}", None, limit, fix)
+        raise UserInputError(
+            f"cluster {cluster.name}",
+            None,
+            "it has no level between hosts",
+            "Name a cluster with a network.",
+        )
     level = cluster.levels[1]
     assumed_gpus = cluster.launch_gpus_per_host
     rates = {h.name: rate for h in hosts if (rate := h.adapter_bytes_per_s(assumed_gpus))}
@@ -203,13 +208,14 @@ def require_alike(hosts: Sequence[Host]) -> None:
     """
     found = kinds(hosts)
     if len(found) > 1:
-        limit = "a job is planned for equal GPUs, as many on every host"
-        fix = (
+        raise UserInputError(
+            "GPUs of the job",
+            describe_kinds(found),
+            "a job is planned for equal GPUs, as many on every host",
             "Have the scheduler give one kind (Slurm: --constraint), or where all have as many, "
             "plan with the slower kind's figures for all: nest.mixed_gpus=slower in a job, "
-            "--mixed-gpus slower for cluster discover."
+            "--mixed-gpus slower for cluster discover.",
         )
-        raise UserInputError("GPUs of the job", describe_kinds(found), limit, fix)
 
 
 def is_slower(one: Cluster, other: Cluster) -> bool:

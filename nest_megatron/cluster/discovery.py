@@ -64,14 +64,18 @@ def local_gpus() -> LocalGpus | None:
     except pynvml.NVMLError as error:
         if error.value in no_driver:
             return None
-        limit = "the driver does not tell what they are (nvidia-smi says more)"
-        raise _bad_gpus(str(error), limit, "Repair it") from error
+        raise _bad_gpus(
+            str(error), "the driver does not tell what they are (nvidia-smi says more)", "Repair it"
+        ) from error
     if not found:
         return None
     names, memory, is_divided = zip(*found, strict=True)
     if any(is_divided):
-        limit = "a job is planned for whole GPUs, and MIG divides them"
-        raise _bad_gpus(sorted(set(names)), limit, "Turn MIG off (nvidia-smi -mig 0)")
+        raise _bad_gpus(
+            sorted(set(names)),
+            "a job is planned for whole GPUs, and MIG divides them",
+            "Turn MIG off (nvidia-smi -mig 0)",
+        )
     if len(set(names)) > 1:
         raise _bad_gpus(sorted(set(names)), "a job is planned for equal GPUs", "Run on equal ones")
     return LocalGpus(device_name=names[0], memory_bytes=min(memory), count=len(names))
@@ -138,9 +142,12 @@ def require_same_product(cluster: Cluster, device_name: str, what: str) -> None:
         UserInputError: naming both.
     """
     if not is_same_product(cluster.accelerator, device_name):
-        limit = f"its GPUs are {cluster.accelerator.name}, and the file names {device_name}"
-        fix = "Name the cluster that the file is of (`nest-megatron clusters` lists them)."
-        raise UserInputError(what, cluster.name, limit, fix)
+        raise UserInputError(
+            what,
+            cluster.name,
+            f"its GPUs are {cluster.accelerator.name}, and the file names {device_name}",
+            "Name the cluster that the file is of (`nest-megatron clusters` lists them).",
+        )
 
 
 def require_same_device(cluster: Cluster, gpus: LocalGpus, what: str = "nest.cluster") -> None:

@@ -105,9 +105,12 @@ def parse_gpu_list(text: str) -> tuple[str, ...]:
 
 def divided_gpus(what: str, slices: str) -> UserInputError:
     """The error for GPUs that MIG divides."""
-    limit = "these are slices of GPUs (MIG), and a job is planned for whole GPUs"
-    fix = "Turn MIG off (nvidia-smi -mig 0), or name hosts with whole GPUs (--hosts)."
-    return UserInputError(what, slices, limit, fix)
+    return UserInputError(
+        what,
+        slices,
+        "these are slices of GPUs (MIG), and a job is planned for whole GPUs",
+        "Turn MIG off (nvidia-smi -mig 0), or name hosts with whole GPUs (--hosts).",
+    )
 
 
 def parse_nccl_topology(text: str) -> tuple[tuple[Adapter, ...], GpuMatrix | None]:
@@ -236,8 +239,12 @@ def output_of(words: Sequence[str], *, timeout_s: Seconds = TIMEOUT_S) -> str:
 
 
 def _failed(words: Sequence[str], limit: str) -> UserInputError:
-    fix = "Run it by hand, or give its saved output with --read FILE."
-    return UserInputError(words[0], " ".join(words), limit, fix)
+    return UserInputError(
+        words[0],
+        " ".join(words),
+        limit,
+        "Run it by hand, or give its saved output with --read FILE.",
+    )
 
 
 _Found = TypeVar("_Found")

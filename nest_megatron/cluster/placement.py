@@ -55,18 +55,28 @@ def on_hosts(cluster: Cluster, groups: Groups) -> Cluster:
     """
     node = cluster.levels[0].num_devices
     if node is None:
-        limit, fix = "it has no level of nodes", "Describe the node and the network between nodes."
-        raise UserInputError(f"cluster {cluster.name}", None, limit, fix)
+        raise UserInputError(
+            f"cluster {cluster.name}",
+            None,
+            "it has no level of nodes",
+            "Describe the node and the network between nodes.",
+        )
     if cluster.gpus_per_host is not None and cluster.gpus_per_host < node:
-        limit = f"several hosts of {cluster.name} form a {cluster.levels[0].name}"
-        fix = "Placement is by whole nodes; have the scheduler give whole ones (Slurm: --segment)."
-        raise UserInputError("hosts", len(groups), limit, fix)
+        raise UserInputError(
+            "hosts",
+            len(groups),
+            f"several hosts of {cluster.name} form a {cluster.levels[0].name}",
+            "Placement is by whole nodes; have the scheduler give whole ones (Slurm: --segment).",
+        )
     between = cluster.levels[1:-1]
     if any(len(names) != len(between) for names in groups):
         told = ", ".join(level.name for level in between) or "none"
-        limit = f"{cluster.name} has {len(between)} levels between node and outermost one ({told})"
-        fix = "Give each host so many groups, innermost first, or a cluster with these levels."
-        raise UserInputError("groups of hosts", len(groups[0]), limit, fix)
+        raise UserInputError(
+            "groups of hosts",
+            len(groups[0]),
+            f"{cluster.name} has {len(between)} levels between node and outermost one ({told})",
+            "Give each host so many groups, innermost first, or a cluster with these levels.",
+        )
     kept, inner = [cluster.levels[0]], 1
     for level, hosts in zip(between, whole_groups(groups), strict=True):
         if hosts == len(groups):  # all are in one group: nothing lies outside of it

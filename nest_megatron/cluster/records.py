@@ -159,8 +159,12 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if not isinstance(self.num_gpus, int) or self.num_gpus < 1:
-            limit, fix = "it must be a whole number of at least 1", "Give the job's number of GPUs."
-            raise UserInputError("cluster.num_gpus", self.num_gpus, limit, fix)
+            raise UserInputError(
+                "cluster.num_gpus",
+                self.num_gpus,
+                "it must be a whole number of at least 1",
+                "Give the job's number of GPUs.",
+            )
         _check_numbers(self, "cluster")
         self._check_levels()
         if not self._part_of_nodes(self.num_gpus):
@@ -178,9 +182,12 @@ class Cluster:
         for level in self.levels[:-1]:
             size = level.num_devices
             if size is None or size % inner or size <= inner - (inner == 1):
-                what = f"cluster {self.name}: level {level.name}: num_devices"
-                limit = f"each level holds a multiple of the {inner} devices inside it"
-                raise UserInputError(what, size, limit, "Order the levels from the node outwards.")
+                raise UserInputError(
+                    f"cluster {self.name}: level {level.name}: num_devices",
+                    size,
+                    f"each level holds a multiple of the {inner} devices inside it",
+                    "Order the levels from the node outwards.",
+                )
             inner = size
 
     @property
@@ -209,8 +216,12 @@ class Cluster:
         taken = "whole nodes"
         if host is not None and host < size:
             taken = f"the same number of hosts of {host} GPUs, at least half, from each"
-        limit = f"nodes of {self.name} hold {size} GPUs each and a job takes {taken}"
-        return UserInputError("cluster.num_gpus", self.num_gpus, limit, f"Use {lower} or {upper}.")
+        return UserInputError(
+            "cluster.num_gpus",
+            self.num_gpus,
+            f"nodes of {self.name} hold {size} GPUs each and a job takes {taken}",
+            f"Use {lower} or {upper}.",
+        )
 
     @property
     def host_size(self) -> int | None:
@@ -267,11 +278,19 @@ def _check_number(what: str, value: Any, name: str) -> None:
     may_be_zero = name in _MAY_BE_ZERO
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
-        limit = f"it must be a finite number {'of at least' if may_be_zero else 'above'} 0"
-        raise UserInputError(what, value, limit, "Correct the cluster's description.")
+        raise UserInputError(
+            what,
+            value,
+            f"it must be a finite number {'of at least' if may_be_zero else 'above'} 0",
+            "Correct the cluster's description.",
+        )
     if name.endswith(("efficiency", "share", "shares")) and value > 1.5:
-        limit = "a share of a peak lies above 0 and is at most 1.5 (in-network reduction)"
-        raise UserInputError(what, value, limit, "Give it as a fraction, for example 0.8.")
+        raise UserInputError(
+            what,
+            value,
+            "a share of a peak lies above 0 and is at most 1.5 (in-network reduction)",
+            "Give it as a fraction, for example 0.8.",
+        )
 
 
 _SOURCE = Source(
@@ -299,8 +318,12 @@ def cluster_from_mapping(mapping: Mapping[str, object], *, num_gpus: int | None 
     fields = _without_nulls(mapping)
     what = f"cluster {fields.get('name', '(no name)')}:"
     if (size := fields.get("num_gpus") if num_gpus is None else num_gpus) is None:
-        limit, fix = "the cluster's description does not say it", "Add for example num_gpus: 64."
-        raise UserInputError("cluster.num_gpus", None, limit, fix)
+        raise UserInputError(
+            "cluster.num_gpus",
+            None,
+            "the cluster's description does not say it",
+            "Add for example num_gpus: 64.",
+        )
     size = without_unit(size, "num_gpus", "cluster.num_gpus")
     fields["num_gpus"] = from_plain(int, size, "cluster.num_gpus", _SOURCE)
     name = f"{what} oversubscription"
@@ -340,9 +363,12 @@ def accelerator_from_mapping(mapping: Mapping[str, object]) -> Accelerator:
 def _require_same_precisions(accelerator: Accelerator) -> None:
     peaks, shares = accelerator.peak_flops_per_s, accelerator.gemm_efficiency
     if not peaks or peaks.keys() != shares.keys():
-        what = f"accelerator {accelerator.name}: gemm_efficiency"
-        limit = f"it needs one share for each number format of peak_flops_per_s {sorted(peaks)}"
-        raise UserInputError(what, sorted(shares), limit, _SOURCE.correct)
+        raise UserInputError(
+            f"accelerator {accelerator.name}: gemm_efficiency",
+            sorted(shares),
+            f"it needs one share for each number format of peak_flops_per_s {sorted(peaks)}",
+            _SOURCE.correct,
+        )
 
 
 def _without_nulls(value: Any) -> Any:

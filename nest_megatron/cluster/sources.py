@@ -153,9 +153,12 @@ def slurm_job(environment: Mapping[str, str]) -> Sources:
     """
     nodes = environment.get("SLURM_JOB_NODELIST", "")
     if not nodes:
-        limit = "this process is in no allocation of Slurm"
-        fix = "Run it in a job (salloc, sbatch), or give saved outputs with --read."
-        raise UserInputError("--slurm", None, limit, fix)
+        raise UserInputError(
+            "--slurm",
+            None,
+            "this process is in no allocation of Slurm",
+            "Run it in a job (salloc, sbatch), or give saved outputs with --read.",
+        )
     count = str(len(hosts_of(nodes)))
     report = [sys.executable, "-m", "nest_megatron", "cluster", "report"]
     step = ["srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
@@ -194,9 +197,12 @@ def reports(text: str) -> Sources:
         try:
             fields = parse_json(line, "report of a host")
         except (ValueError, RecursionError) as error:
-            limit = f"it is no line of nest-megatron cluster report ({error})"
-            fix = "Print reports alone into the file."
-            raise UserInputError("report of a host", line, limit, fix) from error
+            raise UserInputError(
+                "report of a host",
+                line,
+                f"it is no line of nest-megatron cluster report ({error})",
+                "Print reports alone into the file.",
+            ) from error
         hosts.append(from_plain(Host, fields, "report of a host:"))
     return Sources(hosts=tuple(hosts))
 
@@ -244,15 +250,19 @@ def parse_kubernetes_nodes(text: str) -> Sources:
         labels = {str(n["metadata"]["name"]): dict(n["metadata"].get("labels", {})) for n in items}
         with_gpus = [str(n["metadata"]["name"]) for n in items if _has_gpus(n)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        limit, fix = f"it is no list of nodes ({error})", "Save its output again."
-        raise UserInputError(what, None, limit, fix) from error
+        raise UserInputError(
+            what, None, f"it is no list of nodes ({error})", "Save its output again."
+        ) from error
     divided = {name: slices for name, each in labels.items() if (slices := _slices(each))}
     whole = {name: each for name, each in labels.items() if name not in divided}
     gpus = {name: found for name, each in whole.items() if (found := _labelled_gpus(each))}
     if not gpus and not divided:
-        fix = "Install NVIDIA's GPU feature discovery, or give reports of the hosts (--read)."
-        limit = "no node has the labels nvidia.com/gpu.product and .count"
-        raise UserInputError(what, None, limit, fix)
+        raise UserInputError(
+            what,
+            None,
+            "no node has the labels nvidia.com/gpu.product and .count",
+            "Install NVIDIA's GPU feature discovery, or give reports of the hosts (--read).",
+        )
     topology = None
     for family in _FAMILIES:
         known = [key for key in family if gpus and all(key in labels[name] for name in gpus)]
@@ -347,9 +357,12 @@ def saved_output(path: Path) -> Sources:
             found = parse(text)
             output = Output(file=path.name, program=program, contents=found)
             return dataclasses.replace(found, outputs=(output,))
-    limit = f"it is none of: {', '.join(_PROGRAMS)}"
-    fix = "Save the output of one of these programs, whole."
-    raise UserInputError("--read", str(path), limit, fix)
+    raise UserInputError(
+        "--read",
+        str(path),
+        f"it is none of: {', '.join(_PROGRAMS)}",
+        "Save the output of one of these programs, whole.",
+    )
 
 
 def read_hosts(path: Path, what: str = "--hosts") -> Topology:

@@ -142,8 +142,11 @@ def parse_slurm_topology(text: str) -> Topology:
         for host in hosts_of(line.get("Nodes", ""))
     }
     if not paths:
-        limit = "it names no switch and no block with nodes"
-        raise _unreadable(source, limit, "The topology plugin of this Slurm may be the flat one.")
+        raise _unreadable(
+            source,
+            "it names no switch and no block with nodes",
+            "The topology plugin of this Slurm may be the flat one.",
+        )
     depth = min(map(len, paths.values()))
     groups = {host: path[:depth] for host, path in paths.items()}
     return Topology(source=source, level_names=level_names(depth), groups=groups)

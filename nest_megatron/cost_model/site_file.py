@@ -69,11 +69,19 @@ def read_site(path: Path) -> SiteCalibration:
     fields = parse_yaml(read_text(path, what), what, name=str(path))
     found = from_plain(SiteCalibration, fields, f"{path}:")
     if not found.by_date or found.format != FORMAT:
-        limit = "it holds no run" if not found.by_date else f"it has format {found.format}"
-        raise UserInputError(what, str(path), limit, fix=_AGAIN)
+        raise UserInputError(
+            what,
+            str(path),
+            "it holds no run" if not found.by_date else f"it has format {found.format}",
+            fix=_AGAIN,
+        )
     if later := found.unknown_names:
-        limit = f"a later nest-megatron wrote it, and this one does not know {', '.join(later)}"
-        raise UserInputError(what, str(path), limit, fix=_AGAIN)
+        raise UserInputError(
+            what,
+            str(path),
+            f"a later nest-megatron wrote it, and this one does not know {', '.join(later)}",
+            fix=_AGAIN,
+        )
     return found
 
 
@@ -91,8 +99,9 @@ def find_site(cluster: Cluster) -> tuple[Path, SiteCalibration] | None:
         return _of_same_machines(cluster)
     found = read_site(path)
     if differences := found.differences(cluster):
-        limit = f"it is of {', '.join(differences)}"
-        raise UserInputError("site calibration", str(path), limit, fix=_AGAIN)
+        raise UserInputError(
+            "site calibration", str(path), f"it is of {', '.join(differences)}", fix=_AGAIN
+        )
     return path, found
 
 

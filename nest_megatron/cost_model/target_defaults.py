@@ -86,12 +86,20 @@ def target_named(name: str) -> Target:
         return TARGETS[name]
     found = re.fullmatch(r"(\w+?)_(\d{1,3}|\d+\.\d+.*)", name)
     if found is None or found[1] not in _FRAMEWORKS:
-        limit = f"targets are {', '.join((*_FRAMEWORKS, *TARGETS))}"
-        raise UserInputError("target", name, limit, fix=nearest(name, (*_FRAMEWORKS, *TARGETS)))
+        raise UserInputError(
+            "target",
+            name,
+            f"targets are {', '.join((*_FRAMEWORKS, *TARGETS))}",
+            fix=nearest(name, (*_FRAMEWORKS, *TARGETS)),
+        )
     known = [*_FRAMEWORKS[found[1]]["releases"]]
     if (release := last_until(found[2], known)) is None:
-        limit = f"{known[0]} is the oldest release of {found[1]} that is known"
-        raise UserInputError("target", name, limit, fix=f"Use {found[1]}_{known[0]} or newer.")
+        raise UserInputError(
+            "target",
+            name,
+            f"{known[0]} is the oldest release of {found[1]} that is known",
+            fix=f"Use {found[1]}_{known[0]} or newer.",
+        )
     return TARGETS[f"{found[1]}_{release}"]
 
 

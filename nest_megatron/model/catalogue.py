@@ -111,9 +111,12 @@ def _variant(values: Mapping[str, Any], spelled: Callable[[str], str]) -> dict[s
     found: dict[str, Any] = {}
     if variant:
         if str(variant) not in _VARIANTS:
-            limit = f"of the variants {', '.join(_VARIANTS)} are supported"
-            what, fix = spelled("experimental_attention_variant"), "Launch this job without nest."
-            raise UnplannableModelError(what, variant, limit, fix)
+            raise UnplannableModelError(
+                spelled("experimental_attention_variant"),
+                variant,
+                f"of the variants {', '.join(_VARIANTS)} are supported",
+                "Launch this job without nest.",
+            )
         found["experimental_attention_variant"] = _VARIANTS[str(variant)]
         found["linear_attention_freq"] = _frequency(values.get("linear_attention_freq"))
         if variant == "dsa":
@@ -190,8 +193,9 @@ def spec_from_mapping(mapping: Mapping[str, object]) -> TransformerSpec:
     known = known_keys()
     for key, value in mapping.items():
         if key not in known and key != _NO_KEY:
-            limit, fix = "there is no such field", nearest(str(key), known)
-            raise UserInputError(f"{model} {key}", value, limit, fix)
+            raise UserInputError(
+                f"{model} {key}", value, "there is no such field", nearest(str(key), known)
+            )
     fields: dict[str, Any] = dict(mapping)
     if "num_layers" in fields:  # the pattern below is as long
         what = f"{model} num_layers"
@@ -199,9 +203,12 @@ def spec_from_mapping(mapping: Mapping[str, object]) -> TransformerSpec:
     freq = fields.pop("moe_layer_freq", None)
     if fields.get("num_experts") is None:
         if freq not in (None, 1):
-            limit = "it names expert layers but num_experts is not set"
-            fix = "Set num_experts, or drop moe_layer_freq."
-            raise UserInputError(f"{model} moe_layer_freq", freq, limit, fix)
+            raise UserInputError(
+                f"{model} moe_layer_freq",
+                freq,
+                "it names expert layers but num_experts is not set",
+                "Set num_experts, or drop moe_layer_freq.",
+            )
     elif freq is None and fields.get("hybrid_layer_pattern"):
         pass  # it says which layers route
     elif isinstance(fields.get("num_layers"), int):  # what else it is, is refused below
@@ -224,9 +231,12 @@ def _check_needed(model: str, name: str, spec: TransformerSpec) -> None:
     }
     for field, belongs in needed.items():
         if belongs and not getattr(spec, field):
-            limit = f"it says nothing without {field}"
-            fix = f"Set {field}, or drop {name}."
-            raise UserInputError(f"{model} {name}", getattr(spec, name), limit, fix)
+            raise UserInputError(
+                f"{model} {name}",
+                getattr(spec, name),
+                f"it says nothing without {field}",
+                f"Set {field}, or drop {name}.",
+            )
 
 
 def _check_value(what: str, name: str, value: object) -> None:
@@ -239,5 +249,9 @@ def _check_value(what: str, name: str, value: object) -> None:
         most = 1.0 if name in _AT_MOST_ONE else math.inf
         if not (0 < value <= most or (value == 0 and name in _MAY_BE_ZERO)):
             least = "of at least 0" if name in _MAY_BE_ZERO else "above 0"
-            limit = f"it must be a number {least}" + (" and at most 1" if most == 1.0 else "")
-            raise UserInputError(what, value, limit, fix=_SOURCE.correct)
+            raise UserInputError(
+                what,
+                value,
+                f"it must be a number {least}" + (" and at most 1" if most == 1.0 else ""),
+                fix=_SOURCE.correct,
+            )

@@ -80,8 +80,12 @@ class EncoderSpec:
             value = getattr(self, field.name)
             is_size = isinstance(value, int) and not isinstance(value, bool)
             if is_size and value < 1 and field.name not in _MAY_BE_ZERO:
-                limit, fix = "it must be at least 1", "Correct the encoder's description."
-                raise UserInputError(f"vision.{field.name}", value, limit, fix)
+                raise UserInputError(
+                    f"vision.{field.name}",
+                    value,
+                    "it must be at least 1",
+                    "Correct the encoder's description.",
+                )
 
     @property
     def num_tokens(self) -> int:
@@ -188,11 +192,18 @@ class Adapters:
         if not 0.0 <= self.dropout < 1.0:
             raise _wrong("dropout", self.dropout, "it must be at least 0 and below 1")
         if self.dropout_position not in _POSITIONS:
-            limit = f"it must be one of {', '.join(_POSITIONS)}"
-            raise _wrong("dropout_position", self.dropout_position, limit)
+            raise _wrong(
+                "dropout_position",
+                self.dropout_position,
+                f"it must be one of {', '.join(_POSITIONS)}",
+            )
         if self.scheme is PeftScheme.DORA and self.dropout:
-            limit = "with DoRA the frozen products run twice, which is not priced"
-            raise _wrong("dropout", self.dropout, limit, "Set it to 0.")
+            raise _wrong(
+                "dropout",
+                self.dropout,
+                "with DoRA the frozen products run twice, which is not priced",
+                "Set it to 0.",
+            )
         self._check_targets()
 
     def _check_targets(self) -> None:
@@ -201,14 +212,22 @@ class Adapters:
         for target in self.target_modules:
             name = target.rpartition(".")[2]
             if "*" not in name and name not in known:
-                limit = f"adapters of {self.scheme} are priced on {', '.join(known)}"
-                raise _wrong("target_modules", target, limit, "Leave it out.")
+                raise _wrong(
+                    "target_modules",
+                    target,
+                    f"adapters of {self.scheme} are priced on {', '.join(known)}",
+                    "Leave it out.",
+                )
 
         for names in PROJECTIONS.values() if separate else ():
             given = [t for t in self.target_modules if t.rpartition(".")[2] in names]
             if given and len({t.rpartition(".")[2] for t in given}) < len(names):
-                limit = f"the frameworks run all of {', '.join(names)} or none"
-                raise _wrong("target_modules", given[0], limit, "Name them all.")
+                raise _wrong(
+                    "target_modules",
+                    given[0],
+                    f"the frameworks run all of {', '.join(names)} or none",
+                    "Name them all.",
+                )
 
     def adapts(self, path: str, num_layers: int) -> bool:
         """Whether a module has an adapter, in all decoder layers or in none.
@@ -228,9 +247,12 @@ class Adapters:
         """Refuse what cannot be in a model with experts: DoRA on their products."""
         for path in EXPERTS if self.scheme is PeftScheme.DORA else ():
             if self.adapts(path, num_layers):
-                limit = f"DoRA takes the norm of one weight, and {path} has one for each expert"
-                fix = "Name linear_qkv and linear_proj alone."
-                raise _wrong("target_modules", " ".join(self.target_modules), limit, fix)
+                raise _wrong(
+                    "target_modules",
+                    " ".join(self.target_modules),
+                    f"DoRA takes the norm of one weight, and {path} has one for each expert",
+                    "Name linear_qkv and linear_proj alone.",
+                )
 
     def words(self) -> str:
         """In a few words for people.
@@ -249,8 +271,12 @@ def _holds(pattern: str, path: str, num_layers: int) -> bool:
         return regex.fullmatch(path) is not None
     found = {bool(regex.fullmatch(f"decoder.layers.{i}.{path}")) for i in range(num_layers)}
     if len(found) > 1:
-        limit = f"it adapts {path} in some layers alone, and layers are priced alike"
-        raise _wrong("target_modules", pattern, limit, "Name modules of all layers.")
+        raise _wrong(
+            "target_modules",
+            pattern,
+            f"it adapts {path} in some layers alone, and layers are priced alike",
+            "Name modules of all layers.",
+        )
     return found == {True}
 
 

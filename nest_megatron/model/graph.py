@@ -206,10 +206,12 @@ class TensorShape:
 
     def __post_init__(self) -> None:
         if any(size < 1 for size in self.sizes):
-            what = "input"
-            limit = "every size must be a whole number of at least 1"
-            fix = "Give for example 1,2048."
-            raise UserInputError(what, ",".join(map(str, self.sizes)), limit, fix)
+            raise UserInputError(
+                "input",
+                ",".join(map(str, self.sizes)),
+                "every size must be a whole number of at least 1",
+                "Give for example 1,2048.",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,9 +63,12 @@ def heterogeneous_layers(
             )
             found.append(LayerKind("+".join(filter(None, halves)) or LayerKind.NO_OP))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            limit = f"megatron-core cannot build it ({error!r})"
-            fix = "Correct the layer: {attention: {num_query_groups: 8}, ffn: {no_op: true}}."
-            raise UserInputError(f"{what}: layer {number}", config, limit, fix) from None
+            raise UserInputError(
+                f"{what}: layer {number}",
+                config,
+                f"megatron-core cannot build it ({error!r})",
+                "Correct the layer: {attention: {num_query_groups: 8}, ffn: {no_op: true}}.",
+            ) from None
     return tuple(found)
 
 

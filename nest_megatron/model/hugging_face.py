@@ -358,8 +358,12 @@ def _type_of_class(name: str) -> str | None:
 
 
 def _unplannable(name: str, value: object, reason: str) -> UnplannableModelError:
-    fix = f"Supported: {', '.join(supported_model_types())}."
-    return UnplannableModelError(f"model {name}: model_type", value, limit=reason, fix=fix)
+    return UnplannableModelError(
+        f"model {name}: model_type",
+        value,
+        limit=reason,
+        fix=f"Supported: {', '.join(supported_model_types())}.",
+    )
 
 
 #: Readers by ``model_type``, which each is named after.

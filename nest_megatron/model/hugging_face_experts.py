@@ -118,8 +118,11 @@ def glm_moe_dsa(f: ConfigFields) -> Shape:
             for key in ("indexer_types", "index_topk_pattern", "index_topk_freq")
             if f.get(key) is not None
         )
-        limit = "layers that take the tokens of another layer's indexer are not read"
-        raise f.wrong(key, limit, kind=UnplannableModelError)
+        raise f.wrong(
+            key,
+            "layers that take the tokens of another layer's indexer are not read",
+            kind=UnplannableModelError,
+        )
     return deepseek_v32(f)
 
 
@@ -191,12 +194,18 @@ def minimax_m2(f: ConfigFields) -> Shape:
         key = "qk_norm_type" if f.flag("use_qk_norm", True) else "use_qk_norm"
         raise f.wrong(key, "this family has norms of queries and keys over all heads")
     if 0 in (f.items("attn_type_list", "numbers", of_layers=True) or ()):
-        limit = "its linear (lightning) attention, a 0, is not supported"
-        raise f.wrong("attn_type_list", limit, kind=UnplannableModelError)
+        raise f.wrong(
+            "attn_type_list",
+            "its linear (lightning) attention, a 0, is not supported",
+            kind=UnplannableModelError,
+        )
     mtp = f.count("num_mtp_modules") * f.flag("use_mtp", True)
     if f.whole("mtp_transformer_layers", 1) > 1 and mtp:
-        limit = "an MTP module of Megatron has one layer"
-        raise f.wrong("mtp_transformer_layers", limit, kind=UnplannableModelError)
+        raise f.wrong(
+            "mtp_transformer_layers",
+            "an MTP module of Megatron has one layer",
+            kind=UnplannableModelError,
+        )
     around = decoder(f)
     size = f.whole("head_dim", f.whole("hidden_size") // f.whole("num_attention_heads"))
     return joined(
@@ -331,8 +340,9 @@ def hunyuan_v1_moe(f: ConfigFields) -> Shape:
     """Hunyuan MoE: a shared expert as wide as the others; what is listed is alike in all layers."""
     for key in ("use_cla", "use_mla", "moe_layer_num_skipped"):
         if f.get(key, False):
-            limit = "a model of this family that has it is not read"
-            raise f.wrong(key, limit, kind=UnplannableModelError)
+            raise f.wrong(
+                key, "a model of this family that has it is not read", kind=UnplannableModelError
+            )
     if not f.flag("use_qk_norm", True):
         raise f.wrong("use_qk_norm", "this family has norms of queries and keys")
     size = f.whole("moe_intermediate_size", f.whole("intermediate_size"))

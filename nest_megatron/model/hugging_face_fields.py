@@ -130,9 +130,12 @@ class ConfigFields:
             if close := difflib.get_close_matches(key, lacking, n=1, cutoff=_NEARLY):
                 raise self.wrong(key, "there is no such field", f"Write {close[0]}.")
             if not _ARCHITECTURE.isdisjoint(key.split("_")):
-                limit = f"model_type {self._config.get('model_type')} is planned without it"
-                fix = "Take it out if the model has no such part."
-                raise self.wrong(key, limit, fix, UnplannableModelError)
+                raise self.wrong(
+                    key,
+                    f"model_type {self._config.get('model_type')} is planned without it",
+                    "Take it out if the model has no such part.",
+                    UnplannableModelError,
+                )
         return tuple(unread)
 
     @staticmethod
@@ -163,9 +166,12 @@ class ConfigFields:
         if not isinstance(value, list) or key in _LAYERS or len(value) != layers:
             return value
         if any(type(each) is not int or each != value[0] for each in value):
-            limit = "layers that differ in it are not read"
-            fix = "Describe the nearest model of equal layers in a file (docs/adding.md)."
-            raise self.wrong(key, limit, fix, UnplannableModelError)
+            raise self.wrong(
+                key,
+                "layers that differ in it are not read",
+                "Describe the nearest model of equal layers in a file (docs/adding.md).",
+                UnplannableModelError,
+            )
         return value[0]
 
     def items(
@@ -366,10 +372,11 @@ def windows(f: ConfigFields, slides: Callable[[int], bool]) -> Shape:
         marked = [slides(layer) for layer in layers]
     else:
         if len(kinds) != len(layers) or not {*kinds} <= {_FULL_ATTENTION, _SLIDING}:
-            limit = (
-                f"it must name {_FULL_ATTENTION} or {_SLIDING} for each of the {len(layers)} layers"
+            raise f.wrong(
+                "layer_types",
+                f"it must name {_FULL_ATTENTION} or {_SLIDING} for each of the {len(layers)} "
+                "layers",
             )
-            raise f.wrong("layer_types", limit)
         marked = [kind == _SLIDING for kind in kinds]
     if size is None or not any(marked) or size >= f.whole("max_position_embeddings", size + 1):
         return {}

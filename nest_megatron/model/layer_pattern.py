@@ -35,12 +35,20 @@ def layer_flags(
         return (True,) * num_layers
     if isinstance(value, int):
         if value < 1:
-            limit, fix = "a period must be at least 1", "Write for example 4, or a list of 0 and 1."
-            raise UserInputError(what, value, limit, fix)
+            raise UserInputError(
+                what,
+                value,
+                "a period must be at least 1",
+                "Write for example 4, or a list of 0 and 1.",
+            )
         return tuple((layer + 1) % value != 0 for layer in range(num_layers))
     if len(value) != num_layers or any(flag not in (0, 1) for flag in value):
-        limit = f"it must give one 0 or 1 for each of the {num_layers} layers"
-        raise UserInputError(what, value, limit, fix="Give one number for each layer.")
+        raise UserInputError(
+            what,
+            value,
+            f"it must give one 0 or 1 for each of the {num_layers} layers",
+            fix="Give one number for each layer.",
+        )
     return tuple(map(bool, value))
 
 
@@ -80,8 +88,12 @@ def moe_layer_pattern(moe_layer_freq: object, num_layers: int) -> tuple[int, ...
     (1, 0, 1, 0, 1)
     """
     if num_layers > MAX_LAYERS:
-        limit, fix = f"it must be at most {MAX_LAYERS:,}", "Correct the model's description."
-        raise UserInputError("num_layers", num_layers, limit, fix)
+        raise UserInputError(
+            "num_layers",
+            num_layers,
+            f"it must be at most {MAX_LAYERS:,}",
+            "Correct the model's description.",
+        )
     value = read_frequency(moe_layer_freq) if isinstance(moe_layer_freq, str) else moe_layer_freq
     if isinstance(value, list | tuple) and all(type(flag) is int for flag in value):
         flags = tuple(value)
@@ -90,11 +102,13 @@ def moe_layer_pattern(moe_layer_freq: object, num_layers: int) -> tuple[int, ...
             raise _refused(value, "a period must be at least 1")
         flags = tuple(int(layer % value == 0) for layer in range(num_layers))
     else:
-        limit = "it must be a whole number, a list of 0 and 1, or such a list as text"
-        raise _refused(moe_layer_freq, limit)
+        raise _refused(
+            moe_layer_freq, "it must be a whole number, a list of 0 and 1, or such a list as text"
+        )
     if len(flags) != num_layers or any(flag not in (0, 1) for flag in flags):
-        limit = f"it must give one 0 or 1 for each of the {num_layers} layers"
-        raise _refused(moe_layer_freq, limit)
+        raise _refused(
+            moe_layer_freq, f"it must give one 0 or 1 for each of the {num_layers} layers"
+        )
     return flags
 
 
@@ -134,8 +148,12 @@ def _require_length(num_layers: int) -> None:
 
 
 def _refused(value: object, limit: str) -> UserInputError:
-    fix = "Write for example 1 (all layers), 2 (every other) or ([0]*3+[1]*58)."
-    return UserInputError("moe_layer_freq", value, limit, fix)
+    return UserInputError(
+        "moe_layer_freq",
+        value,
+        limit,
+        "Write for example 1 (all layers), 2 (every other) or ([0]*3+[1]*58).",
+    )
 
 
 _Named = TypeVar("_Named", bound=Name)
@@ -367,8 +385,12 @@ def hybrid_kinds(pattern: str) -> tuple[tuple[LayerKind, ...], tuple[LayerKind, 
     elif "*" in pattern and set("D+") & set(pattern):
         limit = "plain attention (*) does not go with latent or sparse attention (+, D)"
     if limit:
-        shown = pattern if len(pattern) <= 80 else f"{pattern[:77]}..."
-        raise UserInputError("hybrid_layer_pattern", shown, limit, "Write for example M-M*-/*E.")
+        raise UserInputError(
+            "hybrid_layer_pattern",
+            pattern if len(pattern) <= 80 else f"{pattern[:77]}...",
+            limit,
+            "Write for example M-M*-/*E.",
+        )
     kinds = tuple(HYBRID_SYMBOLS[symbol] for symbol in layers)
     depth = tuple(HYBRID_SYMBOLS[symbol] for symbol in depths[0]) if depths else ()
     return kinds, depth, len(depths)
@@ -389,9 +411,12 @@ def pattern_from_ratios(num_layers: int, attention: float, mlp: float) -> str:
     'MM*-M*M-'
     """
     if not (0 <= attention <= 1 and 0 <= mlp <= 1 and attention + mlp <= 1):
-        limit, fix = "both lie between 0 and 1, their sum too", "Correct the shares."
-        what = "hybrid_attention_ratio, hybrid_mlp_ratio"
-        raise UserInputError(what, (attention, mlp), limit, fix)
+        raise UserInputError(
+            "hybrid_attention_ratio, hybrid_mlp_ratio",
+            (attention, mlp),
+            "both lie between 0 and 1, their sum too",
+            "Correct the shares.",
+        )
     symbols = ["M"] * num_layers
     for symbol, share, gaps in (("*", attention, 1), ("-", mlp, 0)):
         count = round(num_layers * share)

@@ -55,8 +55,12 @@ def lengths_from_counts(
     """
     total = math.fsum(counts.values())
     if not counts or min(counts) < 1 or not 0 < total < math.inf or min(counts.values()) < 0:
-        limit, fix = "it has lengths of at least 1 token, with counts", "Correct it."
-        raise UserInputError("train.sequence_lengths", source, limit, fix)
+        raise UserInputError(
+            "train.sequence_lengths",
+            source,
+            "it has lengths of at least 1 token, with counts",
+            "Correct it.",
+        )
     rows = [(min(length, longest), count / total) for length, count in counts.items()]
     mean, square = (math.fsum(share * length**k for length, share in rows) for k in (1, 2))
     attended = square / mean
@@ -83,9 +87,12 @@ def lengths_from_moments(
         ("std", deviation, 0.0, math.inf),
     ):
         if not (low <= value <= high and value < math.inf):
-            limit = f"it must lie between {low:g} and {high:g} tokens"
-            what, fix = f"train.sequence_length_{name}", "Give it in tokens."
-            raise UserInputError(what, value, limit, fix)
+            raise UserInputError(
+                f"train.sequence_length_{name}",
+                value,
+                f"it must lie between {low:g} and {high:g} tokens",
+                "Give it in tokens.",
+            )
     spread = math.log(1 + (deviation / mean) ** 2)
     normal = NormalDist(math.log(mean) - spread / 2, math.sqrt(spread) or 1e-9)
     shares = ((k + 0.5) / _QUANTILES for k in range(_QUANTILES))

@@ -216,12 +216,17 @@ class TransformerSpec:
                 raise self._wrong(field.name, limit)
         heads = self.num_attention_heads
         if self.kv_channels is None and self.hidden_size % heads:
-            limit = f"it must be a multiple of num_attention_heads ({heads})"
-            raise self._wrong("hidden_size", limit, "Set kv_channels to the size of one head.")
+            raise self._wrong(
+                "hidden_size",
+                f"it must be a multiple of num_attention_heads ({heads})",
+                "Set kv_channels to the size of one head.",
+            )
         if heads % self.query_groups:
-            limit = f"it must divide num_attention_heads ({heads})"
-            fix = "Use the number of key/value heads of the model."
-            raise self._wrong("num_query_groups", limit, fix)
+            raise self._wrong(
+                "num_query_groups",
+                f"it must divide num_attention_heads ({heads})",
+                "Use the number of key/value heads of the model.",
+            )
         self._check_stacks()
         self._check_pattern()
         if self.heterogeneous_layers:
@@ -242,14 +247,20 @@ class TransformerSpec:
         if self.vision is not None and self.family is not ModelFamily.GPT:
             raise self._wrong("vision", "only models of family gpt have an encoder of images")
         if self.vision is not None and self.adapters is not None:
-            limit = "adapters beside an encoder of images are not planned"
-            raise self._wrong("adapters", limit, "Train all weights.")
+            raise self._wrong(
+                "adapters",
+                "adapters beside an encoder of images are not planned",
+                "Train all weights.",
+            )
         for name in ("encoder_num_layers", "decoder_seq_length"):
             if (getattr(self, name) is not None) is not is_t5:
                 raise self._wrong(name, "models of family t5 need it, and no others have it")
         if is_t5 and self.query_groups != self.num_attention_heads:
-            limit = "cross attention has a key/value head for each query head"
-            raise self._wrong("num_query_groups", limit, "Leave it out.")
+            raise self._wrong(
+                "num_query_groups",
+                "cross attention has a key/value head for each query head",
+                "Leave it out.",
+            )
         if is_t5:
             self._require_default(_NOT_IN_T5, "Megatron-core's T5 has no such layers")
 
@@ -262,21 +273,31 @@ class TransformerSpec:
         if self.hybrid_layer_pattern:
             kinds, _, depths = hybrid_kinds(self.hybrid_layer_pattern)
             if len(kinds) != self.num_layers:
-                limit = f"it names {len(kinds)} layers and num_layers is {self.num_layers}"
-                raise self._wrong("hybrid_layer_pattern", limit, "Name every layer once.")
+                raise self._wrong(
+                    "hybrid_layer_pattern",
+                    f"it names {len(kinds)} layers and num_layers is {self.num_layers}",
+                    "Name every layer once.",
+                )
             if depths != self.num_mtp_layers:
-                limit = f"hybrid_layer_pattern has {depths} depths behind a /"
-                raise self._wrong("mtp_num_layers", limit, "Give the same number in both.")
+                raise self._wrong(
+                    "mtp_num_layers",
+                    f"hybrid_layer_pattern has {depths} depths behind a /",
+                    "Give the same number in both.",
+                )
         variant = self.experimental_attention_variant
         if variant not in (None, "gated_delta_net", "dsa"):
             raise self._wrong("experimental_attention_variant", "it must be gated_delta_net or dsa")
         if variant == "gated_delta_net" and self.linear_attention_freq is None:
-            limit = "gated_delta_net needs it, to say which layers are linear"
-            fix = "Write for example 4: every fourth layer attends in full."
-            raise self._wrong("linear_attention_freq", limit, fix)
+            raise self._wrong(
+                "linear_attention_freq",
+                "gated_delta_net needs it, to say which layers are linear",
+                "Write for example 4: every fourth layer attends in full.",
+            )
         if self.linear_num_value_heads % self.linear_num_key_heads:
-            limit = f"it must be a multiple of linear_num_key_heads ({self.linear_num_key_heads})"
-            raise self._wrong("linear_num_value_heads", limit)
+            raise self._wrong(
+                "linear_num_value_heads",
+                f"it must be a multiple of linear_num_key_heads ({self.linear_num_key_heads})",
+            )
         for name in _FOR_SPARSE_ATTENTION if variant == "dsa" else ():
             if not getattr(self, name):
                 raise self._wrong(name, "experimental_attention_variant dsa needs it")
@@ -284,23 +305,32 @@ class TransformerSpec:
     def _check_experts(self) -> None:
         pattern = self.moe_layer_pattern
         if self.hybrid_layer_pattern and pattern:
-            limit = "hybrid_layer_pattern says which layers have experts"
-            raise self._wrong("moe_layer_pattern", limit, "Drop it.")
+            raise self._wrong(
+                "moe_layer_pattern",
+                "hybrid_layer_pattern says which layers have experts",
+                "Drop it.",
+            )
         if self.num_experts is None:
             if any(pattern) or "E" in self.hybrid_layer_pattern:
-                name = "hybrid_layer_pattern" if self.hybrid_layer_pattern else "moe_layer_pattern"
-                limit = "it names expert layers but num_experts is not set"
-                raise self._wrong(name, limit, "Set num_experts, or drop the pattern.")
+                raise self._wrong(
+                    "hybrid_layer_pattern" if self.hybrid_layer_pattern else "moe_layer_pattern",
+                    "it names expert layers but num_experts is not set",
+                    "Set num_experts, or drop the pattern.",
+                )
             return
         flags = len(pattern) == self.num_layers and all(flag in (0, 1) for flag in pattern)
         if not (flags or self.hybrid_layer_pattern):
-            limit = f"it needs one 0 or 1 for each of the {self.num_layers} layers"
-            fix = "Write for example [0]*3+[1]*58 as moe_layer_freq."
-            raise self._wrong("moe_layer_pattern", limit, fix)
+            raise self._wrong(
+                "moe_layer_pattern",
+                f"it needs one 0 or 1 for each of the {self.num_layers} layers",
+                "Write for example [0]*3+[1]*58 as moe_layer_freq.",
+            )
         if not 1 <= self.moe_router_topk <= self.num_experts:
-            limit = f"it must lie between 1 and num_experts ({self.num_experts})"
-            fix = "Use the number of experts that each token visits."
-            raise self._wrong("moe_router_topk", limit, fix)
+            raise self._wrong(
+                "moe_router_topk",
+                f"it must lie between 1 and num_experts ({self.num_experts})",
+                "Use the number of experts that each token visits.",
+            )
 
     def _wrong(
         self, field: str, limit: str, fix: str = "Correct the model's description."

@@ -94,8 +94,9 @@ def known_release(version: str) -> str:
         limit = f"{RELEASES[0]} is the oldest release whose options and rules are known"
         if _RELEASE.match(version) is None:
             limit = f"a release is a number such as {DEFAULT_VERSION}"
-        fix = f"Use one of {', '.join(RELEASES)}."
-        raise UserInputError("Megatron-LM release", version, limit, fix)
+        raise UserInputError(
+            "Megatron-LM release", version, limit, f"Use one of {', '.join(RELEASES)}."
+        )
     return found
 
 

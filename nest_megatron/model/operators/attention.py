@@ -50,8 +50,12 @@ def attention_graph(
         UnplannableModelError: for sparse attention of a hybrid model.
     """
     if "D" in spec.hybrid_layer_pattern:
-        what, limit = f"model {spec.name}: hybrid_layer_pattern", "its work is not known"
-        raise UnplannableModelError(what, "D", limit, "nest-megatron models counts its parameters.")
+        raise UnplannableModelError(
+            f"model {spec.name}: hybrid_layer_pattern",
+            "D",
+            "its work is not known",
+            "nest-megatron models counts its parameters.",
+        )
     layer = _latent_attention if spec.multi_latent_attention else _attention
     graph = layer(spec, shard, _attention_span(spec, shard, block))
     graph = dataclasses.replace(graph, input_bytes=shard.hidden_bytes(spec))
