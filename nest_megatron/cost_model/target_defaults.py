@@ -14,6 +14,8 @@ from nest_megatron.layout.rulebook.facts import is_within, last_until
 
 _TABLE = packaged(__package__, "targets.toml")
 _FRAMEWORKS: Mapping[str, Mapping[str, Any]] = _TABLE["frameworks"]
+#: Keys of a row of defaults that are no argument, beside the conditions of a ``Default``.
+_OF_ROWS = ("file", "since", "until", "unset")
 
 
 def _targets() -> Iterator[Target]:
@@ -32,17 +34,23 @@ def _targets() -> Iterator[Target]:
                 builds=tuple(framework.get("builds", ())),
                 packages=row.get("packages", {}),
                 defaults=tuple(
-                    _default(each, files, source)
+                    default
                     for each in rows
                     if is_within(release, each.get("since", ""), each.get("until", ""))
+                    for default in _defaults(each, files[each["file"]], source)
                 ),
             )
 
 
-def _default(row: Mapping[str, Any], files: Mapping[str, str], release: str) -> Default:
-    source = files[row["file"]]
-    source = source if source.startswith("nest_megatron/") else f"{release}: {source}"
-    return cast(Default, {**row, "source": source})
+def _defaults(row: Mapping[str, Any], file: str, release: str) -> Iterator[Default]:
+    source = file if file.startswith("nest_megatron/") else f"{release}: {file}"
+    conditions = {key: row[key] for key in row if key in Default.__annotations__}
+    values = {key: row[key] for key in row if key not in {*conditions, *_OF_ROWS}}
+    if unset := row.get("unset"):
+        values[unset] = None
+    for argument, value in values.items():
+        default = {"argument": argument, "value": value, "source": source, **conditions}
+        yield cast(Default, default)
 
 
 #: Targets that a plan may be made for, by name.

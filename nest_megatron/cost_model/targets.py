@@ -32,9 +32,9 @@ _NO_FLAGS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Default(TypedDict):
-    """What a framework sets where a job does not say: a row of ``targets.toml``, with its source.
+    """What a framework sets where a job does not say: an argument of ``targets.toml``.
 
-    ``value`` is absent where Megatron's own holds; ``source`` is the file of the framework, at a
+    ``value`` is ``None`` where Megatron's own holds; ``source`` is the file of the framework, at a
     release, that sets it. It holds with ``gpu``, a pattern that the accelerator's name begins with,
     in ``precision``, only with or only without ``experts`` and ``mamba`` layers. ``also`` are
     arguments that it brings along, by name.
@@ -42,7 +42,7 @@ class Default(TypedDict):
 
     argument: str
     source: str
-    value: NotRequired[object]
+    value: object
     gpu: NotRequired[str]
     precision: NotRequired[str]
     experts: NotRequired[bool]
@@ -70,7 +70,7 @@ def default_words(default: Default) -> str:
     >>> default_words(Default(argument="fp8_recipe", value="mxfp8", source="", gpu="B200"))
     'fp8_recipe mxfp8 (B200)'
     """
-    stated: Any = default.get("value")
+    stated: Any = default["value"]
     value = {True: "on", False: "off", None: "as Megatron"}.get(stated, stated)
     pairs = default.get("also", {}).items()
     also = "".join(f" with {k} {','.join(map(str, v))}" for k, v in pairs)
@@ -121,7 +121,7 @@ class Target:
         for default in self.defaults:
             name = default["argument"]
             if name not in found and _holds(default, accelerator, precision, spec):
-                found = {**default.get("also", {}), **found, name: default.get("value")}
+                found = {**default.get("also", {}), **found, name: default["value"]}
         return found
 
     def settings(
