@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from nest_megatron.model.hugging_face import (
+    FAMILIES,
     OTHER_NAMES,
     REFUSED,
     read_hf_model,
-    reader_of,
-    supported_model_types,
 )
 
 PAGE = Path(__file__).with_name("hugging_face.md")
@@ -77,7 +76,7 @@ def page() -> str:
     names = ("", "_5", "_own")
     files = [_judged(f"hugging_face_judged{name}.json") for name in names]
     judges = (f"transformers {each['transformers']} on {each['date']}" for each in files)
-    rows = [_row(name, files) for name in supported_model_types()]
+    rows = [_row(name, files) for name in sorted(FAMILIES)]
     head = (
         "| `model_type` | What is read | Judged | By transformers | Not Megatron-LM's |",
         "|---|---|--:|---|---|",
@@ -111,13 +110,12 @@ def _row(name: str, files: list[dict[str, Any]]) -> str:
     known = (m for each in files for m in each["models"] if not _MADE_UP.search(m["name"]))
     published = [m["config"] for m in known if m["config"]["model_type"] == name]
     parts = {part: None for each in published for part in _parts(each)}
-    words = (reader_of(name).__doc__ or "").strip().rstrip(".")
     total, by = (
         sum(map(len, configs.values())),
         ", ".join(v for v, of_one in configs.items() if of_one),
     )
     lacking = ", ".join(f"`{part}`" for part in parts)
-    return f"| `{name}` | {words} | {total or ''} | {by or 'not judged'} | {lacking} |"
+    return f"| `{name}` | {FAMILIES[name][0]} | {total or ''} | {by or 'not judged'} | {lacking} |"
 
 
 def _parts(config: dict[str, Any]) -> Iterator[str]:

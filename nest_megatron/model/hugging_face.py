@@ -16,10 +16,11 @@ from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.hugging_face_fields import (
     UNSET,
     ConfigFields,
+    Family,
     Shape,
     activation,
     is_harmless,
-    model_types,
+    joined,
     weightless_keys,
 )
 from nest_megatron.model.parameters import model_parameters
@@ -77,7 +78,7 @@ def _qwen_vl(f: ConfigFields, act: str) -> Shape:
         "patch_features": f.whole("in_channels", 3) * frames * patch**2,
         "projector_ffn_hidden_size": hidden * merge**2,
         "spatial_merge_size": merge,
-        "activation": activation(f, default=act),
+        **activation(default=act)(f),
         "is_split": False,
     }
 
@@ -120,6 +121,9 @@ _VISION_READERS: Mapping[str, Callable[[ConfigFields], dict[str, Any]]] = {
 }
 
 Config = Mapping[str, object]
+
+#: What can be read, by ``model_type``: what it is, and the parts of its description.
+FAMILIES: Mapping[str, Family] = {**dense.FAMILIES, **experts.FAMILIES, **hybrids.FAMILIES}
 
 #: Sequence length taken when the caller gives none and the model allows more.
 DEFAULT_SEQ_LENGTH = 8192
@@ -203,16 +207,6 @@ class HuggingFaceModel:
     notes: tuple[str, ...] = ()
 
 
-def supported_model_types() -> tuple[str, ...]:
-    """The ``model_type`` values that can be read, sorted."""
-    return tuple(sorted(_READERS))
-
-
-def reader_of(model_type: str) -> Callable[[ConfigFields], Shape]:
-    """The reader of a type, whose docstring says what the type is."""
-    return _READERS[model_type]
-
-
 def read_hf_model(mapping: Config, name: str, *, seq_length: int | None = None) -> HuggingFaceModel:
     """The model of a Hugging Face configuration.
 
@@ -236,7 +230,7 @@ def read_hf_model(mapping: Config, name: str, *, seq_length: int | None = None) 
     # a class of another name has defaults of its own, which are not known here
     fields = ConfigFields(text, name, model_type if own_type == model_type else "")
     fields.weightless(*weightless_keys(model_type))
-    shape = {"name": name, **_READERS[model_type](fields)}
+    shape = {"name": name, **joined(fields, *FAMILIES[model_type][1])}
     longest = shape.pop("longest", None) or shape["max_position_embeddings"]
     shape["seq_length"] = seq_length or min(longest, DEFAULT_SEQ_LENGTH)
     shape["source"] = f"{OF_HUGGING_FACE}, model_type {model_type}"
@@ -275,7 +269,7 @@ def _text_model(
         tied = mapping.get("tie_word_embeddings")
         known = {} if tied is None else {"tie_word_embeddings": tied}
         text = {"model_type": _plain_type(whole), **known, **inner}
-    elif isinstance(whole, str) and whole not in OTHER_NAMES and whole in _READERS:
+    elif isinstance(whole, str) and whole not in OTHER_NAMES and whole in FAMILIES:
         return text, (), ()
     for key in (*_OF_ENCODERS, *_OF_FLAT_FILES):
         text.pop(key, None)
@@ -305,7 +299,7 @@ def _model_type(text: Config, whole: Config, name: str) -> str:
         whole: the file, which names the classes of the model.
     """
     model_type = text.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _READERS:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise _unplannable(name, model_type, _why_unknown(text, whole, str(model_type)))
     contents = {
         "it is an encoder-decoder model": text.get("is_encoder_decoder"),
@@ -322,7 +316,7 @@ def _why_unknown(text: Config, whole: Config, model_type: str) -> str:
     for words, why in REFUSED:
         if any(re.search(word, model_type) for word in words.split()):
             return why
-    close = difflib.get_close_matches(model_type, _READERS, n=1, cutoff=0.75)
+    close = difflib.get_close_matches(model_type, FAMILIES, n=1, cutoff=0.75)
     hint = f" (the nearest name: {close[0]})" if close else ""
     return f"this architecture is not supported{hint}{_way_out(text, whole)}"
 
@@ -354,7 +348,7 @@ def _way_out(text: Config, whole: Config) -> str:
 def _type_of_class(name: str) -> str | None:
     """The type that is read of a class of transformers, such as ``LlamaForCausalLM``."""
     squeezed = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel").lower()
-    return next((kind for kind in _READERS if kind.replace("_", "") == squeezed), None)
+    return next((kind for kind in FAMILIES if kind.replace("_", "") == squeezed), None)
 
 
 def _unplannable(name: str, value: object, reason: str) -> UnplannableModelError:
@@ -362,14 +356,5 @@ def _unplannable(name: str, value: object, reason: str) -> UnplannableModelError
         f"model {name}: model_type",
         value,
         limit=reason,
-        fix=f"Supported: {', '.join(supported_model_types())}.",
+        fix=f"Supported: {', '.join(sorted(FAMILIES))}.",
     )
-
-
-#: Readers by ``model_type``, which each is named after.
-_READERS: Mapping[str, Callable[[ConfigFields], Shape]] = {
-    name: read
-    for module in (dense, experts, hybrids)
-    for name, read in vars(module).items()
-    if name in model_types()
-} | {"bailing_moe_v2": experts.bailing_moe_v2, "chatglm": dense.chatglm}

@@ -1,11 +1,21 @@
-"""Readers of Hugging Face configurations of families with routed experts."""
+"""Families with routed experts of Hugging Face configurations."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+
 from nest_megatron.errors import UnplannableModelError
-from nest_megatron.model.hugging_face_dense import mistral, upper_windows
+from nest_megatron.model.hugging_face_dense import MISTRAL, UPPER_WINDOWS
 from nest_megatron.model.hugging_face_fields import (
+    BALANCED,
+    QK_NORM,
+    ROUTED_BIASES,
+    WIDE_QK_NORM,
     ConfigFields,
+    Family,
+    Part,
+    Reader,
     Shape,
     decoder,
     expert_layers,
@@ -15,29 +25,30 @@ from nest_megatron.model.hugging_face_fields import (
     layer_norm,
     linear_biases,
     own_biases,
+    predicted_tokens,
     rotary,
     same_biases,
     shared_experts,
-    wide_qk_norm,
+    sizes,
+    switches,
+    untied,
+    upper_windows,
+    where,
     windows,
+    windows_but_every,
 )
 from nest_megatron.model.variant import Bias
 
 
-def mixtral(f: ConfigFields) -> Shape:
-    """Mixtral."""
-    return joined(mistral(f), experts(f, "num_local_experts", "intermediate_size"))
-
-
-def _routed_biases(f: ConfigFields, *, qkv_alone: bool = False) -> Shape:
-    """``attention_bias`` beside a router without one."""
-    attends = f.flag("attention_bias")
-    return linear_biases(qkv=attends, projection=attends and not qkv_alone, routed=True)
-
-
-def _shared(f: ConfigFields, number: str) -> Shape:
+def _shared(number: str) -> Reader:
     """Shared experts, each as wide as a routed one."""
-    return shared_experts(f.whole("moe_intermediate_size") * f.count(number))
+    return lambda f: shared_experts(f.whole("moe_intermediate_size") * f.count(number))
+
+
+def _behind_dense(f: ConfigFields) -> Shape:
+    """Experts in all layers but the first ones."""
+    first = f.count("first_k_dense_replace")
+    return expert_layers(f, lambda layer: layer >= first)
 
 
 def qwen_experts(f: ConfigFields, number: str = "num_experts") -> Shape:
@@ -47,91 +58,57 @@ def qwen_experts(f: ConfigFields, number: str = "num_experts") -> Shape:
     if not f.whole(number, least=0):
         f.weightless("moe_intermediate_size", "num_experts_per_tok")
         return {}
-    return experts(f, number, "moe_intermediate_size") | expert_layers(
+    return joined(f, experts(number, "moe_intermediate_size")) | expert_layers(
         f, lambda layer: (layer + 1) % step == 0 and layer not in dense
     )
 
 
-def gated_shared_expert(f: ConfigFields, number: str = "num_experts") -> Shape:
+def _qwen3_windows(f: ConfigFields) -> Shape:
+    return windows(f) if f.flag("use_sliding_window") else {}
+
+
+def _qwen3_experts(f: ConfigFields) -> Shape:
+    renamed = f.get("num_local_experts") is not None
+    return qwen_experts(f, "num_local_experts" if renamed else "num_experts")
+
+
+def gated_shared_expert(f: ConfigFields) -> Shape:
     """A shared expert behind a gate, in a model that has experts."""
     size = f.count("shared_expert_intermediate_size")
-    if not size or not f.whole(number, least=0):
+    if not size or not f.whole("num_experts", least=0):
         return {}
     return shared_experts(size) | {"moe_shared_expert_gate": True}
 
 
-def qwen2_moe(f: ConfigFields) -> Shape:
-    """Qwen 1.5 and 2 MoE: a gate on the shared expert."""
-    return joined(
-        decoder(f),
-        upper_windows(f),
-        linear_biases(qkv=f.flag("qkv_bias", True), routed=True),
-        qwen_experts(f),
-        gated_shared_expert(f),
-    )
-
-
-def qwen3_moe(f: ConfigFields) -> Shape:
-    """Qwen 3 MoE; a window is on all layers."""
-    slides = windows(f, lambda _: True) if f.flag("use_sliding_window") else {}
-    number = "num_experts" if f.get("num_local_experts") is None else "num_local_experts"
-    return joined(
-        decoder(f),
-        slides,
-        _routed_biases(f),
-        {"qk_layernorm": True},
-        qwen_experts(f, number),
-    )
-
-
-def deepseek_v2(f: ConfigFields) -> Shape:
-    """DeepSeek V2."""
-    return joined(_deepseek(f), linear_biases(mlp=f.flag("mlp_bias"), routed=True))
-
-
-def deepseek_v3(f: ConfigFields) -> Shape:
-    """DeepSeek V3 and R1, Kimi K2, Moonlight: experts balanced by a bias."""
-    return joined(_deepseek(f), {"moe_router_enable_expert_bias": True})
-
-
-def deepseek_v32(f: ConfigFields) -> Shape:
-    """DeepSeek V3.2: as V3, and an indexer chooses the tokens that attention sees."""
+def _indexer(f: ConfigFields) -> Shape:
+    """What chooses the tokens that attention sees."""
     if {*(f.items("layer_types", "text") or ())} - {"indexed_attention"}:
         raise f.wrong("layer_types", "all layers of this family are indexed_attention")
     return joined(
-        deepseek_v3(f),
-        {
-            "experimental_attention_variant": "dsa",
-            "dsa_indexer_n_heads": f.whole("index_n_heads"),
-            "dsa_indexer_head_dim": f.whole("index_head_dim"),
-            "dsa_indexer_topk": f.whole("index_topk"),
-        },
+        f,
+        {"experimental_attention_variant": "dsa"},
+        sizes(
+            dsa_indexer_n_heads="index_n_heads",
+            dsa_indexer_head_dim="index_head_dim",
+            dsa_indexer_topk="index_topk",
+        ),
     )
 
 
-def glm_moe_dsa(f: ConfigFields) -> Shape:
-    """GLM-5: as DeepSeek V3.2; layers that share the indexer of another are not read."""
+def _own_indexers(f: ConfigFields) -> Shape:
     shared = {*(f.items("indexer_types", "text") or ()), *str(f.get("index_topk_pattern", ""))}
     if f.whole("index_topk_freq", 1) > 1 or shared & {"shared", "S"}:
-        key = next(
-            key
-            for key in ("indexer_types", "index_topk_pattern", "index_topk_freq")
-            if f.get(key) is not None
-        )
+        keys = ("indexer_types", "index_topk_pattern", "index_topk_freq")
         raise f.wrong(
-            key,
+            next(key for key in keys if f.get(key) is not None),
             "layers that take the tokens of another layer's indexer are not read",
             kind=UnplannableModelError,
         )
-    return deepseek_v32(f)
+    return {}
 
 
-def glm4_moe_lite(f: ConfigFields) -> Shape:
-    """GLM-4.7-Flash: latent attention and experts as DeepSeek V3's, the first layer dense."""
-    return joined(_deepseek(f, first=1), {"moe_router_enable_expert_bias": True})
-
-
-def _deepseek(f: ConfigFields, first: int = 0) -> Shape:
+def _deepseek_layers(f: ConfigFields, first: int = 0) -> Shape:
+    """Experts behind the first layers, or in the layers that a list names."""
     first, period = f.whole("first_k_dense_replace", first, least=0), f.whole("moe_layer_freq", 1)
     named = f.items("mlp_layer_types", "text", of_layers=True)
     if not {*(named or ())} <= {"dense", "sparse"}:
@@ -140,56 +117,41 @@ def _deepseek(f: ConfigFields, first: int = 0) -> Shape:
     def routes(layer: int) -> bool:
         return named[layer] == "sparse" if named else layer >= first and layer % period == 0
 
-    return joined(
-        decoder(f),
-        _latent_attention(f),
-        experts(f, "n_routed_experts", "moe_intermediate_size"),
-        expert_layers(f, routes),
-        _shared(f, "n_shared_experts"),
-        _predicted_tokens(f),
-        own_biases(Bias.LATENT_DOWN, Bias.PROJECTION, where=f.flag("attention_bias")),
-    )
-
-
-def _predicted_tokens(f: ConfigFields) -> Shape:
-    return {"mtp_num_layers": f.count("num_nextn_predict_layers") or None}
+    return expert_layers(f, routes)
 
 
 def _latent_attention(f: ConfigFields) -> Shape:
     rank = f.get("q_lora_rank")
-    return {
-        "multi_latent_attention": True,
-        "num_query_groups": None,
-        "kv_channels": f.whole("qk_nope_head_dim"),
-        "qk_layernorm": True,
-        "q_lora_rank": None if rank is None else f.whole("q_lora_rank"),
-        "kv_lora_rank": f.whole("kv_lora_rank"),
-        "qk_head_dim": f.whole("qk_nope_head_dim"),
-        "qk_pos_emb_head_dim": f.whole("qk_rope_head_dim"),
-        "v_head_dim": f.whole("v_head_dim"),
-    }
-
-
-def gpt_oss(f: ConfigFields) -> Shape:
-    """GPT-OSS: biases everywhere, attention sinks, every other layer slides."""
-    top = "num_experts_per_tok"
-    if f.get(top) is None:
-        top = "experts_per_token"
-    biases: Shape = {"add_bias_linear": True}
-    if not f.flag("attention_bias", True):
-        biases = own_biases(Bias.MLP, Bias.ROUTER)
     return joined(
-        decoder(f),
-        {"activation": "quick_gelu"},  # the file says silu; the experts use a clamped quick GELU
-        biases,
-        {"softmax_type": "learnable"},
-        windows(f, lambda layer: (layer + 1) % 2 != 0),
-        experts(f, "num_local_experts", "intermediate_size", top),
+        f,
+        {
+            "multi_latent_attention": True,
+            "num_query_groups": None,
+            "q_lora_rank": None if rank is None else f.whole("q_lora_rank"),
+        },
+        QK_NORM,
+        sizes(
+            kv_channels="qk_nope_head_dim",
+            kv_lora_rank="kv_lora_rank",
+            qk_head_dim="qk_nope_head_dim",
+            qk_pos_emb_head_dim="qk_rope_head_dim",
+            v_head_dim="v_head_dim",
+        ),
     )
 
 
-def minimax_m2(f: ConfigFields) -> Shape:
-    """MiniMax M2: norms of queries and keys over all heads, experts balanced by a bias."""
+def _gpt_oss(f: ConfigFields) -> Shape:
+    top = "num_experts_per_tok"
+    if f.get(top) is None:
+        top = "experts_per_token"
+    biases: Part = {"add_bias_linear": True}
+    if not f.flag("attention_bias", True):
+        biases = own_biases(Bias.MLP, Bias.ROUTER)
+    return joined(f, biases, experts("num_local_experts", "intermediate_size", top))
+
+
+def _minimax_m2(f: ConfigFields) -> Shape:
+    """Rotated channels, the router's bias and MTP modules of MiniMax M2, without what it lacks."""
     if not f.flag("use_qk_norm", True) or f.get("qk_norm_type", "per_layer") != "per_layer":
         key = "qk_norm_type" if f.flag("use_qk_norm", True) else "use_qk_norm"
         raise f.wrong(key, "this family has norms of queries and keys over all heads")
@@ -206,69 +168,16 @@ def minimax_m2(f: ConfigFields) -> Shape:
             "an MTP module of Megatron has one layer",
             kind=UnplannableModelError,
         )
-    around = decoder(f)
     size = f.whole("head_dim", f.whole("hidden_size") // f.whole("num_attention_heads"))
-    return joined(
-        around,
-        rotary(f, partial=f.whole("rotary_dim", size) / size),
-        wide_qk_norm(),
-        {"moe_router_enable_expert_bias": f.flag("use_routing_bias", True)},
-        experts(f, "num_local_experts", "intermediate_size"),
-        {"mtp_num_layers": mtp or None},
-    )
+    return {
+        **rotary(f.whole("rotary_dim", size) / size)(f),
+        "moe_router_enable_expert_bias": f.flag("use_routing_bias", True),
+        "mtp_num_layers": mtp or None,
+    }
 
 
-def phimoe(f: ConfigFields) -> Shape:
-    """Phi 3.5 MoE: LayerNorm, a bias on the output layer."""
-    output = own_biases(Bias.OUTPUT_LAYER, where=f.flag("lm_head_bias"))
-    return joined(
-        decoder(f, own_size=False),
-        layer_norm(f, "rms_norm_eps"),
-        windows(f, lambda _: True),
-        _routed_biases(f),
-        output,
-        experts(f, "num_local_experts", "intermediate_size"),
-    )
-
-
-def olmoe(f: ConfigFields) -> Shape:
-    """OLMoE: norms of queries and keys over all heads."""
-    found = experts(f, "num_experts", "intermediate_size")
-    return joined(decoder(f, own_size=False), _routed_biases(f), wide_qk_norm(), found)
-
-
-def glm4_moe(f: ConfigFields) -> Shape:
-    """GLM-4.5 and 4.6."""
-    first = f.whole("first_k_dense_replace", 1, least=0)
-    return joined(
-        decoder(f),
-        rotary(f, partial=0.5),
-        _routed_biases(f, qkv_alone=True),
-        {"qk_layernorm": f.flag("use_qk_norm"), "moe_router_enable_expert_bias": True},
-        experts(f, "n_routed_experts", "moe_intermediate_size"),
-        expert_layers(f, lambda layer: layer >= first),
-        _shared(f, "n_shared_experts"),
-        _predicted_tokens(f),
-    )
-
-
-def dots1(f: ConfigFields) -> Shape:
-    """dots.llm1: norms of queries and keys; the upper layers slide."""
-    first = f.count("first_k_dense_replace")
-    upper = f.count("max_window_layers")
-    return joined(
-        decoder(f),
-        windows(f, lambda layer: layer >= upper),
-        _routed_biases(f),
-        {"qk_layernorm": True, "moe_router_enable_expert_bias": True},
-        experts(f, "n_routed_experts", "moe_intermediate_size"),
-        expert_layers(f, lambda layer: layer >= first),
-        _shared(f, "n_shared_experts"),
-    )
-
-
-def llama4_text(f: ConfigFields) -> Shape:
-    """Llama 4: a shared expert as wide as the others, attention in chunks on rotated layers."""
+def _llama4(f: ConfigFields) -> Shape:
+    """The layers that have experts, with a shared one, and the size of the others."""
     step = f.whole("interleave_moe_layer_step", 1)
     named = f.items("moe_layers", "layer numbers")
 
@@ -276,68 +185,38 @@ def llama4_text(f: ConfigFields) -> Shape:
         return (layer + 1) % step == 0 if named is None else layer in named
 
     size = f.whole("intermediate_size")
-    return joined(
-        decoder(f),
-        _chunks(f),
-        _routed_biases(f),
-        {"ffn_hidden_size": f.whole("intermediate_size_mlp", size)},
-        experts(f, "num_local_experts", "intermediate_size"),
-        expert_layers(f, routes),
-        shared_experts(size),
-    )
+    return {
+        "ffn_hidden_size": f.whole("intermediate_size_mlp", size),
+        **expert_layers(f, routes),
+        **shared_experts(size),
+    }
 
 
 def _chunks(f: ConfigFields) -> Shape:
     """The layers that attend in chunks; the others are not rotated."""
-    layers, size = range(f.whole("num_hidden_layers")), f.get("attention_chunk_size")
     rotated = f.items("no_rope_layers", "0 and 1", of_layers=True)
-    kinds = f.items("layer_types", "text")
-    flags = [bool(rotated[i]) if rotated else (i + 1) % 4 != 0 for i in layers]
-    if kinds is not None:
-        if len(kinds) != len(layers) or not {*kinds} <= {"chunked_attention", "full_attention"}:
-            raise f.wrong("layer_types", "it must name chunked_attention or full_attention")
-        flags = [kind == "chunked_attention" for kind in kinds]
-    if size is None or not any(flags):
+    flags = f.marked_layers(
+        "chunked_attention",
+        lambda layer: bool(rotated[layer]) if rotated else (layer + 1) % 4 != 0,
+    )
+    if f.get("attention_chunk_size") is None or not any(flags):
         return {}
     found = frequency(flags)
-    unrotated = [1 - flag for flag in found] if isinstance(found, list) else found
     return {
         "attention_chunk_size": f.whole("attention_chunk_size"),
-        "no_rope_freq": unrotated,
+        "no_rope_freq": [1 - flag for flag in found] if isinstance(found, list) else found,
     }
 
 
-def granitemoe(f: ConfigFields) -> Shape:
-    """Granite 3 MoE."""
-    found = experts(f, "num_local_experts", "intermediate_size")
-    return joined(decoder(f), _routed_biases(f), found)
-
-
-def granitemoeshared(f: ConfigFields) -> Shape:
-    """Granite 3 MoE with a shared expert."""
-    return joined(granitemoe(f), shared_experts(f.count("shared_intermediate_size")))
-
-
-def ernie4_5_moe(f: ConfigFields) -> Shape:
-    """ERNIE 4.5 21B and 300B; the bias that balances experts counts as a parameter."""
-    has_bias, num_layers = f.flag("use_bias"), f.whole("num_hidden_layers")
+def _ernie_layers(f: ConfigFields) -> Shape:
     first, period = f.whole("moe_layer_start_index", 1, least=0), f.whole("moe_layer_interval", 1)
     last = f.whole("moe_layer_end_index", -1, least=-1)
-    last = num_layers - 1 if last == -1 else last
-    return joined(
-        decoder(f),
-        same_biases(has_bias, routed=True),
-        own_biases(Bias.EXPERT_BIAS),
-        own_biases(Bias.OUTPUT_LAYER, where=has_bias),
-        {"moe_router_enable_expert_bias": True},
-        experts(f, "moe_num_experts", "moe_intermediate_size", "moe_k"),
-        expert_layers(f, lambda layer: (layer + 1) % period == 0 and first <= layer <= last),
-        _shared(f, "moe_num_shared_experts"),
-    )
+    last = f.whole("num_hidden_layers") - 1 if last == -1 else last
+    return expert_layers(f, lambda layer: (layer + 1) % period == 0 and first <= layer <= last)
 
 
-def hunyuan_v1_moe(f: ConfigFields) -> Shape:
-    """Hunyuan MoE: a shared expert as wide as the others; what is listed is alike in all layers."""
+def _hunyuan_moe(f: ConfigFields) -> Shape:
+    """Experts of Hunyuan, without what the family lacks."""
     for key in ("use_cla", "use_mla", "moe_layer_num_skipped"):
         if f.get(key, False):
             raise f.wrong(
@@ -346,30 +225,170 @@ def hunyuan_v1_moe(f: ConfigFields) -> Shape:
     if not f.flag("use_qk_norm", True):
         raise f.wrong("use_qk_norm", "this family has norms of queries and keys")
     size = f.whole("moe_intermediate_size", f.whole("intermediate_size"))
-    return joined(
-        decoder(f),
-        _routed_biases(f),
-        {"qk_layernorm": True},
-        experts(f, "num_experts", "intermediate_size", "moe_topk"),
-        {"moe_ffn_hidden_size": size},
-        shared_experts(size * f.whole("num_shared_expert", 1, least=0)),
-    )
+    return {
+        "moe_ffn_hidden_size": size,
+        **shared_experts(size * f.whole("num_shared_expert", 1, least=0)),
+    }
 
 
-def bailing_moe_v2(f: ConfigFields) -> Shape:
-    """Ling and Ring 2.0: norms of queries and keys, experts balanced by a bias."""
-    first = f.count("first_k_dense_replace")
-    biases = linear_biases(qkv=f.flag("use_qkv_bias"), projection=f.flag("use_bias"), routed=True)
-    return joined(
-        decoder(f),
-        biases,
-        {
-            "qk_layernorm": f.flag("use_qk_norm", True),
-            "moe_router_enable_expert_bias": True,
-            "untie_embeddings_and_output_weights": not f.flag("tie_word_embeddings"),
-        },
-        experts(f, "num_experts", "moe_intermediate_size"),
-        expert_layers(f, lambda layer: layer >= first),
-        _shared(f, "num_shared_experts"),
-        _predicted_tokens(f),
-    )
+def _shared_granite(f: ConfigFields) -> Shape:
+    return shared_experts(f.count("shared_intermediate_size"))
+
+
+_OF_DEEPSEEK: tuple[Part, ...] = (
+    decoder,
+    _latent_attention,
+    experts("n_routed_experts", "moe_intermediate_size"),
+    _shared("n_shared_experts"),
+    predicted_tokens("num_nextn_predict_layers"),
+    where("attention_bias", own_biases(Bias.LATENT_DOWN, Bias.PROJECTION)),
+)
+_DEEPSEEK_V32: tuple[Part, ...] = (*_OF_DEEPSEEK, _deepseek_layers, BALANCED, _indexer)
+_OF_LOCAL_EXPERTS = experts("num_local_experts", "intermediate_size")
+_WITHOUT_HEAD_DIM = partial(decoder, own_size=False)
+GRANITE: tuple[Part, ...] = (decoder, ROUTED_BIASES, _OF_LOCAL_EXPERTS)
+
+FAMILIES: Mapping[str, Family] = {
+    "mixtral": ("Mixtral", (*MISTRAL, _OF_LOCAL_EXPERTS)),
+    "qwen2_moe": (
+        "Qwen 1.5 and 2 MoE: a gate on the shared expert",
+        (
+            decoder,
+            UPPER_WINDOWS,
+            linear_biases(qkv="qkv_bias", routed=True),
+            qwen_experts,
+            gated_shared_expert,
+        ),
+    ),
+    "qwen3_moe": (
+        "Qwen 3 MoE; a window is on all layers",
+        (decoder, _qwen3_windows, ROUTED_BIASES, QK_NORM, _qwen3_experts),
+    ),
+    "deepseek_v2": (
+        "DeepSeek V2",
+        (*_OF_DEEPSEEK, _deepseek_layers, linear_biases(mlp="mlp_bias", routed=True)),
+    ),
+    "deepseek_v3": (
+        "DeepSeek V3 and R1, Kimi K2, Moonlight: experts balanced by a bias",
+        (*_OF_DEEPSEEK, _deepseek_layers, BALANCED),
+    ),
+    "deepseek_v32": (
+        "DeepSeek V3.2: as V3, and an indexer chooses the tokens that attention sees",
+        _DEEPSEEK_V32,
+    ),
+    "glm_moe_dsa": (
+        "GLM-5: as DeepSeek V3.2; layers that share the indexer of another are not read",
+        (_own_indexers, *_DEEPSEEK_V32),
+    ),
+    "glm4_moe_lite": (
+        "GLM-4.7-Flash: latent attention and experts as DeepSeek V3's, the first layer dense",
+        (*_OF_DEEPSEEK, partial(_deepseek_layers, first=1), BALANCED),
+    ),
+    "gpt_oss": (
+        "GPT-OSS: biases everywhere, attention sinks, every other layer slides",
+        (
+            decoder,
+            {"activation": "quick_gelu"},  # the file says silu, the experts clamp a quick GELU
+            {"softmax_type": "learnable"},
+            windows_but_every(2),
+            _gpt_oss,
+        ),
+    ),
+    "minimax_m2": (
+        "MiniMax M2: norms of queries and keys over all heads, experts balanced by a bias",
+        (decoder, WIDE_QK_NORM, _minimax_m2, _OF_LOCAL_EXPERTS),
+    ),
+    "phimoe": (
+        "Phi 3.5 MoE: LayerNorm, a bias on the output layer",
+        (
+            _WITHOUT_HEAD_DIM,
+            layer_norm("rms_norm_eps"),
+            windows,
+            ROUTED_BIASES,
+            where("lm_head_bias", own_biases(Bias.OUTPUT_LAYER)),
+            _OF_LOCAL_EXPERTS,
+        ),
+    ),
+    "olmoe": (
+        "OLMoE: norms of queries and keys over all heads",
+        (
+            _WITHOUT_HEAD_DIM,
+            ROUTED_BIASES,
+            WIDE_QK_NORM,
+            experts("num_experts", "intermediate_size"),
+        ),
+    ),
+    "glm4_moe": (
+        "GLM-4.5 and 4.6",
+        (
+            decoder,
+            rotary(0.5),
+            linear_biases(qkv="attention_bias", routed=True),
+            switches(qk_layernorm="use_qk_norm"),
+            BALANCED,
+            experts("n_routed_experts", "moe_intermediate_size"),
+            _behind_dense,
+            _shared("n_shared_experts"),
+            predicted_tokens("num_nextn_predict_layers"),
+        ),
+    ),
+    "dots1": (
+        "dots.llm1: norms of queries and keys; the upper layers slide",
+        (
+            decoder,
+            upper_windows,
+            ROUTED_BIASES,
+            QK_NORM,
+            BALANCED,
+            experts("n_routed_experts", "moe_intermediate_size"),
+            _behind_dense,
+            _shared("n_shared_experts"),
+        ),
+    ),
+    "llama4_text": (
+        "Llama 4: a shared expert as wide as the others, attention in chunks on rotated layers",
+        (decoder, _chunks, ROUTED_BIASES, _OF_LOCAL_EXPERTS, _llama4),
+    ),
+    "granitemoe": ("Granite 3 MoE", GRANITE),
+    "granitemoeshared": (
+        "Granite 3 MoE with a shared expert",
+        (*GRANITE, _shared_granite),
+    ),
+    "ernie4_5_moe": (
+        "ERNIE 4.5 21B and 300B; the bias that balances experts counts as a parameter",
+        (
+            decoder,
+            same_biases("use_bias", routed=True),
+            own_biases(Bias.EXPERT_BIAS),
+            where("use_bias", own_biases(Bias.OUTPUT_LAYER)),
+            BALANCED,
+            experts("moe_num_experts", "moe_intermediate_size", "moe_k"),
+            _ernie_layers,
+            _shared("moe_num_shared_experts"),
+        ),
+    ),
+    "hunyuan_v1_moe": (
+        "Hunyuan MoE: a shared expert as wide as the others; what is listed is alike in all layers",
+        (
+            decoder,
+            ROUTED_BIASES,
+            QK_NORM,
+            experts("num_experts", "intermediate_size", "moe_topk"),
+            _hunyuan_moe,
+        ),
+    ),
+    "bailing_moe_v2": (
+        "Ling and Ring 2.0: norms of queries and keys, experts balanced by a bias",
+        (
+            decoder,
+            linear_biases(qkv="use_qkv_bias", projection="use_bias", routed=True),
+            lambda f: {"qk_layernorm": f.flag("use_qk_norm", True)},
+            BALANCED,
+            partial(untied, default=False),
+            experts("num_experts", "moe_intermediate_size"),
+            _behind_dense,
+            _shared("num_shared_experts"),
+            predicted_tokens("num_nextn_predict_layers"),
+        ),
+    ),
+}

@@ -15,7 +15,7 @@ from nest_megatron.model.variant import Bias, NormParameters, NormPlacement
 
 #: Likeness from which one name is taken for another that is misspelt.
 _NEARLY = 0.85
-_FULL = {"full_attention"}
+_FULL_ATTENTION, _SLIDING = "full_attention", "sliding_attention"
 #: Values of a key that say that there is no such thing.
 UNSET: tuple[object, ...] = (None, False, "", [], {})
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
@@ -61,11 +61,6 @@ def _tables() -> Mapping[str, Any]:
     """
     names = ("hugging_face_defaults.json", "hugging_face_defaults_5.json")
     return {k: row for name in names for k, row in packaged(__package__, name)["types"].items()}
-
-
-def model_types() -> frozenset[str]:
-    """The ``model_type`` values whose defaults are known."""
-    return frozenset(_tables())
 
 
 class ConfigFields:
@@ -140,7 +135,7 @@ class ConfigFields:
 
     @staticmethod
     def _is_full(value: object) -> bool:
-        return isinstance(value, list) and set(map(str, value)) == _FULL
+        return isinstance(value, list) and set(map(str, value)) == {_FULL_ATTENTION}
 
     def whole(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         """A whole number of at least ``least``; required where no default is given.
@@ -192,6 +187,18 @@ class ConfigFields:
             raise self.wrong(key, "it must have one for each of num_hidden_layers")
         return value
 
+    def marked_layers(self, marked: str, rule: Callable[[int], bool]) -> list[bool]:
+        """Layers that ``layer_types`` names so, others in full; by a rule where it is silent."""
+        layers, kinds = self.whole("num_hidden_layers"), self.items("layer_types", "text")
+        if kinds is None:
+            return [rule(layer) for layer in range(layers)]
+        if len(kinds) != layers or not {*kinds} <= {_FULL_ATTENTION, marked}:
+            raise self.wrong(
+                "layer_types",
+                f"it must name {_FULL_ATTENTION} or {marked} for each of the {layers} layers",
+            )
+        return [kind == marked for kind in kinds]
+
     def number(self, key: str, default: float) -> float:
         """A number."""
         value = self.get(key, default)
@@ -219,6 +226,11 @@ class ConfigFields:
 
 
 Shape = dict[str, Any]
+Reader = Callable[[ConfigFields], Shape]
+#: A part of a description, or what reads it.
+Part = Shape | Reader
+#: What a type is, and the parts of its description; of a field that several have the last counts.
+Family = tuple[str, tuple[Part, ...]]
 
 _ACTIVATIONS: Mapping[str, str] = {
     **dict.fromkeys(("silu", "swish"), "silu"),
@@ -227,41 +239,76 @@ _ACTIVATIONS: Mapping[str, str] = {
     "relu": "relu",
     "relu2": "squared_relu",
 }
-_FULL_ATTENTION, _SLIDING = "full_attention", "sliding_attention"
 
 
-def joined(*shapes: Shape) -> Shape:
+def joined(f: ConfigFields, *parts: Part) -> Shape:
     """Parts of a description as one; the fields of their variants add up, biases too."""
-    variant: Shape = {}
-    for shape in shapes:
-        found = shape.get("variant", {})
-        biases = (*variant.get("biases", ()), *found.get("biases", ()))
-        variant |= {**found, **({"biases": biases} if biases else {})}
-    rest = {key: value for shape in shapes for key, value in shape.items() if key != "variant"}
-    return rest | ({"variant": variant} if variant else {})
+    found: Shape = {}
+    variants: Shape = {}
+    for part in parts:
+        shape = part(f) if callable(part) else part
+        more = shape.get("variant", {})
+        biases = (*variants.get("biases", ()), *more.get("biases", ()))
+        variants |= {**more, **({"biases": biases} if biases else {})}
+        found |= shape
+    return found | ({"variant": variants} if variants else {})
 
 
-def activation(f: ConfigFields, key: str = "hidden_act", default: str = "silu") -> str:
-    """Megatron's name of an activation."""
-    value = f.get(key, default)
-    if not isinstance(value, str) or value not in _ACTIVATIONS:
-        raise f.wrong(key, f"known activations are {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[value]
+def where(key: str, part: Part) -> Reader:
+    """A part of models in which a switch is on; it is read of the others too."""
+
+    def read(f: ConfigFields) -> Shape:
+        shape = joined(f, part)
+        return shape if f.flag(key) else {}
+
+    return read
 
 
-def rotary(f: ConfigFields, default: int = 10_000, partial: float = 1.0) -> Shape:
-    """Base and share of the rotary embedding; transformers 5 nests them in ``rope_parameters``."""
-    nested = f.get("rope_parameters")
-    inner = ConfigFields(nested if isinstance(nested, Mapping) else {}, "rope_parameters")
-    base = f.whole("rope_theta", default)
-    share = f.number("partial_rotary_factor", partial)
-    share = inner.number("partial_rotary_factor", share)
-    if not 0 < share <= 1:
-        raise f.wrong("partial_rotary_factor", "it must be above 0 and at most 1")
-    return {
-        "rotary_base": inner.whole("rope_theta", base),
-        **({"rotary_percent": share} if share != 1 else {}),
-    }
+def activation(key: str = "hidden_act", default: str = "silu") -> Reader:
+    """An activation by Megatron's name."""
+
+    def read(f: ConfigFields) -> Shape:
+        value = f.get(key, default)
+        if not isinstance(value, str) or value not in _ACTIVATIONS:
+            raise f.wrong(key, f"known activations are {', '.join(_ACTIVATIONS)}")
+        return {"activation": _ACTIVATIONS[value]}
+
+    return read
+
+
+def rotary(
+    partial: float = 1.0, key: str = "partial_rotary_factor", base: str = "rope_theta"
+) -> Reader:
+    """Base and share of the rotary embedding; transformers 5 nests them in ``rope_parameters``.
+
+    Args:
+        key, base: those of the share and of the base, beside transformers' usual ones.
+    """
+
+    def read(f: ConfigFields) -> Shape:
+        nested = f.get("rope_parameters")
+        inner = ConfigFields(nested if isinstance(nested, Mapping) else {}, "rope_parameters")
+        theta = f.whole("rope_theta", f.whole(base, 10_000))
+        share = f.number("partial_rotary_factor", f.number(key, partial))
+        share = inner.number("partial_rotary_factor", share)
+        if not 0 < share <= 1:
+            raise f.wrong("partial_rotary_factor", "it must be above 0 and at most 1")
+        return {
+            "rotary_base": inner.whole("rope_theta", theta),
+            **({"rotary_percent": share} if share != 1 else {}),
+        }
+
+    return read
+
+
+def sizes(**keys: str) -> Reader:
+    """Fields of a description by the key that a family has for each."""
+    return lambda f: {field: f.whole(key) for field, key in keys.items()}
+
+
+def switches(**keys: str) -> Reader:
+    """The same of fields that are true or false."""
+    return lambda f: {field: f.flag(key) for field, key in keys.items()}
 
 
 def attention(f: ConfigFields, *, own_size: bool = True) -> Shape:
@@ -271,13 +318,17 @@ def attention(f: ConfigFields, *, own_size: bool = True) -> Shape:
         own_size: the family has a ``head_dim``.
     """
     heads, hidden = f.whole("num_attention_heads"), f.whole("hidden_size")
-    groups = f.whole("num_key_value_heads", heads)
     size = f.whole("head_dim", hidden // heads) if own_size else hidden // heads
     return {
         "num_attention_heads": heads,
-        "num_query_groups": None if groups == heads else groups,
+        "num_query_groups": fewer_groups(f.whole("num_key_value_heads", heads), heads),
         "kv_channels": None if size * heads == hidden else size,
     }
+
+
+def fewer_groups(groups: int, heads: int) -> int | None:
+    """Query groups where they are fewer than the heads."""
+    return None if groups == heads else groups
 
 
 def decoder(
@@ -294,26 +345,31 @@ def decoder(
         own_size: as of ``attention``.
         ffn: the key of the inner size of their MLP.
     """
-    return {
-        "num_layers": f.whole("num_hidden_layers"),
-        "hidden_size": f.whole("hidden_size"),
-        "ffn_hidden_size": f.whole(ffn),
-        **attention(f, own_size=own_size),
-        "max_position_embeddings": f.whole("max_position_embeddings"),
-        "vocab_size": f.whole("vocab_size"),
-        **rotary(f),
-        "layernorm_epsilon": f.number("rms_norm_eps", 1e-6),
-        "activation": activation(f, act),
-        "untie_embeddings_and_output_weights": not f.flag("tie_word_embeddings", True),
-    }
+    return joined(
+        f,
+        sizes(num_layers="num_hidden_layers", hidden_size="hidden_size", ffn_hidden_size=ffn),
+        attention(f, own_size=own_size),
+        sizes(max_position_embeddings="max_position_embeddings", vocab_size="vocab_size"),
+        rotary(),
+        {"layernorm_epsilon": f.number("rms_norm_eps", 1e-6)},
+        activation(act),
+        untied(f),
+    )
 
 
-def layer_norm(
-    f: ConfigFields, key: str = "layer_norm_eps", learned: NormParameters = NormParameters.ALL
-) -> Shape:
+def untied(f: ConfigFields, default: bool = True) -> Shape:
+    """Whether the output layer is another matrix than the word embedding."""
+    return {"untie_embeddings_and_output_weights": not f.flag("tie_word_embeddings", default)}
+
+
+def layer_norm(key: str = "layer_norm_eps", learned: NormParameters = NormParameters.ALL) -> Reader:
     """A LayerNorm, with the key of its epsilon."""
-    shape: Shape = {"normalization": "LayerNorm", "layernorm_epsilon": f.number(key, 1e-5)}
-    return shape | ({} if learned is NormParameters.ALL else variant(norm_parameters=learned))
+    of_variant = {} if learned is NormParameters.ALL else variant(norm_parameters=learned)
+    return lambda f: {
+        "normalization": "LayerNorm",
+        "layernorm_epsilon": f.number(key, 1e-5),
+        **of_variant,
+    }
 
 
 def variant(**fields: Any) -> Shape:
@@ -321,66 +377,90 @@ def variant(**fields: Any) -> Shape:
     return {"variant": fields}
 
 
-def norms(placement: NormPlacement) -> Shape:
-    """Norms that do not stand before their blocks alone."""
-    return variant(norm_placement=placement)
-
-
 def side_by_side(norm: NormPlacement = NormPlacement.SHARED) -> Shape:
     """Attention and MLP that read the same hidden states, behind one norm or one each."""
     return variant(parallel_attention=True, norm_placement=norm)
 
 
-def wide_qk_norm() -> Shape:
-    """Norms of queries and keys over all heads."""
-    return {"qk_layernorm": True, **variant(qk_norm_full_width=True)}
+#: Norms behind the blocks alone, and around them; norms of queries and keys over all heads.
+POST_NORM = variant(norm_placement=NormPlacement.POST)
+SANDWICH_NORM = variant(norm_placement=NormPlacement.SANDWICH)
+WIDE_QK_NORM: Shape = {"qk_layernorm": True, **variant(qk_norm_full_width=True)}
+QK_NORM: Shape = {"qk_layernorm": True}
+UNGATED: Shape = {"gated_linear_unit": False}
+#: Whether there is something, or the key that says so.
+Switch = bool | str
 
 
 def linear_biases(
-    *, qkv: bool = False, projection: bool = False, mlp: bool = False, routed: bool = False
-) -> Shape:
+    *, qkv: Switch = False, projection: Switch = False, mlp: Switch = False, routed: bool = False
+) -> Reader:
     """Biases of the projections, in Megatron's switch where it says them all.
 
     Args:
         routed: the model has a router without one, which Megatron's switch would give it.
     """
-    if qkv and projection and mlp and not routed:
-        return {"add_bias_linear": True}
-    outputs = own_biases(Bias.PROJECTION, where=projection)
-    return joined({"add_qkv_bias": qkv}, outputs, own_biases(Bias.MLP, where=mlp))
+
+    def read(f: ConfigFields) -> Shape:
+        of_qkv, *others = (
+            f.flag(each) if isinstance(each, str) else each for each in (qkv, projection, mlp)
+        )
+        if of_qkv and all(others) and not routed:
+            return {"add_bias_linear": True}
+        pairs = zip((Bias.PROJECTION, Bias.MLP), others, strict=True)
+        return {"add_qkv_bias": of_qkv, **own_biases(*(bias for bias, has in pairs if has))}
+
+    return read
 
 
-def same_biases(everywhere: bool, *, routed: bool = False) -> Shape:
+def same_biases(everywhere: Switch, *, routed: bool = False) -> Reader:
     """Biases of all projections, or of none; ``routed`` as of ``linear_biases``."""
     return linear_biases(qkv=everywhere, projection=everywhere, mlp=everywhere, routed=routed)
 
 
-def own_biases(*biases: Bias, where: bool = True) -> Shape:
-    """Biases that no switch of Megatron's gives; none where the model has them not."""
-    return variant(biases=biases) if where else {}
+#: ``attention_bias`` of all four projections of attention, ``mlp_bias`` of the MLP's.
+ALL_BIASES = linear_biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias")
+#: ``attention_bias`` next to a router without one.
+ROUTED_BIASES = linear_biases(qkv="attention_bias", projection="attention_bias", routed=True)
 
 
-def windows(f: ConfigFields, slides: Callable[[int], bool]) -> Shape:
+def own_biases(*biases: Bias) -> Shape:
+    """Biases that no switch of Megatron's gives."""
+    return variant(biases=biases) if biases else {}
+
+
+def windows(f: ConfigFields, slides: Callable[[int], bool] = lambda _: True) -> Shape:
     """Sliding windows by ``layer_types``, or where it is silent by the family's own rule.
 
     A window as long as the longest context changes nothing and is left out.
     """
     size = f.count("sliding_window") or None
-    layers = range(f.whole("num_hidden_layers"))
-    kinds = f.items("layer_types", "text")
-    if kinds is None:
-        marked = [slides(layer) for layer in layers]
-    else:
-        if len(kinds) != len(layers) or not {*kinds} <= {_FULL_ATTENTION, _SLIDING}:
-            raise f.wrong(
-                "layer_types",
-                f"it must name {_FULL_ATTENTION} or {_SLIDING} for each of the {len(layers)} "
-                "layers",
-            )
-        marked = [kind == _SLIDING for kind in kinds]
+    marked = f.marked_layers(_SLIDING, slides)
     if size is None or not any(marked) or size >= f.whole("max_position_embeddings", size + 1):
         return {}
     return {"window_size": size, "window_attn_skip_freq": frequency(marked)}
+
+
+def windows_but_every(period: int, *keys: str) -> Reader:
+    """Windows on all layers but every n-th.
+
+    Args:
+        keys: that may say the period, the first that does counts.
+    """
+
+    def read(f: ConfigFields) -> Shape:
+        every = period
+        for key in reversed(keys):
+            every = f.whole(key, every)
+        return windows(f, lambda layer: (layer + 1) % every != 0)
+
+    return read
+
+
+def upper_windows(f: ConfigFields) -> Shape:
+    """Windows on the layers after the first ``max_window_layers``."""
+    first = f.count("max_window_layers")
+    return windows(f, lambda layer: layer >= first)
 
 
 def frequency(marked: Sequence[bool]) -> int | list[int] | None:
@@ -397,13 +477,9 @@ def frequency(marked: Sequence[bool]) -> int | list[int] | None:
     return [int(is_marked) for is_marked in marked]
 
 
-def experts(f: ConfigFields, number: str, size: str, top: str = "num_experts_per_tok") -> Shape:
+def experts(number: str, size: str, top: str = "num_experts_per_tok") -> Reader:
     """Routed experts; the keys that a family has for their number, size and share."""
-    return {
-        "num_experts": f.whole(number),
-        "moe_ffn_hidden_size": f.whole(size),
-        "moe_router_topk": f.whole(top),
-    }
+    return sizes(num_experts=number, moe_ffn_hidden_size=size, moe_router_topk=top)
 
 
 def expert_layers(f: ConfigFields, routes: Callable[[int], bool]) -> Shape:
@@ -414,3 +490,12 @@ def expert_layers(f: ConfigFields, routes: Callable[[int], bool]) -> Shape:
 def shared_experts(size: int) -> Shape:
     """Shared experts of this inner size together, if any."""
     return {"moe_shared_expert_intermediate_size": size or None}
+
+
+#: Experts balanced by a bias.
+BALANCED: Shape = {"moe_router_enable_expert_bias": True}
+
+
+def predicted_tokens(key: str) -> Reader:
+    """Layers of multi-token prediction, if any."""
+    return lambda f: {"mtp_num_layers": f.count(key) or None}

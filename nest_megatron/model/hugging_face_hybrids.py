@@ -1,37 +1,50 @@
-"""Readers of Hugging Face configurations of families with state-space or linear-attention layers.
+"""Families with state-space or linear-attention layers of Hugging Face configurations.
 
 A layer of theirs that has a mixer and an MLP is two layers in Megatron's pattern of a hybrid model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-from nest_megatron.model.hugging_face_dense import all_biases
 from nest_megatron.model.hugging_face_experts import (
+    GRANITE,
     gated_shared_expert,
-    granitemoe,
     qwen_experts,
 )
 from nest_megatron.model.hugging_face_fields import (
+    ALL_BIASES,
+    BALANCED,
+    QK_NORM,
+    ROUTED_BIASES,
+    UNGATED,
     ConfigFields,
+    Family,
+    Part,
+    Reader,
     Shape,
     activation,
     decoder,
     experts,
+    fewer_groups,
     frequency,
     joined,
-    linear_biases,
     own_biases,
+    predicted_tokens,
     rotary,
     shared_experts,
+    sizes,
+    untied,
     variant,
+    where,
 )
 from nest_megatron.model.spec import DELTA_NET_SIZES
 from nest_megatron.model.variant import Bias
 
 _MAMBA, _ATTENTION, _MLP, _EXPERTS = "M*-E"
 _NO_POSITIONS: Shape = {"position_embedding_type": "none"}
+_MAMBA_BIASES = own_biases(Bias.MAMBA_IN, Bias.MAMBA_OUT)
 #: Words for a layer, the older and the newer ones, by Megatron's symbol.
 _WORDS = {
     **dict.fromkeys(("mamba", "linear_attention"), _MAMBA),
@@ -61,81 +74,51 @@ def _layers(f: ConfigFields, attends: Callable[[int], bool], each_token: str = _
     return _pattern([(_ATTENTION if attends(i) else _MAMBA) + each_token for i in layers])
 
 
-def _mamba2(f: ConfigFields, inner: int) -> Shape:
-    """Mamba-2 layers by the keys of Bamba, Granite 4 and Falcon-H1."""
-    heads = f.whole("mamba_n_heads")
-    given = f.get("mamba_d_head", "auto")
-    size = inner // heads if given == "auto" else f.whole("mamba_d_head")
+def _mamba2(f: ConfigFields) -> Shape:
+    """Mamba-2 layers by the keys of Bamba and Granite 4."""
+    inner, heads = f.whole("mamba_expand", 2) * f.whole("hidden_size"), f.whole("mamba_n_heads")
+    automatic = f.get("mamba_d_head", "auto") == "auto"
+    size = inner // heads if automatic else f.whole("mamba_d_head")
     if heads * size != inner:
         raise f.wrong("mamba_d_head", f"mamba_n_heads times it must be {inner}")
     return joined(
-        {
-            "mamba_num_heads": heads,
-            "mamba_head_dim": size,
-            "mamba_num_groups": f.whole("mamba_n_groups", 1),
-            "mamba_state_dim": f.whole("mamba_d_state"),
-        },
-        _convolution(f.whole("mamba_d_conv", 4), f.flag("mamba_conv_bias", True)),
-        own_biases(Bias.MAMBA_IN, Bias.MAMBA_OUT, where=f.flag("mamba_proj_bias")),
+        f,
+        sizes(mamba_num_heads="mamba_n_heads", mamba_state_dim="mamba_d_state"),
+        {"mamba_head_dim": size, "mamba_num_groups": f.whole("mamba_n_groups", 1)},
+        _convolution("mamba_d_conv", "mamba_conv_bias"),
+        where("mamba_proj_bias", _MAMBA_BIASES),
     )
 
 
-def _convolution(kernel: int, has_bias: bool) -> Shape:
-    return variant(mamba_conv_kernel=kernel, mamba_conv_bias=has_bias)
+def _convolution(kernel: str, bias: str) -> Reader:
+    return lambda f: variant(mamba_conv_kernel=f.whole(kernel, 4), mamba_conv_bias=f.flag(bias))
 
 
-def bamba(f: ConfigFields) -> Shape:
-    """Bamba: Mamba-2 or attention, each with an MLP."""
+def _bamba_layers(f: ConfigFields) -> Shape:
     attending = f.items("attn_layer_indices", "layer numbers") or ()
-    inner = f.whole("mamba_expand", 2) * f.whole("hidden_size")
-    layers = _layers(f, lambda layer: layer in attending)
-    return joined(decoder(f), _mamba2(f, inner), all_biases(f), layers)
+    return _layers(f, lambda layer: layer in attending)
 
 
-def granitemoehybrid(f: ConfigFields) -> Shape:
-    """Granite 4: Mamba-2 or attention, each with experts and a shared one, or with that alone."""
+def _granite_layers(f: ConfigFields) -> Shape:
+    """Layers of Granite 4, what works on each token, and positions."""
     f.items("layer_types", "text", of_layers=True)
     kinds = _named(f, "layer_types") or [_MAMBA] * f.whole("num_hidden_layers")
     routes = f.count("num_local_experts") > 0
-    inner = f.whole("mamba_expand", 2) * f.whole("hidden_size")
     shared = f.whole("shared_intermediate_size")
-    layers = _layers(f, lambda layer: kinds[layer] == _ATTENTION, _EXPERTS if routes else _MLP)
-    around = decoder(f)
-    if routes:
-        around = joined(granitemoe(f), shared_experts(shared))
-    else:
+    each_token: tuple[Part, ...] = (*GRANITE, shared_experts(shared))
+    if not routes:
         f.weightless("num_experts_per_tok")
-        around = joined(around, all_biases(f), {"ffn_hidden_size": shared})
-    positions = {} if f.get("position_embedding_type") == "rope" else _NO_POSITIONS
-    return joined(around, _mamba2(f, inner), layers, positions)
-
-
-def mamba2(f: ConfigFields) -> Shape:
-    """Mamba-2 alone."""
-    hidden, layers = f.whole("hidden_size"), f.whole("num_hidden_layers")
+        each_token = (decoder, ALL_BIASES, {"ffn_hidden_size": shared})
     return joined(
-        {
-            "hidden_size": hidden,
-            "ffn_hidden_size": hidden,
-            "num_attention_heads": 1,
-            "vocab_size": f.whole("vocab_size"),
-            "longest": 8192,
-            "layernorm_epsilon": f.number("layer_norm_epsilon", 1e-5),
-            "untie_embeddings_and_output_weights": not f.flag("tie_word_embeddings", True),
-            "mamba_num_heads": f.whole("num_heads"),
-            "mamba_head_dim": f.whole("head_dim"),
-            "mamba_num_groups": f.whole("n_groups"),
-            "mamba_state_dim": f.whole("state_size"),
-        },
-        _pattern([_MAMBA] * layers),
-        _convolution(f.whole("conv_kernel", 4), f.flag("use_conv_bias", True)),
-        own_biases(Bias.MAMBA_IN, Bias.MAMBA_OUT, where=f.flag("use_bias")),
-        _NO_POSITIONS,
+        f,
+        *each_token,
+        _layers(f, lambda layer: kinds[layer] == _ATTENTION, _EXPERTS if routes else _MLP),
+        {} if f.get("position_embedding_type") == "rope" else _NO_POSITIONS,
     )
 
 
-def nemotron_h(f: ConfigFields) -> Shape:
-    """Nemotron-H and Nemotron 3: the pattern is Megatron's own."""
+def _nemotron_h(f: ConfigFields) -> Shape:
+    """The pattern of Nemotron-H, its attention and experts, without what the family lacks."""
     if f.count("num_nextn_predict_layers"):
         raise f.wrong("num_nextn_predict_layers", "MTP layers of this family are not read")
     for name in ("attention_bias", "tie_word_embeddings"):
@@ -147,31 +130,18 @@ def nemotron_h(f: ConfigFields) -> Shape:
     if f.flag("mlp_bias") and _EXPERTS in pattern:
         raise f.wrong("mlp_bias", "biases of experts are not read for this family")
     heads, hidden = f.whole("num_attention_heads"), f.whole("hidden_size")
-    groups = f.whole("num_key_value_heads", heads)
-    size = f.whole("head_dim", f.whole("attention_head_dim", 128))
     return joined(
+        f,
         _pattern(pattern),
         {
-            "hidden_size": hidden,
             "ffn_hidden_size": f.whole("intermediate_size", hidden),
-            "num_attention_heads": heads,
-            "num_query_groups": None if groups == heads else groups,
-            "kv_channels": size,
-            "max_position_embeddings": f.whole("max_position_embeddings"),
-            "vocab_size": f.whole("vocab_size"),
+            "num_query_groups": fewer_groups(f.whole("num_key_value_heads", heads), heads),
+            "kv_channels": f.whole("head_dim", f.whole("attention_head_dim", 128)),
             "layernorm_epsilon": f.number("layer_norm_epsilon", f.number("norm_eps", 1e-5)),
-            "activation": activation(f, "mlp_hidden_act", "relu2"),
-            "gated_linear_unit": False,
-            "mamba_num_heads": f.whole("mamba_num_heads"),
-            "mamba_head_dim": f.whole("mamba_head_dim"),
             "mamba_num_groups": f.whole("n_groups", 8),
             "mamba_state_dim": f.whole("ssm_state_size", 128),
         },
-        _routed(f) if _EXPERTS in pattern else {},
-        _convolution(f.whole("conv_kernel", 4), f.flag("use_conv_bias", True)),
-        own_biases(Bias.MLP, where=f.flag("mlp_bias")),
-        own_biases(Bias.MAMBA_IN, Bias.MAMBA_OUT, where=f.flag("use_bias")),
-        _NO_POSITIONS,
+        _routed if _EXPERTS in pattern else {},
     )
 
 
@@ -181,29 +151,18 @@ def _routed(f: ConfigFields) -> Shape:
     shared = shared if f.whole("n_shared_experts", 1, least=0) else 0
     latent = f.get("moe_latent_size")
     return joined(
-        experts(f, "n_routed_experts", "moe_intermediate_size"),
+        f,
+        experts("n_routed_experts", "moe_intermediate_size"),
         shared_experts(shared),
-        {"moe_router_enable_expert_bias": True},
-        {} if latent is None else {"moe_latent_size": f.whole("moe_latent_size")},
+        BALANCED,
+        {} if latent is None else sizes(moe_latent_size="moe_latent_size"),
     )
 
 
-def qwen3_next(f: ConfigFields) -> Shape:
-    """Qwen 3 Next: gated delta nets, every fourth layer attends in full, behind a gate."""
-    return joined(_gated_delta(f), qwen_experts(f), gated_shared_expert(f))
-
-
-def qwen3_5_moe_text(f: ConfigFields) -> Shape:
-    """Qwen 3.5 MoE: as Qwen 3 Next, and MTP layers."""
-    around = _gated_delta(f, ffn="moe_intermediate_size")
-    return joined(around, qwen_experts(f), gated_shared_expert(f), _of_qwen3_5(f))
-
-
-def qwen3_5_text(f: ConfigFields) -> Shape:
-    """Qwen 3.5 dense: as Qwen 3 Next without experts, and MTP layers."""
+def _dense_alone(f: ConfigFields) -> Shape:
     if f.count("num_experts"):
         raise f.wrong("num_experts", "this type is dense", "Set model_type to qwen3_5_moe_text.")
-    return joined(_gated_delta(f), _of_qwen3_5(f))
+    return {}
 
 
 def _of_qwen3_5(f: ConfigFields) -> Shape:
@@ -211,33 +170,97 @@ def _of_qwen3_5(f: ConfigFields) -> Shape:
         raise f.wrong("mtp_use_dedicated_embeddings", "Megatron's MTP layers share the embedding")
     if not f.flag("attn_output_gate", True):
         raise f.wrong("attn_output_gate", "attention of this family has a gate")
-    return {"mtp_num_layers": f.count("mtp_num_hidden_layers") or None}
+    return predicted_tokens("mtp_num_hidden_layers")(f)
 
 
-def _gated_delta(f: ConfigFields, ffn: str = "intermediate_size") -> Shape:
-    """Gated delta nets and gated attention, without what works on each token."""
-    interval, layers = f.whole("full_attention_interval", 4), range(f.whole("num_hidden_layers"))
-    attends = f.flag("attention_bias")
-    return joined(
-        decoder(f, ffn=ffn),
-        rotary(f, partial=0.25),
-        linear_biases(qkv=attends, projection=attends, routed=True),
-        {"qk_layernorm": True, "attention_output_gate": True, "apply_layernorm_1p": True},
-        _linear(f, [(i + 1) % interval != 0 for i in layers]),
-        {name: f.whole(name) for name in DELTA_NET_SIZES},
-    )
-
-
-def _linear(f: ConfigFields, marked: Sequence[bool]) -> Shape:
+def _linear(f: ConfigFields) -> Shape:
     """The layers of linear attention, by ``layer_types`` or the family's own rule."""
-    kinds = f.items("layer_types", "text")
-    if kinds is not None:
-        if len(kinds) != len(marked) or not {*kinds} <= {"linear_attention", "full_attention"}:
-            raise f.wrong("layer_types", "it must name linear_attention or full_attention")
-        marked = [kind == "linear_attention" for kind in kinds]
+    interval = f.whole("full_attention_interval", 4)
+    marked = f.marked_layers("linear_attention", lambda layer: (layer + 1) % interval != 0)
     if not any(marked):
         return {}
     return {
         "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": frequency(marked) or [1] * len(marked),
     }
+
+
+#: Gated delta nets and gated attention, beside what works on each token.
+_GATED_DELTA: tuple[Part, ...] = (
+    rotary(0.25),
+    ROUTED_BIASES,
+    QK_NORM,
+    {"attention_output_gate": True, "apply_layernorm_1p": True},
+    _linear,
+    sizes(**{name: name for name in DELTA_NET_SIZES}),
+)
+_QWEN_EXPERTS: tuple[Part, ...] = (qwen_experts, gated_shared_expert)
+
+FAMILIES: Mapping[str, Family] = {
+    "bamba": (
+        "Bamba: Mamba-2 or attention, each with an MLP",
+        (decoder, _mamba2, ALL_BIASES, _bamba_layers),
+    ),
+    "granitemoehybrid": (
+        "Granite 4: Mamba-2 or attention, each with experts and a shared one, or with that alone",
+        (_granite_layers, _mamba2),
+    ),
+    "mamba2": (
+        "Mamba-2 alone",
+        (
+            sizes(
+                hidden_size="hidden_size",
+                ffn_hidden_size="hidden_size",
+                vocab_size="vocab_size",
+                mamba_num_heads="num_heads",
+                mamba_head_dim="head_dim",
+                mamba_num_groups="n_groups",
+                mamba_state_dim="state_size",
+            ),
+            {"num_attention_heads": 1, "longest": 8192},
+            lambda f: {"layernorm_epsilon": f.number("layer_norm_epsilon", 1e-5)},
+            untied,
+            lambda f: _pattern([_MAMBA] * f.whole("num_hidden_layers")),
+            _convolution("conv_kernel", "use_conv_bias"),
+            where("use_bias", _MAMBA_BIASES),
+            _NO_POSITIONS,
+        ),
+    ),
+    "nemotron_h": (
+        "Nemotron-H and Nemotron 3: the pattern is Megatron's own",
+        (
+            sizes(
+                hidden_size="hidden_size",
+                num_attention_heads="num_attention_heads",
+                max_position_embeddings="max_position_embeddings",
+                vocab_size="vocab_size",
+                mamba_num_heads="mamba_num_heads",
+                mamba_head_dim="mamba_head_dim",
+            ),
+            activation("mlp_hidden_act", "relu2"),
+            UNGATED,
+            _nemotron_h,
+            _convolution("conv_kernel", "use_conv_bias"),
+            where("mlp_bias", own_biases(Bias.MLP)),
+            where("use_bias", _MAMBA_BIASES),
+            _NO_POSITIONS,
+        ),
+    ),
+    "qwen3_next": (
+        "Qwen 3 Next: gated delta nets, every fourth layer attends in full, behind a gate",
+        (decoder, *_GATED_DELTA, *_QWEN_EXPERTS),
+    ),
+    "qwen3_5_moe_text": (
+        "Qwen 3.5 MoE: as Qwen 3 Next, and MTP layers",
+        (
+            partial(decoder, ffn="moe_intermediate_size"),
+            *_GATED_DELTA,
+            *_QWEN_EXPERTS,
+            _of_qwen3_5,
+        ),
+    ),
+    "qwen3_5_text": (
+        "Qwen 3.5 dense: as Qwen 3 Next without experts, and MTP layers",
+        (_dense_alone, decoder, *_GATED_DELTA, _of_qwen3_5),
+    ),
+}

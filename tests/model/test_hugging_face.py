@@ -13,8 +13,8 @@ from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.hugging_face import (
     DEFAULT_SEQ_LENGTH,
+    FAMILIES,
     read_hf_model,
-    supported_model_types,
 )
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.model.variant import ModelVariant, NormPlacement
@@ -297,7 +297,7 @@ def test_unplannable_models_are_refused_with_what_is_supported(
 ) -> None:
     with pytest.raises(UnplannableModelError, match=reason) as error:
         spec_from_hf_config({**LLAMA3_70B, "model_type": model_type}, "x")
-    assert all(supported in str(error.value) for supported in supported_model_types())
+    assert all(supported in str(error.value) for supported in FAMILIES)
 
 
 @pytest.mark.parametrize(
