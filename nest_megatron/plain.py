@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NewType, TypeVar
+from typing import TYPE_CHECKING, Any, NewType, TypeVar, dataclass_transform
 
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.units import is_quantity, read_quantity
@@ -27,6 +27,22 @@ if TYPE_CHECKING:
 Record = TypeVar("Record")
 Hook = Callable[[Any, Any], Any]
 
+
+@dataclass_transform(
+    frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,)
+)
+def frozen_dataclass(record: type[Record]) -> type[Record]:
+    """Make a class a record: a dataclass that is frozen, has slots, and is built by keywords.
+
+    >>> @frozen_dataclass
+    ... class Size:
+    ...     rows: int
+    >>> Size(rows=3)
+    Size(rows=3)
+    """
+    return dataclass(frozen=True, slots=True, kw_only=True)(record)
+
+
 #: Types of fields of another program's file, whose records check nothing themselves.
 Count = NewType("Count", int)
 Index = NewType("Index", int)
@@ -35,7 +51,7 @@ NonNegative = NewType("NonNegative", float)
 _RESTRICTED = ((Count, int, 1), (Index, int, 0), (Positive, float, None), (NonNegative, float, 0))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Source:
     """Who wrote plain data: how strictly it is read, and what errors advise.
 

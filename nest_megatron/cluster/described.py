@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from nest_megatron.cluster.discovery import with_hosts_of
 from nest_megatron.cluster.hosts import Host, describe_kinds, kinds, shown_names
 from nest_megatron.cluster.records import Cluster, NetworkLevel
 from nest_megatron.cluster.topology import Topology
 from nest_megatron.errors import UserInputError
+from nest_megatron.plain import frozen_dataclass
 from nest_megatron.units import format_gib
 
 #: What `cluster discover` adds to the name of the cluster that stands in for what was not seen.
 DISCOVERED = "_discovered"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Described:
     """A cluster, what of it was seen and by what, and what was assumed from where."""
 

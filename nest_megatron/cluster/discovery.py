@@ -6,18 +6,18 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.cluster.records import Accelerator, Cluster
 from nest_megatron.errors import UserInputError
+from nest_megatron.plain import frozen_dataclass
 from nest_megatron.units import format_gib
 
 #: Drivers and frameworks disagree by a few per cent on what one device holds.
 _MEMORY_TOLERANCE = 0.1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class LocalGpus:
     """What the driver says of this host: equal devices, their name and memory in bytes."""
 

@@ -10,13 +10,13 @@ import subprocess
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from nest_megatron.cluster.discovery import LocalGpus, local_gpus
 from nest_megatron.cluster.topology import groups_of_task
 from nest_megatron.errors import UserInputError
+from nest_megatron.plain import frozen_dataclass
 from nest_megatron.units import Seconds
 
 #: Where Linux shows RDMA adapters, InfiniBand's and those of RoCE.
@@ -26,7 +26,7 @@ _NEAR = ("PIX", "PXB")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Adapter:
     """An active port of a network adapter.
 
@@ -40,7 +40,7 @@ class Adapter:
     link_layer: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class GpuMatrix:
     """How the GPUs of a host are joined.
 
@@ -254,7 +254,7 @@ _MATRIX_S = 20.0
 _SAME_MEMORY = 0.1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Host:
     """What a host says of itself.
 

@@ -6,12 +6,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
-from nest_megatron.plain import Source, added, from_plain, is_number, without_unit
+from nest_megatron.plain import Source, added, from_plain, frozen_dataclass, is_number, without_unit
 from nest_megatron.units import format_gib
 
 
@@ -40,7 +40,7 @@ class CollectiveKind(Name):
     SEND_RECV = "send_recv"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Accelerator:
     """One device: peaks from its data sheet, and what share of each peak real kernels reach.
 
@@ -88,7 +88,7 @@ class Accelerator:
         return precision in self.peak_flops_per_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class NetworkLevel:
     """One level of the network; level 0 joins the devices of one node.
 
@@ -138,7 +138,7 @@ class NetworkLevel:
         return self.ring_shares[members - 2] if named else 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Cluster:
     """``num_gpus`` equal accelerators, numbered so that neighbours are near in the network.
 

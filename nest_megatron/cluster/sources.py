@@ -6,7 +6,6 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,7 +34,7 @@ from nest_megatron.cluster.topology import (
 from nest_megatron.documents import parse_json
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_text
-from nest_megatron.plain import from_plain
+from nest_megatron.plain import from_plain, frozen_dataclass
 
 #: Every host answers within this; ``srun`` may first wait for a step that ends.
 _REPORTS_S = 180.0
@@ -50,7 +49,7 @@ _FAMILIES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Output:
     """What one saved output told: its file's name, the program, and what of it is known."""
 
@@ -59,7 +58,7 @@ class Output:
     contents: Sources
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Sources:
     """What was learnt.
 

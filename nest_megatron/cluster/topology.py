@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import product
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.plain import frozen_dataclass
 
 LEVELS = ("leaf", "spine", "core")
 #: Hosts of one range; more is a slip, or nobody's cluster.
@@ -20,7 +21,7 @@ _LANES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Topology:
     """Groups of hosts, one inside the other.
 
@@ -200,7 +201,7 @@ def parse_ibnetdiscover(text: str) -> Topology:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class _Link:
     """A port of a switch and what it leads to."""
 

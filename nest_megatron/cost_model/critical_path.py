@@ -11,10 +11,10 @@ from __future__ import annotations
 import functools
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from nest_megatron.cost_model.schedule import ChunkTimes, pass_at, place_of, run, source_of
 from nest_megatron.packages import is_built
+from nest_megatron.plain import frozen_dataclass
 from nest_megatron.units import Ticks
 
 #: Above this, sums over a schedule could leave the compiled form's int64.
@@ -24,7 +24,7 @@ has_kernel = functools.partial(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class CriticalPath:
     """What lies on the critical path of a schedule: passes and transfers of each chunk.
 
@@ -80,7 +80,7 @@ def summarize(
         reductions: time that each rank takes after its last pass. Of ranks that end at the same
             time, the path ends on the first.
     """
-    columns = [getattr(chunk, name) for name in ChunkTimes.__slots__ for chunk in chunks]
+    columns = [time for column in zip(*chunks, strict=True) for time in column]
     most = (m + 4) * sum(columns) + sum(releases) + sum(reductions)
     if most > _MOST or not has_kernel():
         return summarize_reference(p, v, m, chunks, releases, reductions)

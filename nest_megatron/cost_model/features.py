@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
@@ -19,6 +18,7 @@ from nest_megatron.layout.recompute import RecomputeGranularity
 from nest_megatron.model.execution import TokenDispatcher
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.names import Name
+from nest_megatron.plain import frozen_dataclass
 from nest_megatron.units import Seconds
 
 
@@ -185,7 +185,7 @@ def number_format(precision: Precision) -> str:
     return str(Precision.BF16 if precision is Precision.FP16 else precision)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Runs:
     """Measured runs with the same features, and the mean absolute error of their predictions.
 

@@ -8,15 +8,15 @@ Rates and casts were checked against Transformer Engine's own benchmark of a lay
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import Fp8Recipe
 from nest_megatron.model.execution import Execution
+from nest_megatron.plain import frozen_dataclass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class NumberFormat:
     """What a recipe does to an element of a product.
 

@@ -12,17 +12,17 @@ Generation Computer Systems 22 (2006), equations 13 and 37; Young (1974) for its
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.plan import Goodput
+from nest_megatron.plain import frozen_dataclass
 from nest_megatron.units import Seconds
 
 #: Exponents beyond this leave nothing of a float.
 _MOST = 700.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Reliability:
     """How often a job fails, and what it does about it.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from nest_megatron.cluster.records import Accelerator
@@ -13,6 +12,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.execution import Execution, GraphImpl, TokenDispatcher
 from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Part
 from nest_megatron.model.operators.attention import GRAPH_INPUTS
+from nest_megatron.plain import frozen_dataclass
 from nest_megatron.profile.records import Source
 from nest_megatron.units import Seconds
 
@@ -47,7 +47,7 @@ class PassTime(NamedTuple):
 _NO_TIME = PassTime()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class UnitTimes:
     """A unit without recomputation.
 

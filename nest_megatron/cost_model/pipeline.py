@@ -14,12 +14,12 @@ and what remains of all of it when the overlap is used up (``hideable``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 from nest_megatron.cost_model.critical_path import CriticalPath, Summarize, summarize
 from nest_megatron.cost_model.schedule import ChunkTimes, TimedOp, peak_live_chunks, simulate
+from nest_megatron.plain import frozen_dataclass
 from nest_megatron.units import Bytes, Ticks
 
 
@@ -96,7 +96,7 @@ class RankMemory(NamedTuple):
         return self.static + self.activation + self.working
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Evaluation:
     """What a partition costs; tuples hold a value for each chunk or rank, times are ticks.
 

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from operator import mul
 
 from nest_megatron.caching import Caching, cached_by
@@ -36,6 +36,7 @@ from nest_megatron.cost_model.uncertainty import (
     shared_error,
 )
 from nest_megatron.layout.plan_file import digest
+from nest_megatron.plain import frozen_dataclass
 from nest_megatron.units import Seconds
 
 #: Correlation of the error of a mechanism's price before and after one of the versions changed: of
@@ -44,7 +45,7 @@ from nest_megatron.units import Seconds
 KEPT = math.sqrt(0.5)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Observation:
     """A plan that ran.
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -73,8 +72,7 @@ def _pass(p: int, v: int, rank: int, index: int, *, is_forward: bool) -> Op:
     return Op(is_forward, virtual * p + rank, group * p + offset)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkTimes:
+class ChunkTimes(NamedTuple):
     """What one chunk costs in the schedule, in ticks: its rank's time for one micro batch.
 
     A result travels to the next (previous) chunk for a ``delay`` while the rank works on.

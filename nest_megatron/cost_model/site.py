@@ -10,7 +10,6 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
@@ -30,6 +29,7 @@ from nest_megatron.layout.estimate import (
 )
 from nest_megatron.layout.layout import Layout, PartialLayout
 from nest_megatron.layout.plan_file import digest
+from nest_megatron.plain import frozen_dataclass
 from nest_megatron.units import Seconds
 from nest_megatron.version import __version__
 
@@ -175,7 +175,7 @@ class Site(Caching):
         return sorted(found, key=lambda each: -abs(each.step_percent))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class LearnedMechanism:
     """What runs say of the price of a mechanism.
 
@@ -192,7 +192,7 @@ class LearnedMechanism:
     prior_percent: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class UnseenErrors:
     """Mean absolute error of the plans of jobs that were left out in turn."""
 

@@ -10,7 +10,7 @@ import dataclasses
 import statistics
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.cost_model.device_memory import peak_error
@@ -28,7 +28,7 @@ from nest_megatron.history.records import (
     same_links,
 )
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.plain import added
+from nest_megatron.plain import added, frozen_dataclass
 from nest_megatron.units import Bytes, Seconds
 
 #: Version of the files.
@@ -39,7 +39,7 @@ MOST_PLANS = 120
 _USUAL = 0.99
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class SiteRun:
     """The runs of one plan under the same versions.
 
@@ -88,7 +88,7 @@ class SiteRun:
         return abs(known.error) <= most
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class SitePeak:
     """The peak of a plan's runs under the same versions, or that it ran out of memory.
 
@@ -122,7 +122,7 @@ class SitePeak:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class SiteCalibration:
     """What a site has learnt on one kind of cluster; equal names and devices are the same kind.
 

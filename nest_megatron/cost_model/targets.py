@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import MappingProxyType
 from typing import Any, NotRequired, TypedDict
 
@@ -24,6 +24,7 @@ from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import frozen_dataclass
 
 #: Entry of ``calibration/frameworks.yaml`` for what switches of ``Execution`` do in all of them.
 EXECUTION = "execution"
@@ -80,7 +81,7 @@ def default_words(default: Default) -> str:
     return f"{default['argument']} {value}{also}" + (f" ({when})" if when else "")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Target:
     """A framework at a release.
 

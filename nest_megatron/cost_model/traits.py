@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
+from nest_megatron.plain import frozen_dataclass
 
 
 class Fp8Recipe(Name):
@@ -57,7 +57,7 @@ def require_ranges(record: Any, name_of: Callable[[str], str] = str) -> None:
 ADAM_BYTES = 12.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class ExecutionTraits:
     """What a job's flags, or its framework's defaults, say beside the layout.
 

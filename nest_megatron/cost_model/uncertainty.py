@@ -21,7 +21,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import mul
 from statistics import NormalDist
 from typing import Any
@@ -39,6 +38,7 @@ from nest_megatron.cost_model.mechanisms import Mechanism, Shares, shares
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.student_t import deviation, quantile
 from nest_megatron.layout.layout import Layout
+from nest_megatron.plain import frozen_dataclass
 from nest_megatron.units import Seconds
 
 #: Key of the scale that every job, and every layout, has.
@@ -49,7 +49,7 @@ RUN_NOISE = 0.01
 DEVIATION = deviation()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Scales:
     """Fitted scales of errors, in logarithms: 0.05 is 5 %.
 
@@ -87,7 +87,7 @@ def fitted_devices() -> frozenset[str]:
     return frozenset(_calibration()["devices"])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Learned:
     """What measured runs say of a plan's error (``posterior.Posterior.of``).
 
@@ -107,7 +107,7 @@ class Learned:
     mechanisms: Mapping[Mechanism, tuple[float, ...]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Predictive:
     """What is known of a plan's step before it runs; ``point`` is its layout (``coordinates``)."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from nest_megatron.cost_model.graph_times import ROUTED
 from nest_megatron.cost_model.layer_cost import PassTime, UnitTimes
@@ -17,9 +16,10 @@ from nest_megatron.layout.recompute import (
 from nest_megatron.model.execution import Execution, GraphImpl, TokenDispatcher
 from nest_megatron.model.graph import Part
 from nest_megatron.model.layer_pattern import LayerKind
+from nest_megatron.plain import frozen_dataclass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class UnitRun:
     """A unit as it runs under a recompute setting, ``recompute`` what its backward pass does again.
 

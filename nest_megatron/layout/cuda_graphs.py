@@ -7,12 +7,12 @@ A graph is replayed with fixed addresses and no new random numbers. Source: ``Tr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.layout.recompute import RecomputeModule
 from nest_megatron.model.execution import Execution, GraphImpl
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import frozen_dataclass
 
 #: Megatron's arguments and configuration fields that ask for graphs, both releases'.
 FIELDS = (
@@ -28,7 +28,7 @@ FIELDS = (
 _WHOLE_STEP = "full_iteration"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class CudaGraphs:
     """The graphs that a job captures.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.layout.dims import RankOrder
@@ -11,10 +10,11 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import NO_RECOMPUTE
 from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
 from nest_megatron.layout.zero import ZeroStage
+from nest_megatron.plain import frozen_dataclass
 from nest_megatron.units import format_gib, format_seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Change:
     """One field that a plan sets otherwise; ``None`` is a field that is not set."""
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from operator import attrgetter
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
+from nest_megatron.plain import frozen_dataclass
 
 
 class RankOrder(Name):
@@ -46,7 +47,7 @@ REPLICA_DEGREES = (
 _values = attrgetter(*DEGREES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class ParallelDims:
     """Degrees, spelled as Megatron spells them.
 

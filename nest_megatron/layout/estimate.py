@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.batch_schedule import PredictedBatch
 from nest_megatron.layout.layout import Layout, PartialLayout
-from nest_megatron.plain import added
+from nest_megatron.plain import added, frozen_dataclass
 from nest_megatron.units import Bytes, Seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Rates:
     """What the user pays, and how long the run is; what is ``None`` is not known.
 
@@ -37,7 +36,7 @@ class Rates:
                 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Price:
     """What a plan costs; what is ``None`` is not known.
 
@@ -109,7 +108,7 @@ def _times(*factors: float | None) -> float | None:
 SURE = 0.9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Uncertainty:
     """How far a prediction can be off.
 
@@ -137,7 +136,7 @@ class Uncertainty:
     median_s: Seconds | None = added(None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class MechanismChange:
     """What runs of a site say of one mechanism.
 
@@ -153,7 +152,7 @@ class MechanismChange:
     step_percent: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class MemoryPart:
     """What runs of a site say of one part of the error of a plan's peak.
 
@@ -166,7 +165,7 @@ class MemoryPart:
     peak_percent: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class MemoryChange:
     """What runs of a site say of a plan's peak memory.
 
@@ -189,7 +188,7 @@ class MemoryChange:
     parts: tuple[MemoryPart, ...] = added(())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class SiteChange:
     """What a site's calibration changes of a plan's prediction.
 
@@ -219,7 +218,7 @@ class SiteChange:
     memory: MemoryChange | None = added(None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class RiskierLayout:
     """The fastest layout that rather starts than not, where all allowed ones are slower.
 
@@ -232,7 +231,7 @@ class RiskierLayout:
     out_of_memory: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Choice:
     """How a plan was chosen: the simplest of those that tie with the fastest of the allowed risk.
 
@@ -252,7 +251,7 @@ class Choice:
     riskier: RiskierLayout | None = added(None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Shortlist:
     """Few plans of which one is as fast as the fastest, with a chance of 90 %.
 
@@ -271,7 +270,7 @@ class Shortlist:
     chance: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Placement:
     """Where ranks lie.
 
@@ -288,7 +287,7 @@ class Placement:
     rank_permutation: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class StageEstimate:
     """One pipeline rank; passes are those of all its chunks for one micro batch.
 
@@ -309,7 +308,7 @@ class StageEstimate:
         return sum(self.memory_bytes.values())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Estimate:
     """The prediction for a layout.
 
@@ -330,7 +329,7 @@ class Estimate:
     stages: tuple[StageEstimate, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class PricedLayout:
     """A layout of a job with its estimate, and what it costs.
 
@@ -345,7 +344,7 @@ class PricedLayout:
     not_modelled: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Alternative:
     """A runner-up: another layout at its best, and how much slower it is.
 
@@ -362,7 +361,7 @@ class Alternative:
     chance_slower: float | None = added(None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Difference:
     """By how much a layout's step is longer than another's of the same job.
 
@@ -385,7 +384,7 @@ class Difference:
         return max(self.chance_faster, 1.0 - self.chance_faster) >= SURE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class ChoiceChange:
     """One choice by Megatron's name, or by a recipe's field, with what it was and is."""
 
@@ -394,7 +393,7 @@ class ChoiceChange:
     after: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class LayoutChange:
     """Choices that are changed together, and what that does.
 
@@ -412,7 +411,7 @@ class LayoutChange:
     fits: bool | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Changes:
     """From one layout to another.
 
@@ -428,7 +427,7 @@ class Changes:
     whole: Difference
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class BeforeAfter:
     """A job as it runs today beside its plan.
 

@@ -21,6 +21,7 @@ from nest_megatron.model.execution import (
 )
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.names import Name
+from nest_megatron.plain import frozen_dataclass
 
 #: Fields of ``Execution`` that packed sequences leave no room for. The schedule of two micro
 #: batches is not told where sequences begin (``forward_step`` of ``pretrain_gpt.py`` and of
@@ -229,7 +230,7 @@ KNOBS = (
 _BY_NAME = {knob.name: knob for knob in KNOBS}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class KnobConditions:
     """What decides which choices there are, beside the layout.
 

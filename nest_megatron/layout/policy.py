@@ -6,7 +6,7 @@ Each file of a policy only restricts, so that none lifts what another forbids.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UserInputError
@@ -14,6 +14,7 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import RecomputeGranularity
 from nest_megatron.layout.zero import DataParallelSharding
 from nest_megatron.names import Name
+from nest_megatron.plain import frozen_dataclass
 
 
 class PolicyError(UserInputError):
@@ -30,7 +31,7 @@ class OnMismatch(Name):
     REPLAN = "replan"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class PlanRules:
     """What holds for every plan.
 
@@ -50,7 +51,7 @@ class PlanRules:
     forbidden_precision: tuple[Precision, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class LaunchRules:
     """What holds for every launch.
 
@@ -74,7 +75,7 @@ class LaunchRules:
     may_tune: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class AuditRules:
     """Where launches are written down.
 
@@ -89,7 +90,7 @@ class AuditRules:
     required: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class PolicyFile:
     """One file of rules.
 

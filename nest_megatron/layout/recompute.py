@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.names import Name
+from nest_megatron.plain import frozen_dataclass
 
 
 class RecomputeGranularity(Name):
@@ -36,7 +37,7 @@ class RecomputeModule(Name):
     SHARED_EXPERTS = "shared_experts"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Recompute:
     """One recomputation setting.
 

@@ -14,7 +14,6 @@ Source: ``megatron.core.transformer.pipeline_parallel_layer_layout`` (the same g
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
@@ -22,9 +21,10 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import frozen_dataclass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class StagePartition:
     """The layer sequence cut into virtual stages, as in ``PipelineParallelLayerLayout``.
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from dataclasses import dataclass
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
+from nest_megatron.plain import frozen_dataclass
 
 _MAY_BE_ZERO = ("num_class_tokens", "num_position_embeddings", "deepstack_layers", "num_images")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class EncoderSpec:
     """A transformer over the patches of each image, which a two-layer MLP makes tokens of.
 
@@ -160,7 +160,7 @@ _DEFAULTS = {
 _POSITIONS = ("pre", "post")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Adapters:
     """Low-rank adapters on linear modules of every layer; all other weights are frozen.
 

@@ -8,11 +8,12 @@ is in ``cost_model.traits``.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from nest_megatron.caching import Key
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
+from nest_megatron.plain import frozen_dataclass
 
 
 class Implementation(Name):
@@ -65,7 +66,7 @@ class GraphImpl(Name):
 OF_LAYERS = (GraphImpl.LOCAL, GraphImpl.TRANSFORMER_ENGINE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Execution:
     """How the work of every layer is carried out (``layout/knobs.py`` says why).
 

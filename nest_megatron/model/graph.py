@@ -15,6 +15,7 @@ from operator import attrgetter
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
+from nest_megatron.plain import frozen_dataclass
 
 
 class OperatorKind(Name):
@@ -59,7 +60,7 @@ class Part(Name):
     HEAD = "head"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class Operator:
     """One operator of one rank for one micro batch.
 
@@ -135,7 +136,7 @@ class LayerCollective:
     across: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class LayerGraph:
     """All work of one unit, or of a block of it, on one rank for one micro batch.
 
@@ -188,7 +189,7 @@ class LayerGraph:
         return self.input_bytes + sum(num for _, num in self.saved_bytes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class TensorShape:
     """A tensor without its numbers.
 
@@ -214,7 +215,7 @@ class TensorShape:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class ChainOperator:
     """One operator of the forward pass.
 
@@ -238,7 +239,7 @@ class ChainOperator:
     saved_bytes: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class ChainEdge:
     """A tensor from the operator that makes it, or ``input_0``..., to one that reads it."""
 
@@ -247,7 +248,7 @@ class ChainEdge:
     num_bytes: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class ChainBlock:
     """A stretch of the chain: ``operators[first:last]`` of its graph.
 
@@ -270,7 +271,7 @@ class ChainBlock:
     cut_bytes: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class ChainGraph:
     """The forward pass of a model on one device, in the order in which it runs.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.errors import UnplannableModelError, UserInputError
@@ -25,9 +24,10 @@ from nest_megatron.model.hugging_face_fields import (
 )
 from nest_megatron.model.parameters import model_parameters
 from nest_megatron.model.spec import OF_HUGGING_FACE, TransformerSpec
+from nest_megatron.plain import frozen_dataclass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class VisionConfig:
     """A ``vision_config`` as it was read.
 
@@ -193,7 +193,7 @@ _SIZES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class HuggingFaceModel:
     """A configuration as it was read.
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from statistics import NormalDist
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.plain import frozen_dataclass
 
 #: Quantiles that stand for a distribution of which mean and deviation are known.
 _QUANTILES = 4000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class SequenceLengths:
     """Moments of the lengths, of sequences as they are trained on.
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import frozen_dataclass
 
 _LARGEST_FUSED_HEAD = 256
 
@@ -23,7 +22,7 @@ def fits_fused_attention(spec: TransformerSpec) -> bool:
     return all(size % 8 == 0 and size <= _LARGEST_FUSED_HEAD for size in sizes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class LayerShard:
     """The degrees that change what one rank computes in a layer.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.encoder import Adapters, EncoderSpec
@@ -20,7 +19,7 @@ from nest_megatron.model.layer_pattern import (
 )
 from nest_megatron.model.variant import ModelVariant
 from nest_megatron.names import Name
-from nest_megatron.plain import added
+from nest_megatron.plain import added, frozen_dataclass
 
 #: How the source of a model begins that a Hugging Face configuration describes.
 OF_HUGGING_FACE = "Hugging Face config.json"
@@ -84,7 +83,7 @@ _FOR_SPARSE_ATTENTION = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class TransformerSpec:
     """The shape of a GPT-, BERT- or T5-like model, by Megatron-LM's arguments.
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 from nest_megatron.names import Name
-from nest_megatron.plain import added
+from nest_megatron.plain import added, frozen_dataclass
 
 
 class NormPlacement(Name):
@@ -39,7 +38,7 @@ class Bias(Name):
     OUTPUT_LAYER = "output_layer"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen_dataclass
 class ModelVariant:
     """How a model differs from the layers that Megatron-LM's command line builds.
 
