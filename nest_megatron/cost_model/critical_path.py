@@ -11,10 +11,10 @@ from __future__ import annotations
 import functools
 from array import array
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from nest_megatron.cost_model.schedule import ChunkTimes, pass_at, place_of, run, source_of
 from nest_megatron.packages import is_built
-from nest_megatron.plain import frozen_dataclass
 from nest_megatron.units import Ticks
 
 #: Above this, sums over a schedule could leave the compiled form's int64.
@@ -24,8 +24,7 @@ has_kernel = functools.partial(
 )
 
 
-@frozen_dataclass
-class CriticalPath:
+class CriticalPath(NamedTuple):
     """What lies on the critical path of a schedule: passes and transfers of each chunk.
 
     Of transfers of a chunk's results those count that their receiver waited for. ``ends`` is when
@@ -127,12 +126,4 @@ def _path(ends: tuple[Ticks, ...], first: int, last: int, counts: Sequence[int])
     """A path from its counts [4, p * v], in the order of the fields."""
     num_chunks = len(counts) // 4
     rows = [tuple(counts[k : k + num_chunks]) for k in range(0, len(counts), num_chunks)]
-    return CriticalPath(
-        ends=ends,
-        first_rank=first,
-        last_rank=last,
-        forward=rows[0],
-        backward=rows[1],
-        forward_sent=rows[2],
-        backward_sent=rows[3],
-    )
+    return CriticalPath(ends, first, last, *rows)

@@ -271,7 +271,7 @@ class CostModel(Caching):
             self.settings.straggler_delay_s,
             self._work(grid) * grid.num_microbatches / dims.pipeline_model_parallel_size,
             dims.pipeline_model_parallel_size,
-            self._num_hosts(dims),
+            group_shape(dims, GroupKind.DP_CP, self._hosts)[-1],  # hosts that reduce a gradient
         )
         return math.hypot(own, self._uneven_packs(grid))
 
@@ -296,10 +296,6 @@ class CostModel(Caching):
     @cached_by(SHARD)
     def _attention_time(self, grid: PartialLayout) -> Seconds:
         return self._blocks.attention_time(self.shard(grid))
-
-    def _num_hosts(self, dims: ParallelDims) -> int:
-        """Hosts over which the ranks lie that reduce a gradient."""
-        return group_shape(dims, GroupKind.DP_CP, self._hosts)[-1]
 
     def _embedding_time(self, dims: ParallelDims) -> Seconds:
         """The sum of tied embeddings' gradients over the first and the last pipeline rank."""

@@ -28,7 +28,8 @@ def out_of_memory(
     model: CostModel, layout: Layout, peak_bytes: Bytes, site: Site | None = None
 ) -> float:
     """Chance that a plan runs out of memory, at a site where one is calibrated."""
-    error = _peak_error(model, layout, site)
+    known = None if site is None else site.peak_error(model, layout)
+    error = known or peak_error(layout.zero)
     return out_of_memory_probability(peak_bytes, allocatable(model, layout), error)
 
 
@@ -36,11 +37,6 @@ def allocatable(model: CostModel, grid: PartialLayout) -> Bytes:
     """What the tensors of a plan may take of a device."""
     outside = outside_bytes(model.spec, grid, model.cluster)
     return allocatable_bytes(model.cluster.accelerator, model.settings, outside)
-
-
-def _peak_error(model: CostModel, layout: Layout, site: Site | None) -> PeakErrors:
-    known = None if site is None else site.peak_error(model, layout)
-    return known or peak_error(layout.zero)
 
 
 class PeakLimit(Caching):
@@ -68,8 +64,11 @@ class PeakLimit(Caching):
         """The largest peak of a layout; of a site's runs, what they say of even stages."""
         if self._chance is None:
             return self._model.capacity_bytes
-        error = self._learned(grid) or peak_error(grid.zero)
-        return self._within(error, allocatable(self._model, grid))
+        learned = None
+        if self._site is not None:
+            stages = spread_partition(self._model.spec, grid.dims)
+            learned = self._site.peak_error(self._model, grid.with_stages(stages))
+        return self._within(learned or peak_error(grid.zero), allocatable(self._model, grid))
 
     @cached_by(lambda _, zero: zero)
     def at_most(self, zero: ZeroStage) -> Bytes:
@@ -84,9 +83,3 @@ class PeakLimit(Caching):
         assert self._chance is not None
         peak = limit_bytes * math.exp(-error.quantile(1.0 - self._chance))
         return min(self._model.capacity_bytes, int(peak))
-
-    def _learned(self, grid: PartialLayout) -> PeakErrors | None:
-        if self._site is None:
-            return None
-        stages = spread_partition(self._model.spec, grid.dims)
-        return self._site.peak_error(self._model, grid.with_stages(stages))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from operator import ge
 from typing import NamedTuple
 
 from nest_megatron.units import Ticks
@@ -44,12 +45,18 @@ def pass_at(p: int, v: int, m: int, rank: int, place: int) -> Op:
     ``..._with_interleaving`` with groups of ``p`` micro batches.
     """
     warmup, total = num_warmup(p, v, m, rank), m * v
-    if place < warmup:
-        return _pass(p, v, rank, place, is_forward=True)
-    if place >= 2 * total - warmup:
-        return _pass(p, v, rank, place - total, is_forward=False)
     pair, is_second = divmod(place - warmup, 2)
-    return _pass(p, v, rank, pair + (0 if is_second else warmup), is_forward=not is_second)
+    index, is_forward = pair + (0 if is_second else warmup), not is_second
+    if place < warmup:
+        index, is_forward = place, True
+    elif place >= 2 * total - warmup:
+        index, is_forward = place - total, False
+    # groups of p micro batches, chunk by chunk
+    group, within = divmod(index, p * v)
+    virtual, offset = divmod(within, p)
+    if not is_forward:
+        virtual = v - 1 - virtual
+    return Op(is_forward, virtual * p + rank, group * p + offset)
 
 
 def place_of(p: int, v: int, m: int, op: Op) -> int:
@@ -61,15 +68,6 @@ def place_of(p: int, v: int, m: int, op: Op) -> int:
     if op.is_forward:
         return index + max(0, index - warmup)
     return index + min(total, warmup + index + 1)
-
-
-def _pass(p: int, v: int, rank: int, index: int, *, is_forward: bool) -> Op:
-    """The ``index``-th pass of a rank one way: groups of ``p`` micro batches, chunk by chunk."""
-    group, within = divmod(index, p * v)
-    virtual, offset = divmod(within, p)
-    if not is_forward:
-        virtual = v - 1 - virtual
-    return Op(is_forward, virtual * p + rank, group * p + offset)
 
 
 class ChunkTimes(NamedTuple):
@@ -114,9 +112,13 @@ def run(
                     break
                 ready = clock[rank] if source is None else arrivals.pop(source)
                 start, times = max(clock[rank], ready), chunks[op.chunk]
-                end = start + (times.forward if op.is_forward else times.backward)
-                if op.is_forward or op.chunk:
-                    arrivals[op] = end + _delay(op, chunks)
+                if op.is_forward:
+                    end = start + times.forward  # the last chunk turns round by itself
+                    arrivals[op] = end + (times.forward_delay if op.chunk < p * v - 1 else 0)
+                else:
+                    end = start + times.backward
+                    if op.chunk:
+                        arrivals[op] = end + times.backward_delay
                 yield TimedOp(op, start, end, ready > clock[rank])
                 clock[rank] = end
                 places[rank] += 1
@@ -131,13 +133,6 @@ def source_of(op: Op, num_chunks: int) -> Op | None:
     if op.chunk == num_chunks - 1:
         return Op(True, op.chunk, op.microbatch)
     return Op(False, op.chunk + 1, op.microbatch)
-
-
-def _delay(op: Op, chunks: Sequence[ChunkTimes]) -> Ticks:
-    """How long the result of a pass travels; the last chunk turns round by itself."""
-    if not op.is_forward:
-        return chunks[op.chunk].backward_delay
-    return chunks[op.chunk].forward_delay if op.chunk < len(chunks) - 1 else 0
 
 
 def simulate(
@@ -172,8 +167,10 @@ def peak_live_chunks(p: int, v: int, m: int, rank: int) -> tuple[tuple[int, ...]
         if index % p == 0 or (warmup + index + 1) % p == 0 or index == most - 1:
             peaks.add(tuple(live))
         live[v - 1 - index // p % v] -= 1
-    return tuple(sorted(a for a in peaks if not any(a != b and _covers(b, a) for b in peaks)))
-
-
-def _covers(big: tuple[int, ...], small: tuple[int, ...]) -> bool:
-    return all(x >= y for x, y in zip(big, small, strict=True))
+    return tuple(
+        sorted(
+            peak
+            for peak in peaks
+            if not any(peak != other and all(map(ge, other, peak)) for other in peaks)
+        )
+    )
