@@ -7,7 +7,8 @@ Source: megatron-core 0.16.1 and 0.20, ``validate_args`` (widths of gradients), 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from nest_megatron.cluster.records import Precision
@@ -36,6 +37,23 @@ _MOMENTUM = 0.9
 #: their gradient, and scales that by the loss mask (``triton/cross_entropy.py``).
 _NATIVE_LOSS, _COMPILED_LOSS, _ENGINE_LOSS = (6, 52), (10, 28), (2, 10)
 _FP8_ATTENTION = ("fp8_dot_product_attention", "fp8_multi_head_attention")
+#: Trait -> the flag that says it alone; without it the trait has its default, as a number has of 0.
+_ALONE = {
+    "fp8_inputs": "fp8_wgrad",
+    "keep_fp8_transpose_cache": "keep_fp8_transpose_cache",
+    "overlaps_optimizer_copies": "overlap_cpu_optimizer_d2h_h2d",
+    "overlap_p2p_comm": "overlap_p2p_comm",
+    "microbatch_group_size_per_vp_stage": "microbatch_group_size_per_vp_stage",
+    "optimizer_instances": "num_distributed_optimizer_instances",
+    "torch_fsdp2": "use_torch_fsdp2",
+    "communication_unit_size": "suggested_communication_unit_size",
+    "reshard_after_forward": "torch_fsdp2_reshard_after_forward",
+    "nccl_ub": "nccl_ub",
+    "fused_activation": "bias_swiglu_fusion",
+    "fp8_activation_input": "activation_func_fp8_input_store",
+    "ddp_bucket_size": "ddp_bucket_size",
+    "pads_to_capacity": "moe_pad_expert_input_to_capacity",
+}
 
 
 def execution_traits(flags: Mapping[str, Any], precision: Precision) -> ExecutionTraits:
@@ -44,51 +62,51 @@ def execution_traits(flags: Mapping[str, Any], precision: Precision) -> Executio
     Words or types are those that Megatron has before or after its own validation; a number format
     that it does not take is a ``UserInputError``.
     """
-    params = _params_bytes(flags, precision)
+    params = _FP32 if precision is Precision.FP32 else 2
+    if precision.is_quantized:
+        params = _width(flags, "params_dtype", "bf16")
     fp8_weights = _quantized_weights(flags, precision)
     recipe = _recipe(flags, precision)
     on_device = 1.0 - (moved := _moved_share(flags))
     states, of_matrices = _optimizer_bytes(flags, precision, params, on_device)
     optimizer = _word(flags, "optimizer", "adam")
     capacity = flags.get("moe_expert_capacity_factor")
-    loss_bytes, loss_traffic = _cross_entropy(flags)
+    loss_bytes, loss_traffic = _NATIVE_LOSS
+    if flags.get("cross_entropy_loss_fusion"):
+        engine = _word(flags, "cross_entropy_fusion_impl", "native") == "te"
+        loss_bytes, loss_traffic = _ENGINE_LOSS if engine else _COMPILED_LOSS
+    # User buffers of Megatron-FSDP are double buffers (0.16.1 refuses others; 0.20 args:1176).
+    registered = flags.get("use_megatron_fsdp") and flags.get("nccl_ub")
     return ExecutionTraits(
+        **dict(_said_alone(flags)),
         flash_attention=_is_fused(flags, params),
         fp8_recipe=recipe,
         params_bytes=params,
         fp8_attention=precision is Precision.FP8 and any(map(flags.get, _FP8_ATTENTION)),
         fp8_weights=fp8_weights,
         fp8_gather=fp8_weights and recipe is not Fp8Recipe.MXFP8,
-        fp8_inputs=flags.get("fp8_wgrad") is not False,
         fp8_transpose_cache=not flags.get("disable_parameter_transpose_cache"),
-        keep_fp8_transpose_cache=bool(flags.get("keep_fp8_transpose_cache")),
         gradient_bytes=_gradient_bytes(flags, precision, params),
         loss_bytes=loss_bytes + params - 2,  # logits of 16 or 32 bits
         loss_traffic_bytes=loss_traffic,
         optimizer_bytes=states,
         matrix_optimizer_bytes=of_matrices,
         optimizer_offload_fraction=moved,
-        overlaps_optimizer_copies=bool(flags.get("overlap_cpu_optimizer_d2h_h2d")),
-        overlap_p2p_comm=flags.get("overlap_p2p_comm") is not False,
-        microbatch_group_size_per_vp_stage=int(
-            flags.get("microbatch_group_size_per_vp_stage") or 0
-        ),
-        optimizer_instances=int(flags.get("num_distributed_optimizer_instances") or 1),
-        torch_fsdp2=bool(flags.get("use_torch_fsdp2")),
-        communication_unit_size=int(flags.get("suggested_communication_unit_size") or 0),
-        fsdp_double_buffer=_has_double_buffer(flags),
+        fsdp_double_buffer=bool(flags.get("fsdp_double_buffer") or registered),
         fsdp_reduce_bytes=_reduce_bytes(flags),
-        reshard_after_forward=flags.get("torch_fsdp2_reshard_after_forward") is not False,
-        nccl_ub=bool(flags.get("nccl_ub")),
-        fused_activation=flags.get("bias_swiglu_fusion") is not False,
-        fp8_activation_input=bool(flags.get("activation_func_fp8_input_store")),
-        ddp_bucket_size=int(flags.get("ddp_bucket_size") or 0),
         # Megatron takes a negative factor for none (0.16.1 tc:1104)
         expert_capacity_factor=None if capacity is None or float(capacity) < 0 else float(capacity),
-        pads_to_capacity=bool(flags.get("moe_pad_expert_input_to_capacity")),
         layer_wise_optimizer=optimizer == "dist_muon"
         or (optimizer == "muon" and bool(flags.get("use_distributed_optimizer"))),
     )
+
+
+def _said_alone(flags: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(ExecutionTraits):
+        if field.name in _ALONE:
+            value, default = flags.get(_ALONE[field.name]), field.default
+            kind: Any = type(default)
+            yield field.name, value is not False if default is True else kind(value or default)
 
 
 def execution_of(flags: Mapping[str, Any]) -> Execution:
@@ -214,12 +232,6 @@ def _quantized_weights(flags: Mapping[str, Any], precision: Precision) -> bool:
     return precision is Precision.NVFP4 and bool(asked)
 
 
-def _params_bytes(flags: Mapping[str, Any], precision: Precision) -> int:
-    if precision.is_quantized:
-        return _width(flags, "params_dtype", "bf16")
-    return _FP32 if precision is Precision.FP32 else 2
-
-
 def _width(flags: Mapping[str, Any], name: str, default: str) -> int:
     word = _word(flags, name, default)
     if word not in _WIDTHS:
@@ -255,26 +267,12 @@ def _gradient_bytes(flags: Mapping[str, Any], precision: Precision, params: int)
     return params if narrow or flags.get("grad_reduce_in_bf16") else _FP32
 
 
-def _has_double_buffer(flags: Mapping[str, Any]) -> bool:
-    """User buffers of Megatron-FSDP are double buffers (0.16.1 refuses others; 0.20 args:1176)."""
-    registered = flags.get("use_megatron_fsdp") and flags.get("nccl_ub")
-    return bool(flags.get("fsdp_double_buffer") or registered)
-
-
 def _reduce_bytes(flags: Mapping[str, Any]) -> int:
     """Width in which Megatron-FSDP of 0.20 reduces gradients, where a flag says it."""
     name = "megatron_fsdp_grad_comm_dtype"
     if not flags.get("use_megatron_fsdp") or text(flags.get(name) or "auto") == "auto":
         return 0
     return _width(flags, name, "auto")
-
-
-def _cross_entropy(flags: Mapping[str, Any]) -> tuple[int, int]:
-    """Memory of a 16-bit logit in the cross entropy, and its traffic."""
-    if not flags.get("cross_entropy_loss_fusion"):
-        return _NATIVE_LOSS
-    engine = _word(flags, "cross_entropy_fusion_impl", "native") == "te"
-    return _ENGINE_LOSS if engine else _COMPILED_LOSS
 
 
 def _is_fused(flags: Mapping[str, Any], params: int) -> bool:

@@ -47,25 +47,22 @@ class RankParameters(NamedTuple):
     replicas: tuple[int, int]
     held: ParameterCount
     layer: ParameterCount
+    settings: CostSettings
 
-    def divided(self, count: ParameterCount, settings: CostSettings) -> int:
+    def divided(self, count: ParameterCount) -> int:
         """Those that more than one rank shares."""
-        dense, expert = (ranks > 1 for ranks in ranks_of_states(self.replicas, settings))
+        dense, expert = (ranks > 1 for ranks in ranks_of_states(self.replicas, self.settings))
         return dense * count.dense + expert * count.expert
 
-    def bucket(self, settings: CostSettings) -> int:
-        """Parameters of a bucket outside FSDP units."""
-        own = settings.traits.ddp_bucket_size
-        return own or max(_LEAST_BUCKET, _BUCKET_OF_REPLICA * self.replicas[0])
+    @property
+    def reduce_bytes(self) -> int:
+        """Width in which Megatron-FSDP reduces gradients."""
+        traits = self.settings.traits
+        return traits.fsdp_reduce_bytes or traits.gradient_bytes
 
 
 def unsharded_bytes(
-    count: ParameterCount,
-    rank: RankParameters,
-    zero: ZeroStage,
-    settings: CostSettings,
-    *,
-    in_layer: bool,
+    count: ParameterCount, rank: RankParameters, zero: ZeroStage, *, in_layer: bool
 ) -> Bytes:
     """Bytes that are whole for a while when a unit is at work, beside what is kept.
 
@@ -75,70 +72,59 @@ def unsharded_bytes(
     """
     if not count.total:
         return 0
-    if settings.traits.torch_fsdp2:
-        return _of_fsdp2(count, rank, settings, in_layer) if zero >= ZeroStage.WEIGHTS else 0
-    if zero >= ZeroStage.WEIGHTS:
-        return _of_layers(count, rank, settings, in_layer=in_layer)
-    return _of_buckets(count, rank, zero, settings, in_layer=in_layer)
+    is_torch = rank.settings.traits.torch_fsdp2
+    if zero < ZeroStage.WEIGHTS:
+        return 0 if is_torch else _of_buckets(count, rank, zero, in_layer)
+    found = _of_fsdp2(count, rank) if is_torch else _of_layers(count, rank, in_layer)
+    return found + (_fp8_copies(count, rank.settings) if in_layer else 0)
 
 
 def _of_buckets(
-    count: ParameterCount,
-    rank: RankParameters,
-    zero: ZeroStage,
-    settings: CostSettings,
-    *,
-    in_layer: bool,
+    count: ParameterCount, rank: RankParameters, zero: ZeroStage, in_layer: bool
 ) -> Bytes:
     """Gradients of ``optim_grads``, and of other strategies that reduce in another width.
 
     Buckets wait, one is added before the next wait, and one of each group is made.
     """
-    traits, trained = settings.traits, rank.held.trained
-    width = traits.fsdp_reduce_bytes or traits.gradient_bytes
+    traits, trained, width = rank.settings.traits, rank.held.trained, rank.reduce_bytes
     if zero < ZeroStage.GRADIENTS and width == traits.gradient_bytes:
         return 0
-    unit, bucket = traits.communication_unit_size or LEAST_UNIT_SIZE, rank.bucket(settings)
+    unit, least = traits.communication_unit_size or LEAST_UNIT_SIZE, rank.replicas[0]
+    bucket = traits.ddp_bucket_size or max(_LEAST_BUCKET, _BUCKET_OF_REPLICA * least)
     if zero < ZeroStage.GRADIENTS:  # after the last micro batch, in a buffer of its own
         return min(unit + bucket, trained.total) * width
     groups = 1 + (trained.expert > 0)
-    waiting = unit + (1 + groups) * bucket if in_layer else rank.divided(count.trained, settings)
-    return min(waiting, rank.divided(trained, settings)) * width
+    waiting = unit + (1 + groups) * bucket if in_layer else rank.divided(count.trained)
+    return min(waiting, rank.divided(trained)) * width
 
 
-def _of_layers(
-    count: ParameterCount, rank: RankParameters, settings: CostSettings, *, in_layer: bool
-) -> Bytes:
+def _of_layers(count: ParameterCount, rank: RankParameters, in_layer: bool) -> Bytes:
     """Weights and gradients of ``optim_grads_params``.
 
     Buckets outside layers come first, so the head's forward pass gathers the first layers ahead
     (``next_bucket_id``); they go when the backward pass gathers. Its own weights stay.
     """
-    traits = settings.traits
+    traits = rank.settings.traits
     near = count if in_layer else rank.layer
     unit = traits.communication_unit_size or max(LEAST_UNIT_SIZE, 2 * rank.layer.total)
     ahead = math.ceil(unit // 2 / max(1, near.total))
     waiting = unit // max(1, near.trained.total) + 2
     if traits.fsdp_double_buffer:
         ahead, waiting = 1, 2
-    weights = (in_layer + ahead) * rank.divided(near, settings)
-    gradients = waiting * rank.divided(near.trained, settings)
+    weights = (in_layer + ahead) * rank.divided(near)
+    gradients = waiting * rank.divided(near.trained)
     if not in_layer:
-        own = rank.divided(count.trained, settings)
-        gradients = own
+        gradients = rank.divided(count.trained)
         if traits.fsdp_double_buffer:  # buffers of layers stay
-            weights = 2 * rank.divided(near, settings)
-            gradients += 2 * rank.divided(near.trained, settings)
-    weights = min(weights, rank.divided(rank.held, settings))
-    gradients = min(gradients, rank.divided(rank.held.trained, settings))
-    width = traits.fsdp_reduce_bytes or traits.gradient_bytes
-    whole = weights * weight_bytes(settings, in_layer=True) + gradients * width
-    return math.ceil(whole) + _fp8_copies(count, settings, in_layer=in_layer)
+            weights = 2 * rank.divided(near)
+            gradients += 2 * rank.divided(near.trained)
+    weights = min(weights, rank.divided(rank.held))
+    gradients = min(gradients, rank.divided(rank.held.trained))
+    each = weight_bytes(rank.settings, in_layer=True)
+    return math.ceil(weights * each + gradients * rank.reduce_bytes)
 
 
-def _of_fsdp2(
-    count: ParameterCount, rank: RankParameters, settings: CostSettings, in_layer: bool
-) -> Bytes:
+def _of_fsdp2(count: ParameterCount, rank: RankParameters) -> Bytes:
     """Weights and gradients of FSDP2, of which embedding and head are units as layers are.
 
     In the backward pass the layer's weights and those that are gathered for the next; its
@@ -146,25 +132,22 @@ def _of_fsdp2(
     gathered weights stay, those of all layers are counted with what is kept: beside them there is
     what the last layer was gathered into, or gradients, for which the weights of layers go.
     """
-    traits = settings.traits
+    traits = rank.settings.traits
     weight, gradient = traits.params_bytes, traits.gradient_bytes
-    own, trained = rank.divided(count, settings), rank.divided(count.trained, settings)
-    if traits.reshard_after_forward:
-        two = min(2 * own, rank.divided(rank.held, settings))
-        whole = two * weight + trained * (weight + gradient)
-    else:
-        whole = max(own * weight, trained * max(weight, gradient))
-    return whole + _fp8_copies(count, settings, in_layer=in_layer)
+    own, trained = rank.divided(count), rank.divided(count.trained)
+    if not traits.reshard_after_forward:
+        return max(own * weight, trained * max(weight, gradient))
+    return min(2 * own, rank.divided(rank.held)) * weight + trained * (weight + gradient)
 
 
-def _fp8_copies(count: ParameterCount, settings: CostSettings, *, in_layer: bool) -> Bytes:
+def _fp8_copies(count: ParameterCount, settings: CostSettings) -> Bytes:
     """What the layer at work has in fp8 beside its gathered weights.
 
     Copies of 16-bit weights for its products, or the transposes that the backward pass makes of
     fp8 ones (*hooks*:453), unless they stay.
     """
     traits = settings.traits
-    if not in_layer or not settings.precision.is_quantized:
+    if not settings.precision.is_quantized:
         return 0
     copies = traits.fp8_weight_copies
     if traits.fp8_weights:

@@ -38,7 +38,7 @@ from nest_megatron.cost_model.unit_cost import (
     replica_cost,
 )
 from nest_megatron.cost_model.unit_run import UnitRun, norm_stays, run_unit
-from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.dims import LAYER_DEGREES, ParallelDims
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.rank_order import GroupKind, group_shape, pipeline_link_level
 from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute
@@ -52,6 +52,16 @@ from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.profile.records import Source
 from nest_megatron.units import Seconds, Ticks, to_ticks
 
+#: Traits that a ``LayerShard`` has under the same name.
+_OF_SHARDS = (
+    "loss_bytes",
+    "loss_traffic_bytes",
+    "fused_activation",
+    "fp8_activation_input",
+    "loss_chunk_tokens",
+    "keeps_stage_outputs",
+    "attended_tokens",
+)
 #: Seconds of a forward and of a backward pass.
 Sides = tuple[Seconds, Seconds]
 
@@ -187,27 +197,19 @@ class CostModel(Caching):
         """How a grid divides a layer."""
         dims = grid.dims
         taken, made = saved_attention_bytes(self.settings)
+        traits = self.settings.traits
         return LayerShard(
-            tensor_model_parallel_size=dims.tensor_model_parallel_size,
-            context_parallel_size=dims.context_parallel_size,
-            expert_model_parallel_size=dims.expert_model_parallel_size,
-            expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
+            **{name: getattr(dims, name) for name in LAYER_DEGREES},
+            **{name: getattr(traits, name) for name in _OF_SHARDS},
             micro_batch_size=grid.micro_batch_size,
             sequence_parallel=grid.sequence_parallel,
             flash_attention=self.flash_attention,
-            loss_bytes=self.settings.traits.loss_bytes,
-            loss_traffic_bytes=self.settings.traits.loss_traffic_bytes,
-            activation_bytes=self.settings.traits.params_bytes,
+            activation_bytes=traits.params_bytes,
             saved_input_bytes=saved_input_bytes(self.settings),
             qkv_bytes=taken,
             attention_output_bytes=made,
             expert_alignment=expert_alignment(self.settings, grid.execution),
             execution=grid.execution,
-            fused_activation=self.settings.traits.fused_activation,
-            fp8_activation_input=self.settings.traits.fp8_activation_input,
-            loss_chunk_tokens=self.settings.traits.loss_chunk_tokens,
-            keeps_stage_outputs=self.settings.traits.keeps_stage_outputs,
-            attended_tokens=self.settings.traits.attended_tokens,
         )
 
     @property
@@ -318,9 +320,9 @@ class CostModel(Caching):
     @cached_by(lambda _, dims, zero: (DEGREES.of(dims), zero))
     def replica_costs(self, dims: ParallelDims, zero: ZeroStage) -> tuple[ReplicaCost, ...]:
         """What the parameters of each distinct unit cost for their replicas' sake."""
-        rank = self.structure(dims).on_rank(dims)
+        rank = self.structure(dims).on_rank(dims, self.settings)
         traffic, byte_s = self.traffic(dims, zero), memory_time(self.cluster.accelerator)
-        prices = parameter_prices(dims, zero, traffic, rank, self._step, byte_s, self.settings)
+        prices = parameter_prices(dims, zero, traffic, rank, self._step, byte_s)
         return tuple(
             replica_cost(kind, count, prices, zero, self.settings)
             for kind, count in self.structure(dims).units

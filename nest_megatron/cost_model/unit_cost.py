@@ -75,10 +75,10 @@ class Structure(NamedTuple):
     parameters: ParameterCount
     layer: ParameterCount
 
-    def on_rank(self, dims: ParallelDims) -> RankParameters:
+    def on_rank(self, dims: ParallelDims, settings: CostSettings) -> RankParameters:
         """Those of the mean rank."""
         held = self.parameters.over(dims.pipeline_model_parallel_size)
-        return RankParameters(replicas(dims), held, self.layer)
+        return RankParameters(replicas(dims), held, self.layer, settings)
 
 
 class UnitKind(NamedTuple):
@@ -130,18 +130,16 @@ def parameter_prices(
     rank: RankParameters,
     step: Seconds,
     byte_s: Seconds,
-    settings: CostSettings,
 ) -> ParameterPrices:
     """What one dense and one expert parameter cost in a grid, beside all of ``rank``.
 
     ``step`` is the optimizer's time for one parameter, ``byte_s`` the memory's for one byte. Frozen
     weights travel under ZeRO-3 alone.
     """
-    per_rank = rank.held
-    sent = per_rank if zero >= ZeroStage.WEIGHTS else per_rank.trained
-    dense, expert = (
-        ranks_of_states(rank.replicas, settings) if divides_states(zero, settings) else (1, 1)
-    )
+    settings, dense, expert = rank.settings, 1, 1
+    sent = rank.held if zero >= ZeroStage.WEIGHTS else rank.held.trained
+    if divides_states(zero, settings):
+        dense, expert = ranks_of_states(rank.replicas, settings)
     stored, whole = stored_bytes(dims, zero, settings)
     return ParameterPrices(
         traffic=traffic,
@@ -239,7 +237,7 @@ def replica_cost(
         static_bytes=int(static.total),
         unsharded_bytes=0
         if prices.whole
-        else unsharded_bytes(count, prices.rank, zero, settings, in_layer=not kind.is_end),
+        else unsharded_bytes(count, prices.rank, zero, in_layer=not kind.is_end),
     )
 
 

@@ -171,13 +171,13 @@ class MemoryBounds(Caching):
     def _of_pipeline(self, dims: ParallelDims, zero: ZeroStage) -> _States:
         settings, structure = self.model.settings, self.model.structure(dims)
         each, stays = stored_bytes(dims, zero, settings)
-        rank = structure.on_rank(dims)
+        rank = structure.on_rank(dims, settings)
         units, unsharded = [], []
         for kind in self._kinds:
             own = [count for each_kind, count in structure.units if each_kind is kind]
             units.append(min(each.of_unit(kind, count).total for count in own))
             in_layer = not kind.is_end
-            whole = (unsharded_bytes(c, rank, zero, settings, in_layer=in_layer) for c in own)
+            whole = (unsharded_bytes(c, rank, zero, in_layer=in_layer) for c in own)
             unsharded.append(0 if stays else min(whole))
         return _States(units=tuple(units), unsharded=tuple(unsharded))
 

@@ -41,10 +41,12 @@ def whole(
     count = ParameterCount(layer, frozen_dense=layer * frozen)
     everything = held or 100 * layer
     rank = RankParameters(
-        (replicas, 1), ParameterCount(everything, frozen_dense=everything * frozen), count
+        (replicas, 1),
+        ParameterCount(everything, frozen_dense=everything * frozen),
+        count,
+        dataclasses.replace(settings(**traits), precision=precision),
     )
-    asked = dataclasses.replace(settings(**traits), precision=precision)
-    return unsharded_bytes(count, rank, zero, asked, in_layer=True) / BILLION
+    return unsharded_bytes(count, rank, zero, in_layer=True) / BILLION
 
 
 def test_a_large_layer_and_the_next_are_gathered_and_four_wait_with_gradients() -> None:
@@ -86,11 +88,12 @@ def test_the_head_finds_the_first_layers_gathered_ahead() -> None:
     """Its bucket comes before theirs; double buffers stay as they are."""
     layer = BILLION // 5
     count, head = ParameterCount(layer), ParameterCount(BILLION)
-    rank = RankParameters((64, 1), ParameterCount(100 * layer), count)
-    found = [
-        unsharded_bytes(head, rank, ZeroStage.WEIGHTS, settings(**traits), in_layer=False)
+    held = ParameterCount(100 * layer)
+    ranks = (
+        RankParameters((64, 1), held, count, settings(**traits))
         for traits in ({}, {"fsdp_double_buffer": True})
-    ]
+    )
+    found = [unsharded_bytes(head, rank, ZeroStage.WEIGHTS, in_layer=False) for rank in ranks]
     assert found == [3 * layer * 2 + BILLION * 4, 2 * layer * (2 + 4) + BILLION * 4]
 
 
@@ -102,9 +105,8 @@ def test_what_one_rank_has_alone_is_never_there_twice() -> None:
     alone, shared = (
         unsharded_bytes(
             layer,
-            RankParameters((64, expert_replicas), held, layer),
+            RankParameters((64, expert_replicas), held, layer, settings()),
             ZeroStage.WEIGHTS,
-            settings(),
             in_layer=True,
         )
         for expert_replicas in (1, 2)

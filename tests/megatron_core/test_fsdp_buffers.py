@@ -43,9 +43,10 @@ def whole(
 ) -> int:
     """What is whole when a layer is at work, or the head."""
     layer = ParameterCount(LAYER)
-    rank = RankParameters((RANKS, 1), ParameterCount(LAYERS * LAYER + 2 * OUTSIDE), layer)
+    held = ParameterCount(LAYERS * LAYER + 2 * OUTSIDE)
+    rank = RankParameters((RANKS, 1), held, layer, settings(**traits))
     count = layer if in_layer else ParameterCount(outside)
-    return unsharded_bytes(count, rank, zero, settings(**traits), in_layer=in_layer)
+    return unsharded_bytes(count, rank, zero, in_layer=in_layer)
 
 
 @pytest.mark.parametrize("strategy", ZERO_STAGES)

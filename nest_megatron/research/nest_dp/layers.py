@@ -155,8 +155,9 @@ class LayerPrices:
         each = bytes_per_parameter(choices.memory, choices.optimizer, zero, degree, settings)
         counts = [layer.parameters for layer in self.layers(strategy)]
         largest = max(counts, key=lambda count: count.total)
-        rank = RankParameters((degree, degree), sum(counts, ParameterCount()), largest)
-        whole = unsharded_bytes(largest, rank, zero, settings, in_layer=True)
+        held = sum(counts, ParameterCount())
+        rank = RankParameters((degree, degree), held, largest, settings)
+        whole = unsharded_bytes(largest, rank, zero, in_layer=True)
         gathered = 0 if self.is_paper else whole
         return tuple(math.ceil(count.total * each) for count in counts), gathered
 
