@@ -216,8 +216,7 @@ def _pass_time(message_bytes: float, level: NetworkLevel, share: float) -> Secon
 
 
 def _transfer_time(sent: float, crossing: _Crossing, kind: CollectiveKind) -> Seconds:
-    links = crossing.level.ring_share(crossing.fan_out)
-    return sent / (_rate(crossing.level, kind) * links)
+    return sent / (_rate(crossing.level, kind) * crossing.level.ring_share(crossing.fan_out))
 
 
 def _tree_rate(crossing: _Crossing) -> float:
@@ -231,8 +230,7 @@ def _tree_rate(crossing: _Crossing) -> float:
 
 
 def _rate(level: NetworkLevel, kind: CollectiveKind) -> float:
-    efficiency = level.efficiency.get(kind, DEFAULT_EFFICIENCY)
-    return level.bandwidth_bytes_per_s * efficiency
+    return level.bandwidth_bytes_per_s * level.efficiency.get(kind, DEFAULT_EFFICIENCY)
 
 
 def split_group(shape: Sequence[int], within: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

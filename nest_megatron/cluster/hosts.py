@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from nest_megatron.cluster.discovery import LocalGpus, local_gpus
-from nest_megatron.cluster.topology import groups_of_task
+from nest_megatron.cluster.topology import groups_of_task, unreadable
 from nest_megatron.errors import UserInputError
 from nest_megatron.plain import frozen_dataclass
 from nest_megatron.units import Seconds
@@ -72,7 +72,7 @@ def parse_gpu_matrix(text: str) -> GpuMatrix:
     }
     gpus = [name for name in columns if name.startswith("GPU")]
     if not gpus or not rows:
-        raise _unreadable("nvidia-smi topo -m", "it has no matrix of GPUs")
+        raise unreadable("nvidia-smi topo -m", "it has no matrix of GPUs")
     cells = [row[gpu] for gpu in gpus for own, row in rows.items() if own != gpu and gpu in row]
     nics = [name for name in columns if not name.startswith("GPU")]
     near = [nic for nic in nics if any(row.get(nic) in _NEAR for row in rows.values())]
@@ -99,7 +99,7 @@ def parse_gpu_list(text: str) -> tuple[str, ...]:
         raise divided_gpus("nvidia-smi -L", f"{len(slices)} slices: {', '.join(sorted({*slices}))}")
     found = re.findall(r"^GPU \d+: (.+?) \(UUID: ", text, re.MULTILINE)
     if not found:
-        raise _unreadable("nvidia-smi -L", "it lists no GPU (GPU 0: NAME (UUID: ...))")
+        raise unreadable("nvidia-smi -L", "it lists no GPU (GPU 0: NAME (UUID: ...))")
     return tuple(found)
 
 
@@ -125,13 +125,13 @@ def parse_nccl_topology(text: str) -> tuple[tuple[Adapter, ...], GpuMatrix | Non
     """
     what = "NCCL topology"
     if "<!" in text.replace("<!--", ""):
-        raise _unreadable(what, "it defines entities or a document type, which NCCL does not")
+        raise unreadable(what, "it defines entities or a document type, which NCCL does not")
     try:
         system = ET.fromstring(text)
     except ET.ParseError as error:
-        raise _unreadable(what, f"it is no XML: {error}") from error
+        raise unreadable(what, f"it is no XML: {error}") from error
     if system.tag != "system":
-        raise _unreadable(what, f"it begins with <{system.tag}>, not <system>")
+        raise unreadable(what, f"it begins with <{system.tag}>, not <system>")
     num_gpus = sum(1 for _ in system.iter("gpu"))
     near = [pci for pci in system.iterfind("cpu/pci") if pci.find(".//gpu") is not None]
     found = {each.name: each for pci in near for each in _nets(pci)}
@@ -144,7 +144,7 @@ def _nets(element: ET.Element) -> Iterator[Adapter]:
     for net in element.iter("net"):
         rate = net.get("speed", "")
         if not re.fullmatch(r"\d+", rate):
-            raise _unreadable("NCCL topology", f"the speed of a net is {rate!r}")
+            raise unreadable("NCCL topology", f"the speed of a net is {rate!r}")
         yield Adapter(name=net.get("name", ""), rate_bits_per_s=int(rate) * 1e6)
 
 
@@ -157,7 +157,7 @@ def parse_ibstat(text: str) -> tuple[Adapter, ...]:
     found: list[Adapter] = []
     adapters = re.split(r"^CA '", text, flags=re.MULTILINE)[1:]
     if not adapters:
-        raise _unreadable("ibstat", "it names no adapter (CA '...')")
+        raise unreadable("ibstat", "it names no adapter (CA '...')")
     for adapter in adapters:
         name = adapter.partition("'")[0]
         for port in re.split(r"^\s*Port \d+:", adapter, flags=re.MULTILINE)[1:]:
@@ -193,10 +193,6 @@ def _port(name: str, state: str, rate: str, layer: str) -> Iterator[Adapter]:
     is_active = state.upper().endswith("ACTIVE")
     if is_active and number and layer in ("InfiniBand", "Ethernet"):
         yield Adapter(name=name, rate_bits_per_s=float(number[0]) * 1e9, link_layer=layer)
-
-
-def _unreadable(what: str, limit: str) -> UserInputError:
-    return UserInputError(what, None, limit, fix="Save the program's output again.")
 
 
 #: Longest that one program may take: a fabric of thousands of ports is asked in seconds.

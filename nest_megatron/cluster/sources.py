@@ -92,18 +92,14 @@ class Sources:
             old = hosts.get(host.name)
             keep = old is not None and old.gpus is not None and host.nvlinks is None
             hosts[host.name] = old if keep and old is not None else host
-        return Sources(
-            hosts=tuple(hosts.values()),
-            topology=later.topology or self.topology,
-            adapters=later.adapters or self.adapters,
-            matrix=later.matrix or self.matrix,
-            gpu_names=later.gpu_names or self.gpu_names,
-            slurm_gpus={**self.slurm_gpus, **later.slurm_gpus},
-            slurm_gpu_types={**self.slurm_gpu_types, **later.slurm_gpu_types},
-            divided={**self.divided, **later.divided},
-            unseen=(*self.unseen, *later.unseen),
-            outputs=(*self.outputs, *later.outputs),
-        )
+        found: dict[str, Any] = {"hosts": tuple(hosts.values())}
+        for name in ("topology", "adapters", "matrix", "gpu_names"):
+            found[name] = getattr(later, name) or getattr(self, name)
+        for name in ("slurm_gpus", "slurm_gpu_types", "divided"):
+            found[name] = {**getattr(self, name), **getattr(later, name)}
+        for name in ("unseen", "outputs"):
+            found[name] = getattr(self, name) + getattr(later, name)
+        return Sources(**found)
 
     def known_hosts(self, names: Sequence[str], num_gpus: int | None = None) -> tuple[Host, ...]:
         """The named hosts, or those that were seen, or those of Slurm, or else of the groups.

@@ -143,7 +143,7 @@ def parse_slurm_topology(text: str) -> Topology:
         for host in hosts_of(line.get("Nodes", ""))
     }
     if not paths:
-        raise _unreadable(
+        raise unreadable(
             source,
             "it names no switch and no block with nodes",
             "The topology plugin of this Slurm may be the flat one.",
@@ -182,7 +182,7 @@ def parse_ibnetdiscover(text: str) -> Topology:
         elif link.is_of_host:
             leaves[link.switch].add(link.peer_name.split()[0])
     if not leaves:
-        raise _unreadable(source, "no switch has a host", "Run it where the whole fabric is seen.")
+        raise unreadable(source, "no switch has a host", "Run it where the whole fabric is seen.")
     # hosts of sets that overlap, directly or through others, under the name of their first
     group_of: dict[str, set[str]] = {}
     for members in leaves.values():
@@ -252,7 +252,7 @@ def _ib_links(text: str) -> Iterator[_Link]:
         ):
             lane = _LANES.get(port[4])
             if lane is None:
-                raise _unreadable("ibnetdiscover", f"the rate {port[3]}x{port[4]} is not known", "")
+                raise unreadable("ibnetdiscover", f"the rate {port[3]}x{port[4]} is not known", "")
             rate = int(port[3]) * lane * 1e9
             yield _Link(switch=switch, peer=port[1], peer_name=port[2], rate_bits_per_s=rate)
 
@@ -276,7 +276,7 @@ def parse_host_file(text: str) -> Topology:
     elif len({len(row) for row in rows}) > 1:
         limit = "its lines have unlike numbers of groups"
     if limit is not None:
-        raise _unreadable("host file", limit, "Write HOST GROUP... with a line for each host.")
+        raise unreadable("host file", limit, "Write HOST GROUP... with a line for each host.")
     return Topology(source="host file", level_names=level_names(len(rows[0]) - 1), groups=groups)
 
 
@@ -290,5 +290,7 @@ def _word(name: str) -> str:
     return re.sub(r"\s+", "_", name)
 
 
-def _unreadable(what: str, limit: str, fix: str) -> UserInputError:
+def unreadable(
+    what: str, limit: str, fix: str = "Save the program's output again."
+) -> UserInputError:
     return UserInputError(what, None, limit, fix=fix or "Save its output again.")

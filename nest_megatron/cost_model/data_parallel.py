@@ -91,8 +91,7 @@ def replica_traffic(
 
         summed = gathered = 0.0
         if zero:
-            share = bucket * width / math.prod(within)
-            summed = price(CollectiveKind.ALL_REDUCE, share, across)
+            summed = price(CollectiveKind.ALL_REDUCE, bucket * width / math.prod(within), across)
         if divides_states(zero, settings):
             wire = gathered_bytes(settings, zero, in_layer=in_layer)
             gathered = price(CollectiveKind.ALL_GATHER, bucket * wire, within)

@@ -161,10 +161,9 @@ class PeakError:
 @functools.cache
 def shipped_peak_errors() -> Mapping[str, PeakError]:
     """The catalogue's (``calibration/memory.yaml``): ``replicated`` and ``sharded``."""
-    fits = catalogue_entry("calibration", "memory")
     return {
         name: PeakError(**{key: fit[key] for key in ("median", "above", "below")})
-        for name, fit in fits.items()
+        for name, fit in catalogue_entry("calibration", "memory").items()
     }
 
 

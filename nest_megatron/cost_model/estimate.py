@@ -48,8 +48,7 @@ def model_flops_per_sequence(model: CostModel) -> Flops:
     GEMMs, scans and the causal half of attention; backward counts twice the forward, and once
     beside frozen weights.
     """
-    kinds = set(OperatorKind) - {OperatorKind.MEMORY_BOUND}
-    return _flops_per_sequence(model, kinds)
+    return _flops_per_sequence(model, set(OperatorKind) - {OperatorKind.MEMORY_BOUND})
 
 
 def attention_flops_per_sequence(model: CostModel) -> Flops:
@@ -149,8 +148,7 @@ def mean_terms(model: CostModel, layout: Layout) -> dict[str, Seconds]:
         for name, spent in _rank_terms(found, rank).items():
             mean[name] += spent / num_stages
     own = map(sum, zip(evaluation.gathers, evaluation.busy, evaluation.reductions, strict=True))
-    waited = evaluation.finish * num_stages - sum(own)
-    mean["pipeline_bubble"] = to_seconds(waited) / num_stages
+    mean["pipeline_bubble"] = to_seconds(evaluation.finish * num_stages - sum(own)) / num_stages
     return mean | _after_schedule(found)
 
 

@@ -126,7 +126,6 @@ def execution_of(flags: Mapping[str, Any]) -> Execution:
     sizes = flags.get("hierarchical_context_parallel_sizes") if levels else ()
     offloads = flags.get("fine_grained_activation_offloading")
     modules = flags.get("offload_modules") if offloads else ()
-    switches = {name: bool(flags.get(name)) for name in _SWITCHES}
     return Execution(
         moe_token_dispatcher_type=dispatcher,
         moe_flex_dispatcher_backend=backend,
@@ -138,7 +137,7 @@ def execution_of(flags: Mapping[str, Any]) -> Execution:
         cuda_graph_scope=() if graphs is None else tuple(sorted(graphs.scope)),
         cpu_offloading_num_layers=int(flags.get("cpu_offloading_num_layers") or 0),
         offload_modules=tuple(map(text, modules or ())),
-        **switches,
+        **{name: bool(flags.get(name)) for name in _SWITCHES},
     )
 
 

@@ -89,8 +89,8 @@ def _of_buckets(
     traits, trained, width = rank.settings.traits, rank.held.trained, rank.reduce_bytes
     if zero < ZeroStage.GRADIENTS and width == traits.gradient_bytes:
         return 0
-    unit, least = traits.communication_unit_size or LEAST_UNIT_SIZE, rank.replicas[0]
-    bucket = traits.ddp_bucket_size or max(_LEAST_BUCKET, _BUCKET_OF_REPLICA * least)
+    unit = traits.communication_unit_size or LEAST_UNIT_SIZE
+    bucket = traits.ddp_bucket_size or max(_LEAST_BUCKET, _BUCKET_OF_REPLICA * rank.replicas[0])
     if zero < ZeroStage.GRADIENTS:  # after the last micro batch, in a buffer of its own
         return min(unit + bucket, trained.total) * width
     groups = 1 + (trained.expert > 0)

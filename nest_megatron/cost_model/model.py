@@ -249,8 +249,8 @@ class CostModel(Caching):
     def structure(self, dims: ParallelDims) -> Structure:
         """The units of a grid."""
         tp, ep = dims.tensor_model_parallel_size, dims.expert_model_parallel_size
-        etp, single = dims.expert_tensor_parallel_size, dims.is_one_stage
-        counts = unit_parameters(self.spec, tp, ep, etp, single_stage=single)
+        etp = dims.expert_tensor_parallel_size
+        counts = unit_parameters(self.spec, tp, ep, etp, single_stage=dims.is_one_stage)
         units = list(zip(self.spec.layer_kinds(), counts, strict=True))
         distinct = tuple(dict.fromkeys(units))
         sequence = bytes(map({unit: i for i, unit in enumerate(distinct)}.__getitem__, units))
@@ -321,8 +321,8 @@ class CostModel(Caching):
     def replica_costs(self, dims: ParallelDims, zero: ZeroStage) -> tuple[ReplicaCost, ...]:
         """What the parameters of each distinct unit cost for their replicas' sake."""
         rank = self.structure(dims).on_rank(dims, self.settings)
-        traffic, byte_s = self.traffic(dims, zero), memory_time(self.cluster.accelerator)
-        prices = parameter_prices(dims, zero, traffic, rank, self._step, byte_s)
+        byte_s = memory_time(self.cluster.accelerator)
+        prices = parameter_prices(dims, zero, self.traffic(dims, zero), rank, self._step, byte_s)
         return tuple(
             replica_cost(kind, count, prices, zero, self.settings)
             for kind, count in self.structure(dims).units

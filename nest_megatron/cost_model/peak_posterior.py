@@ -151,11 +151,10 @@ class PeakPosterior:
             return plan.error
         common = [sum(_shared(plan, job, self._versions, run)) for run in self.runs]
         explained = solve_lower(self._root, common)
-        left = 1.0 - math.fsum(part * part for part in explained)
         return LearnedPeakError(
             prior=plan.error,
             mean=math.fsum(map(mul, explained, self._values)),
-            deviation=math.sqrt(max(OWN, left)),
+            deviation=math.sqrt(max(OWN, 1.0 - math.fsum(part * part for part in explained))),
         )
 
     def parts(self, plan: PredictedPeak, job: object) -> dict[str, float]:
@@ -212,8 +211,7 @@ def _shared(
     terms = (kept * own * its for own, its in zip(plan.direction, other.direction, strict=True))
     if job != run.job:
         return (kept, *terms, 0.0, 0.0)
-    range_ = shipped_scales().layout_range
-    near = math.exp(-distance(plan.point, other.point) / range_)
+    near = math.exp(-distance(plan.point, other.point) / shipped_scales().layout_range)
     return (kept, *terms, PART, PART * near)
 
 

@@ -219,8 +219,7 @@ def timeline(problem: PipelineProblem, evaluation: Evaluation) -> tuple[tuple[Ti
 
 
 def _larger(chunks: Sequence[UnitCost], least: str, rest: str) -> Ticks:
-    sums = [sum(int(getattr(c, name)) for c in chunks) for name in (least, rest)]
-    return max(0, *sums)
+    return max(0, *(sum(int(getattr(c, name)) for c in chunks) for name in (least, rest)))
 
 
 def chunk_times(problem: PipelineProblem, index: int, chunk: UnitCost) -> ChunkTimes:

@@ -31,8 +31,7 @@ def num_warmup(p: int, v: int, m: int, rank: int) -> int:
     """
     if p == 1:
         return 0
-    warmup = p - rank - 1 if v == 1 else 2 * (p - rank - 1) + (v - 1) * p
-    return min(warmup, m * v)
+    return min(p - rank - 1 if v == 1 else 2 * (p - rank - 1) + (v - 1) * p, m * v)
 
 
 def pass_at(p: int, v: int, m: int, rank: int, place: int) -> Op:

@@ -97,11 +97,10 @@ def shortlist(plans: Sequence[Predictive], level: float = 0.9) -> Shortlist:
     draws = _as_fast(*moments(plans), _DRAWS)
     chances = tuple(each.bit_count() / _DRAWS for each in draws)
     chosen = _cover(draws, math.ceil(level * _DRAWS))
-    held = functools.reduce(or_, (draws[plan] for plan in chosen), 0)
     return Shortlist(
         plans=tuple(sorted(chosen, key=lambda plan: -chances[plan])),
         chances=chances,
-        chance=held.bit_count() / _DRAWS,
+        chance=functools.reduce(or_, (draws[plan] for plan in chosen), 0).bit_count() / _DRAWS,
     )
 
 

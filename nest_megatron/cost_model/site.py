@@ -57,8 +57,7 @@ class Site(Caching):
         known = dict(last if versions is None else versions)
         if _OWN in last:
             known[_OWN] = __version__
-        ran = {each: last[each] for each in known if each in last}
-        self.changed_versions = changed(known, ran)
+        self.changed_versions = changed(known, {each: last[each] for each in known if each in last})
         self.posterior = Posterior([run.observation(known) for run in calibration.runs], known)
         self.peaks = PeakPosterior([run.observation(known) for run in calibration.peaks], known)
 
@@ -148,14 +147,13 @@ class Site(Caching):
         for mechanism in Mechanism if self.posterior.observations else ():
             mean, left = self.posterior.mechanism(mechanism)
             if mean:
-                scale = shipped_scales().mechanisms[mechanism]
                 found.append(
                     LearnedMechanism(
                         mechanism=mechanism,
                         mean=mean,
                         price_percent=100.0 * math.expm1(mean),
                         deviation_percent=100.0 * left,
-                        prior_percent=100.0 * deviation() * scale,
+                        prior_percent=100.0 * deviation() * shipped_scales().mechanisms[mechanism],
                     )
                 )
         return sorted(found, key=lambda each: each.deviation_percent / each.prior_percent)
@@ -234,9 +232,8 @@ def expected(
 
 def job_of(model: CostModel, layout: PartialLayout) -> str:
     """Hash of what all plans of a job have in common, as that of its runs."""
-    nameless = dataclasses.replace(model.spec, name="", source="")
     return job_hash(
-        digest(nameless),
+        digest(dataclasses.replace(model.spec, name="", source="")),
         layout.global_batch_size,
         model.spec.seq_length,
         model.settings.precision,

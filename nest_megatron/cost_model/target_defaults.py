@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 from nest_megatron.cost_model.targets import Default, Target
 from nest_megatron.documents import packaged
@@ -24,7 +24,6 @@ def _targets() -> Iterator[Target]:
         for release, row in framework["releases"].items():
             files |= framework.get("files_since", {}).get(release, {})
             source = f"{framework['title']} {row.get('source', release)}"
-            rows = _TABLE["defaults"][name]
             yield Target(
                 name=f"{name}_{release}",
                 framework=f"{framework['title']} {release}",
@@ -35,7 +34,7 @@ def _targets() -> Iterator[Target]:
                 packages=row.get("packages", {}),
                 defaults=tuple(
                     default
-                    for each in rows
+                    for each in _TABLE["defaults"][name]
                     if is_within(release, each.get("since", ""), each.get("until", ""))
                     for default in _defaults(each, files[each["file"]], source)
                 ),
@@ -49,8 +48,7 @@ def _defaults(row: Mapping[str, Any], file: str, release: str) -> Iterator[Defau
     if unset := row.get("unset"):
         values[unset] = None
     for argument, value in values.items():
-        default = {"argument": argument, "value": value, "source": source, **conditions}
-        yield cast(Default, default)
+        yield Default(argument=argument, value=value, source=source, **conditions)
 
 
 #: Targets that a plan may be made for, by name.

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from types import MappingProxyType
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 from nest_megatron.catalogue_files import catalogue_entry
 from nest_megatron.cluster.records import Precision
@@ -32,23 +32,27 @@ EXECUTION = "execution"
 _NO_FLAGS: Mapping[str, Any] = MappingProxyType({})
 
 
-class Default(TypedDict):
+@frozen_dataclass
+class Default:
     """What a framework sets where a job does not say: an argument of ``targets.toml``.
 
-    ``value`` is ``None`` where Megatron's own holds; ``source`` is the file of the framework, at a
-    release, that sets it. It holds with ``gpu``, a pattern that the accelerator's name begins with,
-    in ``precision``, only with or only without ``experts`` and ``mamba`` layers. ``also`` are
-    arguments that it brings along, by name.
+    Args:
+        source: the file of the framework, at a release, that sets it.
+        value: ``None`` where Megatron's own holds.
+        gpu: pattern that the accelerator's name begins with.
+        precision, experts, mamba: of the jobs that it is for, with or without such layers;
+            ``None`` is all.
+        also: arguments that it brings along, by name.
     """
 
     argument: str
     source: str
     value: object
-    gpu: NotRequired[str]
-    precision: NotRequired[str]
-    experts: NotRequired[bool]
-    mamba: NotRequired[bool]
-    also: NotRequired[Mapping[str, Sequence[str]]]
+    gpu: str = ""
+    precision: str | None = None
+    experts: bool | None = None
+    mamba: bool | None = None
+    also: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def _holds(
@@ -58,10 +62,10 @@ def _holds(
     experts = spec is not None and spec.is_moe
     mamba = spec is not None and "M" in spec.hybrid_layer_pattern
     return (
-        re.match(default.get("gpu", ""), accelerator, re.IGNORECASE) is not None
-        and default.get("precision", precision) == precision
-        and default.get("experts", experts) == experts
-        and default.get("mamba", mamba) == mamba
+        re.match(default.gpu, accelerator, re.IGNORECASE) is not None
+        and default.precision in (None, precision)
+        and default.experts in (None, experts)
+        and default.mamba in (None, mamba)
     )
 
 
@@ -71,14 +75,13 @@ def default_words(default: Default) -> str:
     >>> default_words(Default(argument="fp8_recipe", value="mxfp8", source="", gpu="B200"))
     'fp8_recipe mxfp8 (B200)'
     """
-    stated: Any = default["value"]
+    stated: Any = default.value
     value = {True: "on", False: "off", None: "as Megatron"}.get(stated, stated)
-    pairs = default.get("also", {}).items()
-    also = "".join(f" with {k} {','.join(map(str, v))}" for k, v in pairs)
-    kinds = {"experts": default.get("experts"), "Mamba layers": default.get("mamba")}
+    also = "".join(f" with {k} {','.join(map(str, v))}" for k, v in default.also.items())
+    kinds = {"experts": default.experts, "Mamba layers": default.mamba}
     parts = [f"{'with' if v else 'without'} {k}" for k, v in kinds.items() if v is not None]
-    when = ", ".join(filter(None, (default.get("gpu"), default.get("precision"), *parts)))
-    return f"{default['argument']} {value}{also}" + (f" ({when})" if when else "")
+    when = ", ".join(filter(None, (default.gpu, default.precision, *parts)))
+    return f"{default.argument} {value}{also}" + (f" ({when})" if when else "")
 
 
 @frozen_dataclass
@@ -120,9 +123,9 @@ class Target:
         """
         found = {name: value for name, value in said.items() if value is not None}
         for default in self.defaults:
-            name = default["argument"]
+            name = default.argument
             if name not in found and _holds(default, accelerator, precision, spec):
-                found = {**default.get("also", {}), **found, name: default["value"]}
+                found = {**default.also, **found, name: default.value}
         return found
 
     def settings(

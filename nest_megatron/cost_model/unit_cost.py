@@ -176,8 +176,8 @@ def overlap_window(dims: ParallelDims, num_microbatches: int) -> float:
     Gradients are complete with the chunk's last micro batch, weights are needed by its first; other
     chunks of the rank have a whole round of ``p`` micro batches before or after it.
     """
-    p, v = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
-    return (min(p, num_microbatches) * (v - 1) + 1) / v
+    v = dims.virtual_pipeline_model_parallel_size
+    return (min(dims.pipeline_model_parallel_size, num_microbatches) * (v - 1) + 1) / v
 
 
 def passes(run: UnitRun) -> Passes:

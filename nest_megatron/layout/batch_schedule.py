@@ -169,8 +169,7 @@ def _ramp(
         )
     count = (last - start) // step
     ends = [samples * k // count for k in range(count + 1)]
-    sizes = range(start, last, step)
-    parts = zip(sizes, itertools.pairwise(ends), strict=True)
+    parts = zip(range(start, last, step), itertools.pairwise(ends), strict=True)
     below = (BatchPart(global_batch_size=n, samples=stop - begin) for n, (begin, stop) in parts)
     return (*below, BatchPart(global_batch_size=last))
 

@@ -114,8 +114,7 @@ class PolicyFile:
     def broken(self, rule: str, what: str, value: object, allowed: str) -> PolicyError:
         """The error for what a rule does not allow."""
         fix = "Stay within it, or ask the operators of the cluster."
-        limit = f"{allowed} ({self.where(rule)})"
-        error = PolicyError(what, value, limit, fix)
+        error = PolicyError(what, value, f"{allowed} ({self.where(rule)})", fix)
         error.rule = rule
         return error
 

@@ -76,8 +76,7 @@ def group_shape(
     shape: list[int] = []
     placed = 1
     for devices in group_sizes[:-1]:
-        fewest = _fewest_members(axes, devices, dims.world_size)
-        fan_out = max(1, min(fewest, size) // placed)
+        fan_out = max(1, min(_fewest_members(axes, devices, dims.world_size), size) // placed)
         shape.append(fan_out)
         placed *= fan_out
     shape.append(-(-size // placed))

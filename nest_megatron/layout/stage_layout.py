@@ -14,6 +14,7 @@ Source: ``megatron.core.transformer.pipeline_parallel_layer_layout`` (the same g
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
@@ -154,8 +155,12 @@ def _parse_pattern(text: str, spec: TransformerSpec, pp: int) -> StagePartition:
             f"its layers must be {symbols + depths}",
             "Cut this very model.",
         )
-    ends = accumulate(map(len, stages[:-1]), initial=1)
-    boundaries = (0, *list(ends)[1:], spec.num_units)
+    return _partition(spec, pp, list(map(len, stages)))
+
+
+def _partition(spec: TransformerSpec, pp: int, layers: Sequence[int]) -> StagePartition:
+    """So many layers in each virtual stage, behind the embedding and before MTP and the head."""
+    boundaries = (0, *(1 + end for end in accumulate(layers[:-1])), spec.num_units)
     return StagePartition(boundaries=boundaries, pipeline_model_parallel_size=pp)
 
 
@@ -174,8 +179,7 @@ def expand_layout(text: str) -> tuple[str, ...]:
     Raises:
         UserInputError: if a character is not one of Megatron's four.
     """
-    times = [int(count) for count in re.findall(r"\*(\d+)", text)]
-    if sum(times) > _MAX_LETTERS:
+    if sum(map(int, re.findall(r"\*(\d+)", text))) > _MAX_LETTERS:
         raise _bad(text, f"it repeats more than {_MAX_LETTERS} times")
     plain = text.replace(",", "")
     for pattern in (_GROUP_TIMES, _LETTER_TIMES):
@@ -241,8 +245,7 @@ def uniform_partition(
     counts = [layers // vpp for layers in per_rank] * vpp
     counts[0] -= account_embedding
     counts[-1] -= account_loss
-    boundaries = (0, *(1 + n for n in accumulate(counts[:-1])), spec.num_units)
-    return StagePartition(boundaries=boundaries, pipeline_model_parallel_size=pp)
+    return _partition(spec, pp, counts)
 
 
 def spread_partition(spec: TransformerSpec, dims: ParallelDims) -> StagePartition:

@@ -285,8 +285,8 @@ def _linear(spec: TransformerSpec, tp: int) -> int:
 
     Source: ``megatron.core.transformer.heterogeneous.linear_replacements``.
     """
-    outputs, bias = spec.hidden_size // tp, bool(spec.add_bias_linear)
-    return norm(spec, spec.hidden_size) + (spec.hidden_size + bias) * outputs
+    outputs = spec.hidden_size // tp
+    return norm(spec, spec.hidden_size) + (spec.hidden_size + bool(spec.add_bias_linear)) * outputs
 
 
 _COUNTS: Mapping[LayerBlock, Callable[[TransformerSpec, int], int]] = {

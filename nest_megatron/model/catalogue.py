@@ -243,8 +243,8 @@ def _check_value(what: str, name: str, value: object) -> None:
     """Refuse a text that is not known, and a number outside of what its field means."""
     if name in CHOICES:
         if value not in CHOICES[name]:
-            limit, fix = f"it must be one of {', '.join(CHOICES[name])}", CHOICES[name]
-            raise UserInputError(what, value, limit, fix=nearest(str(value), fix))
+            limit = f"it must be one of {', '.join(CHOICES[name])}"
+            raise UserInputError(what, value, limit, fix=nearest(str(value), CHOICES[name]))
     elif isinstance(value, int | float) and not isinstance(value, bool):
         most = 1.0 if name in _AT_MOST_ONE else math.inf
         if not (0 < value <= most or (value == 0 and name in _MAY_BE_ZERO)):

@@ -56,10 +56,9 @@ def heterogeneous_layers(
         try:
             first, second = config["attention"], config.get("ffn") or config["mlp"]
             groups = _query_groups(first, num_attention_heads)
-            inner = _inner_size(second, hidden_size)
             halves = (
                 _half(first, groups, "attention", num_query_groups),
-                _half(second, inner, "mlp", ffn_hidden_size),
+                _half(second, _inner_size(second, hidden_size), "mlp", ffn_hidden_size),
             )
             found.append(LayerKind("+".join(filter(None, halves)) or LayerKind.NO_OP))
         except (KeyError, TypeError, AttributeError, ValueError) as error:

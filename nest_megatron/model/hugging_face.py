@@ -66,7 +66,7 @@ def read_vision_config(
 def _qwen_vl(f: ConfigFields, act: str) -> Shape:
     """What the encoders of Qwen-VL share; images have any size and patches of several frames."""
     hidden, merge = f.whole("hidden_size"), f.whole("spatial_merge_size", 2)
-    patch, frames = f.whole("patch_size"), f.whole("temporal_patch_size", 2)
+    frames = f.whole("temporal_patch_size", 2)
     return {
         "num_layers": f.whole("depth"),
         "hidden_size": hidden,
@@ -75,7 +75,7 @@ def _qwen_vl(f: ConfigFields, act: str) -> Shape:
         "num_patches": merge**2,
         "num_projected_tokens": 1,
         "num_images": 0,
-        "patch_features": f.whole("in_channels", 3) * frames * patch**2,
+        "patch_features": f.whole("in_channels", 3) * frames * f.whole("patch_size") ** 2,
         "projector_ffn_hidden_size": hidden * merge**2,
         "spatial_merge_size": merge,
         **activation(default=act)(f),
@@ -246,8 +246,8 @@ def read_hf_model(mapping: Config, name: str, *, seq_length: int | None = None) 
     if fields.assumed:
         taken = ", ".join(f"{key} {value}" for key, value in fields.assumed.items())
         notes += (f"{name}: not in config.json, so transformers' own default: {taken}.",)
-    own, pattern = text.get("num_hidden_layers"), shape.get("hybrid_layer_pattern")
-    if pattern and own not in (None, shape["num_layers"]):
+    own = text.get("num_hidden_layers")
+    if shape.get("hybrid_layer_pattern") and own not in (None, shape["num_layers"]):
         count = shape["num_layers"]
         notes += (f"{name}: its {own} layers are {count} of Megatron's hybrid_layer_pattern.",)
     return HuggingFaceModel(spec=spec_from_mapping(shape), unread=unread, notes=notes)

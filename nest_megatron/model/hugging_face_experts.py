@@ -121,13 +121,12 @@ def _deepseek_layers(f: ConfigFields, first: int = 0) -> Shape:
 
 
 def _latent_attention(f: ConfigFields) -> Shape:
-    rank = f.get("q_lora_rank")
     return joined(
         f,
         {
             "multi_latent_attention": True,
             "num_query_groups": None,
-            "q_lora_rank": None if rank is None else f.whole("q_lora_rank"),
+            "q_lora_rank": None if f.get("q_lora_rank") is None else f.whole("q_lora_rank"),
         },
         QK_NORM,
         sizes(

@@ -129,12 +129,12 @@ def _nemotron_h(f: ConfigFields) -> Shape:
         raise f.wrong("hybrid_override_pattern", "it must have a symbol for each layer")
     if f.flag("mlp_bias") and _EXPERTS in pattern:
         raise f.wrong("mlp_bias", "biases of experts are not read for this family")
-    heads, hidden = f.whole("num_attention_heads"), f.whole("hidden_size")
+    heads = f.whole("num_attention_heads")
     return joined(
         f,
         _pattern(pattern),
         {
-            "ffn_hidden_size": f.whole("intermediate_size", hidden),
+            "ffn_hidden_size": f.whole("intermediate_size", f.whole("hidden_size")),
             "num_query_groups": fewer_groups(f.whole("num_key_value_heads", heads), heads),
             "kv_channels": f.whole("head_dim", f.whole("attention_head_dim", 128)),
             "layernorm_epsilon": f.number("layer_norm_epsilon", f.number("norm_eps", 1e-5)),
@@ -149,13 +149,12 @@ def _routed(f: ConfigFields) -> Shape:
     """Experts of Nemotron 3: balanced by a bias, one or more shared ones of a size of their own."""
     shared = f.count("moe_shared_expert_intermediate_size")
     shared = shared if f.whole("n_shared_experts", 1, least=0) else 0
-    latent = f.get("moe_latent_size")
     return joined(
         f,
         experts("n_routed_experts", "moe_intermediate_size"),
         shared_experts(shared),
         BALANCED,
-        {} if latent is None else sizes(moe_latent_size="moe_latent_size"),
+        {} if f.get("moe_latent_size") is None else sizes(moe_latent_size="moe_latent_size"),
     )
 
 

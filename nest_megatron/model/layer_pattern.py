@@ -123,28 +123,17 @@ def _evaluate(node: ast.expr) -> int | list[int]:
         return [item for item in items if isinstance(item, int)]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
         left, right = _evaluate(node.left), _evaluate(node.right)
-        return _repeat(left, right) if isinstance(node.op, ast.Mult) else _join(left, right)
+        is_sum = isinstance(node.op, ast.Add)
+        if isinstance(left, int) and not is_sum:
+            left, right = right, left
+        if isinstance(left, int) or isinstance(right, list) is not is_sum:
+            needed = "+ needs two lists" if is_sum else "* needs a list and a whole number"
+            raise _MalformedError(needed)
+        num_layers = len(left) + len(right) if isinstance(right, list) else len(left) * right
+        if num_layers > MAX_LAYERS:
+            raise _MalformedError(f"it has more than {MAX_LAYERS} layers")
+        return left + right if isinstance(right, list) else left * right
     raise _MalformedError("only lists of 0 and 1, + and * are allowed")
-
-
-def _repeat(left: int | list[int], right: int | list[int]) -> list[int]:
-    flags, count = (right, left) if isinstance(left, int) else (left, right)
-    if isinstance(flags, int) or not isinstance(count, int):
-        raise _MalformedError("* needs a list and a whole number")
-    _require_length(len(flags) * count)
-    return flags * count
-
-
-def _join(left: int | list[int], right: int | list[int]) -> list[int]:
-    if isinstance(left, int) or isinstance(right, int):
-        raise _MalformedError("+ needs two lists")
-    _require_length(len(left) + len(right))
-    return left + right
-
-
-def _require_length(num_layers: int) -> None:
-    if num_layers > MAX_LAYERS:
-        raise _MalformedError(f"it has more than {MAX_LAYERS} layers")
 
 
 def _refused(value: object, limit: str) -> UserInputError:
@@ -459,10 +448,9 @@ def two_block_kinds(
     ):
         if is_there:
             _mark(mixers, block, layer_flags(what, freq, num_layers))
-    routes = experts or (0,) * num_layers
     return tuple(
         layer_kind(mixer, LayerBlock.EXPERTS if routed else LayerBlock.DENSE)
-        for mixer, routed in zip(mixers, routes, strict=True)
+        for mixer, routed in zip(mixers, experts or (0,) * num_layers, strict=True)
     )
 
 

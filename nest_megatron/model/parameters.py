@@ -73,8 +73,7 @@ def _vision(spec: TransformerSpec, tp: int) -> int:
     rows = vision.patch_features + vision.num_positions + vision.num_class_tokens
     bias = hidden if vision.patch_bias else 0
     ends = rows * hidden + (norm(inner, hidden) if vision.norm_before else bias)
-    layer = layer_parameters(inner, LayerKind.DENSE, shards, 1, 1)
-    return ends + vision.num_layers * layer.dense
+    return ends + vision.num_layers * layer_parameters(inner, LayerKind.DENSE, shards, 1, 1).dense
 
 
 def _projector(spec: TransformerSpec, tp: int) -> int:
@@ -100,8 +99,8 @@ def _mergers(spec: TransformerSpec) -> int:
     assert vision is not None
     assert vision.spatial_merge_size is not None
     wide = vision.hidden_size * vision.spatial_merge_size**2
-    ffn, given = vision.projector_ffn_hidden_size, spec.hidden_size
-    layers = (wide + 1) * ffn + (ffn + 1) * given
+    ffn = vision.projector_ffn_hidden_size
+    layers = (wide + 1) * ffn + (ffn + 1) * spec.hidden_size
     deepstack = vision.deepstack_layers * (norm(inner, wide) + layers)
     return norm(inner, vision.hidden_size) + layers + deepstack
 
@@ -235,8 +234,7 @@ def active_parameters(spec: TransformerSpec) -> int:
     units = map(spec.unit_blocks, spec.layer_kinds())
     layers = sum(blocks.count(LayerBlock.EXPERTS) for blocks in units)
     idle = spec.num_experts - spec.moe_router_topk
-    each = mlp(spec, spec.expert_ffn_hidden_size, 1, spec.routed_size)
-    return total - layers * idle * each
+    return total - layers * idle * mlp(spec, spec.expert_ffn_hidden_size, 1, spec.routed_size)
 
 
 def one_layer(spec: TransformerSpec, kind: LayerKind) -> TransformerSpec:

@@ -235,7 +235,7 @@ _NEMO_OLD = dataclasses.replace(
     name="nemo",
     framework="NeMo before 25.07",
     defaults=tuple(
-        each for each in NEMO.defaults if each["argument"] != "use_precision_aware_optimizer"
+        each for each in NEMO.defaults if each.argument != "use_precision_aware_optimizer"
     ),
 )
 

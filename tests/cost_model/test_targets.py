@@ -83,7 +83,7 @@ def test_a_plan_assumes_what_runs_of_its_framework_are_scored_by(
 def test_every_default_names_its_source(target: Target) -> None:
     assert target.defaults
     for default in target.defaults:
-        assert default["source"], default["argument"]
+        assert default.source, default.argument
 
 
 def test_a_plan_has_the_constants_that_were_fitted_to_its_framework() -> None:

@@ -102,10 +102,10 @@ def _holds_experts(
     cuda_graphs: CudaGraphs | None,
     release: Release,
 ) -> bool:
-    scope, whole_step = execution.cuda_graph_scope, GraphImpl.FULL_ITERATION
+    scope = execution.cuda_graph_scope
     # the job's own graphs are its own matter, and the buffers of fixed sizes that 0.18 has for
     # experts in a graph of the step (moe_expert_rank_capacity_factor, moe_paged_stash)
-    without_buffers = release < (0, 18) or execution.cuda_graph_impl is not whole_step
+    without_buffers = release < (0, 18) or execution.cuda_graph_impl is not GraphImpl.FULL_ITERATION
     planned = cuda_graphs is None and without_buffers
     return not (planned and spec.is_moe and (not scope or "moe" in scope))
 

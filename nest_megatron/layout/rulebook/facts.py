@@ -288,8 +288,7 @@ def tokens_on_rank(
 
 def shape_of(partition: StagePartition) -> tuple[int, int, int]:
     """Pipeline ranks, virtual stages and units of a partition."""
-    ranks, units = partition.pipeline_model_parallel_size, partition.boundaries[-1]
-    return ranks, partition.num_chunks, units
+    return partition.pipeline_model_parallel_size, partition.num_chunks, partition.boundaries[-1]
 
 
 def _stages(

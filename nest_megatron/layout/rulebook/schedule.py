@@ -250,8 +250,8 @@ def mtp_chunk(spec: TransformerSpec, partition: StagePartition) -> int | None:
 def misplaced_mtp_chunk(spec: TransformerSpec, partition: StagePartition) -> int | None:
     """The virtual stage that holds the MTP layers where they may not lie."""
     chunk, pp = mtp_chunk(spec, partition), partition.pipeline_model_parallel_size
-    vpp, hybrid = partition.num_chunks // pp, bool(spec.hybrid_layer_pattern)
-    fits = chunk is None or mtp_chunk_fits(chunk, pp, vpp, hybrid=hybrid)
+    hybrid = bool(spec.hybrid_layer_pattern)
+    fits = chunk is None or mtp_chunk_fits(chunk, pp, partition.num_chunks // pp, hybrid=hybrid)
     return None if fits else chunk
 
 
