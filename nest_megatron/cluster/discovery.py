@@ -165,9 +165,8 @@ def require_same_device(cluster: Cluster, gpus: LocalGpus, what: str = "nest.clu
     raise UserInputError(
         what,
         cluster.name,
-        limit=f"it describes {cluster.accelerator.name} ({memory}), but a host has "
-        f"{gpus.describe()}",
-        fix="Name a cluster with these GPUs (`nest-megatron clusters` lists them), or a file.",
+        f"it describes {cluster.accelerator.name} ({memory}), but a host has {gpus.describe()}",
+        "Name a cluster with these GPUs (`nest-megatron clusters` lists them), or a file.",
     )
 
 

@@ -175,8 +175,8 @@ class Cluster:
             raise UserInputError(
                 f"cluster {self.name}: levels",
                 [level.name for level in self.levels],
-                limit="the outermost level must exist and have num_devices: null",
-                fix="Leave num_devices of the last level empty; it takes in the whole cluster.",
+                "the outermost level must exist and have num_devices: null",
+                "Leave num_devices of the last level empty; it takes in the whole cluster.",
             )
         inner = 1
         for level in self.levels[:-1]:
@@ -329,7 +329,7 @@ def cluster_from_mapping(mapping: Mapping[str, object], *, num_gpus: int | None 
     name = f"{what} oversubscription"
     oversubscription = from_plain(float, fields.pop("oversubscription", 1.0), name, _SOURCE)
     if oversubscription < 1.0:
-        raise UserInputError(name, oversubscription, "it must be at least 1", fix=_SOURCE.correct)
+        raise UserInputError(name, oversubscription, "it must be at least 1", _SOURCE.correct)
     if isinstance(fields.get("levels"), list | tuple):
         # num_devices may be left out of the outermost one
         levels = map(_without_nulls, fields["levels"])

@@ -371,7 +371,7 @@ def read_hosts(path: Path, what: str = "--hosts") -> Topology:
     except UserInputError as error:
         if error.value is not None:
             raise
-        raise UserInputError(what, str(path), limit=error.limit, fix=error.fix) from error
+        raise UserInputError(what, str(path), error.limit, error.fix) from error
 
 
 def unused_outputs(
@@ -393,32 +393,32 @@ def _unused(
 ) -> Iterator[tuple[str, str]]:
     names = {host.name for host in hosts}
     own = {host.name: host for host in sources.hosts}
-    later = "a file after it tells them too"
     named = {host.name for host in found.hosts}.union(found.slurm_gpus)
     if named and not named & names:
         yield "hosts", "none of them is among those of the job"
     elif found.hosts and not any(host in sources.hosts for host in found.hosts):
         yield "hosts", "another file tells more of them"
-    if found.topology is not None and found.topology is not sources.topology:
-        yield "groups", later
-    elif found.topology is not None and topology is not None and found.topology is not topology:
-        yield "groups", f"{topology.source} says them"
-    if found.gpu_names and all(host.gpus for host in hosts):
-        yield "GPUs", "every host tells its own"
-    if found.adapters and found.adapters is not sources.adapters:
-        yield "adapters", later
-    elif found.adapters and (why := _unused_adapters(hosts, own)):
-        yield "adapters", why
-    if found.matrix is not None and found.matrix is not sources.matrix:
-        yield "links", later
-    elif found.matrix is not None and (why := _unused_matrix(found.matrix, hosts, own)):
-        yield "links", why
+    other = None if found.topology is topology else topology
+    of_hosts = found.gpu_names and all(host.gpus for host in hosts)
+    for part, read, used, why in (
+        ("groups", found.topology, sources.topology, other and f"{other.source} says them"),
+        ("GPUs", found.gpu_names, found.gpu_names, of_hosts and _BY_HOSTS),
+        ("adapters", found.adapters, sources.adapters, _unused_adapters(hosts, own)),
+        ("links", found.matrix, sources.matrix, _unused_matrix(found.matrix, hosts, own)),
+    ):
+        if read and read is not used:
+            yield part, "a file after it tells them too"
+        elif read and why:
+            yield part, why
+
+
+_BY_HOSTS = "every host tells its own"
 
 
 def _unused_adapters(hosts: Sequence[Host], own: Mapping[str, Host]) -> str:
     without = [host for host in hosts if host.name not in own or not own[host.name].adapters]
     if not without:
-        return "every host tells its own"
+        return _BY_HOSTS
     if any(host.adapters for host in without):
         return ""
     return (
@@ -427,16 +427,16 @@ def _unused_adapters(hosts: Sequence[Host], own: Mapping[str, Host]) -> str:
     )
 
 
-def _unused_matrix(matrix: GpuMatrix, hosts: Sequence[Host], own: Mapping[str, Host]) -> str:
+def _unused_matrix(matrix: GpuMatrix | None, hosts: Sequence[Host], own: Mapping[str, Host]) -> str:
     without = [
         host
         for host in hosts
         if host.name not in own or own[host.name].nvlinks is None or not own[host.name].adapters
     ]
     if not without:
-        return "every host tells its own"
+        return _BY_HOSTS
     counts = {host.gpu_count for host in without}
-    if matrix.num_gpus in counts:
+    if matrix is None or matrix.num_gpus in counts:
         return ""
     shown = " or ".join(sorted(str(count) for count in counts))
     return f"it is of a host with {matrix.num_gpus} GPUs, and the hosts have {shown}"

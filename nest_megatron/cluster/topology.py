@@ -293,4 +293,4 @@ def _word(name: str) -> str:
 def unreadable(
     what: str, limit: str, fix: str = "Save the program's output again."
 ) -> UserInputError:
-    return UserInputError(what, None, limit, fix=fix or "Save its output again.")
+    return UserInputError(what, None, limit, fix or "Save its output again.")

@@ -117,9 +117,8 @@ def _flops_rate(operator: Operator, accelerator: Accelerator, settings: CostSett
         raise UserInputError(
             "train.precision",
             str(precision),
-            limit=f"{accelerator.name} has matrix units for "
-            + ", ".join(accelerator.peak_flops_per_s),
-            fix=f"Use {sixteen_bit(accelerator)}.",
+            f"{accelerator.name} has matrix units for " + ", ".join(accelerator.peak_flops_per_s),
+            f"Use {sixteen_bit(accelerator)}.",
         )
     share = accelerator.gemm_efficiency[used] if operator.aligned else UNALIGNED_EFFICIENCY
     if operator.kind is OperatorKind.GROUPED_GEMM:

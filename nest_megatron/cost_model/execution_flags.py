@@ -163,8 +163,8 @@ def _member(flags: Mapping[str, Any], name: str, kind: type[Member], default: st
         raise UserInputError(
             f"--{name.replace('_', '-')}",
             word,
-            limit=f"it must be one of {', '.join(kind)}",
-            fix=nearest(word, kind),
+            f"it must be one of {', '.join(kind)}",
+            nearest(word, kind),
         )
     return kind(word)
 
@@ -214,8 +214,8 @@ def _recipe(flags: Mapping[str, Any], precision: Precision) -> Fp8Recipe:
         raise UserInputError(
             "--fp8-recipe",
             "nvfp4",
-            limit="it is a recipe of --fp4-format",
-            fix="Use --fp4-format e2m1 --fp4-recipe nvfp4.",
+            "it is a recipe of --fp4-format",
+            "Use --fp4-format e2m1 --fp4-recipe nvfp4.",
         )
     return _member(flags, "fp8_recipe", Fp8Recipe, "delayed")
 
@@ -237,8 +237,8 @@ def _width(flags: Mapping[str, Any], name: str, default: str) -> int:
         raise UserInputError(
             f"--{name.replace('_', '-')}",
             word,
-            limit=f"number formats are {', '.join(_WIDTHS)}",
-            fix="Use one of them.",
+            f"number formats are {', '.join(_WIDTHS)}",
+            "Use one of them.",
         )
     return _WIDTHS[word]
 
@@ -340,7 +340,7 @@ def _moved_share(flags: Mapping[str, Any]) -> float:
         raise UserInputError(
             "--optimizer-offload-fraction",
             moved,
-            limit="it must lie between 0 and 1",
-            fix="Give the share of optimizer states that goes to the host.",
+            "it must lie between 0 and 1",
+            "Give the share of optimizer states that goes to the host.",
         )
     return moved

@@ -52,7 +52,7 @@ class Reliability:
 
 def _wrong(name: str, value: float, limit: str, example: str) -> UserInputError:
     key = f"reliability.{name}"
-    return UserInputError(key, value, limit, fix=f"For example {key}={example}.")
+    return UserInputError(key, value, limit, f"For example {key}={example}.")
 
 
 def goodput(reliability: Reliability, step_s: Seconds, num_gpus: int) -> Goodput:

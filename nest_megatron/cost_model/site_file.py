@@ -73,14 +73,14 @@ def read_site(path: Path) -> SiteCalibration:
             what,
             str(path),
             "it holds no run" if not found.by_date else f"it has format {found.format}",
-            fix=_AGAIN,
+            _AGAIN,
         )
     if later := found.unknown_names:
         raise UserInputError(
             what,
             str(path),
             f"a later nest-megatron wrote it, and this one does not know {', '.join(later)}",
-            fix=_AGAIN,
+            _AGAIN,
         )
     return found
 
@@ -100,7 +100,7 @@ def find_site(cluster: Cluster) -> tuple[Path, SiteCalibration] | None:
     found = read_site(path)
     if differences := found.differences(cluster):
         raise UserInputError(
-            "site calibration", str(path), f"it is of {', '.join(differences)}", fix=_AGAIN
+            "site calibration", str(path), f"it is of {', '.join(differences)}", _AGAIN
         )
     return path, found
 

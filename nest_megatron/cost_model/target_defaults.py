@@ -96,7 +96,7 @@ def target_named(name: str) -> Target:
             "target",
             name,
             f"targets are {', '.join((*_FRAMEWORKS, *TARGETS))}",
-            fix=nearest(name, (*_FRAMEWORKS, *TARGETS)),
+            nearest(name, (*_FRAMEWORKS, *TARGETS)),
         )
     known = [*_FRAMEWORKS[found[1]]["releases"]]
     if (release := last_until(found[2], known)) is None:
@@ -104,7 +104,7 @@ def target_named(name: str) -> Target:
             "target",
             name,
             f"{known[0]} is the oldest release of {found[1]} that is known",
-            fix=f"Use {found[1]}_{known[0]} or newer.",
+            f"Use {found[1]}_{known[0]} or newer.",
         )
     return TARGETS[f"{found[1]}_{release}"]
 

@@ -48,8 +48,8 @@ def require_ranges(record: Any, name_of: Callable[[str], str] = str) -> None:
             raise UserInputError(
                 name_of(field.name),
                 value,
-                limit=f"it {limit}",
-                fix="Leave it out to take the documented default.",
+                f"it {limit}",
+                "Leave it out to take the documented default.",
             )
 
 
@@ -189,8 +189,8 @@ class ExecutionTraits:
             raise UserInputError(
                 "--moe-expert-capacity-factor",
                 capacity,
-                limit="it must be above 0 and finite",
-                fix="Leave it out to drop no tokens.",
+                "it must be above 0 and finite",
+                "Leave it out to drop no tokens.",
             )
         require_ranges(self)
 

@@ -244,7 +244,7 @@ def _check_value(what: str, name: str, value: object) -> None:
     if name in CHOICES:
         if value not in CHOICES[name]:
             limit = f"it must be one of {', '.join(CHOICES[name])}"
-            raise UserInputError(what, value, limit, fix=nearest(str(value), CHOICES[name]))
+            raise UserInputError(what, value, limit, nearest(str(value), CHOICES[name]))
     elif isinstance(value, int | float) and not isinstance(value, bool):
         most = 1.0 if name in _AT_MOST_ONE else math.inf
         if not (0 < value <= most or (value == 0 and name in _MAY_BE_ZERO)):
@@ -253,5 +253,5 @@ def _check_value(what: str, name: str, value: object) -> None:
                 what,
                 value,
                 f"it must be a number {least}" + (" and at most 1" if most == 1.0 else ""),
-                fix=_SOURCE.correct,
+                _SOURCE.correct,
             )

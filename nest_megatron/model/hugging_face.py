@@ -355,6 +355,6 @@ def _unplannable(name: str, value: object, reason: str) -> UnplannableModelError
     return UnplannableModelError(
         f"model {name}: model_type",
         value,
-        limit=reason,
-        fix=f"Supported: {', '.join(sorted(FAMILIES))}.",
+        reason,
+        f"Supported: {', '.join(sorted(FAMILIES))}.",
     )

@@ -47,7 +47,7 @@ def layer_flags(
             what,
             value,
             f"it must give one 0 or 1 for each of the {num_layers} layers",
-            fix="Give one number for each layer.",
+            "Give one number for each layer.",
         )
     return tuple(map(bool, value))
 
