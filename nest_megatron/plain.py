@@ -27,22 +27,6 @@ if TYPE_CHECKING:
 Record = TypeVar("Record")
 Hook = Callable[[Any, Any], Any]
 
-
-@dataclass_transform(
-    frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,)
-)
-def frozen_dataclass(record: type[Record]) -> type[Record]:
-    """Make a class a record: a dataclass that is frozen, has slots, and is built by keywords.
-
-    >>> @frozen_dataclass
-    ... class Size:
-    ...     rows: int
-    >>> Size(rows=3)
-    Size(rows=3)
-    """
-    return dataclass(frozen=True, slots=True, kw_only=True)(record)
-
-
 #: Types of fields of another program's file, whose records check nothing themselves.
 Count = NewType("Count", int)
 Index = NewType("Index", int)
@@ -51,7 +35,22 @@ NonNegative = NewType("NonNegative", float)
 _RESTRICTED = ((Count, int, 1), (Index, int, 0), (Positive, float, None), (NonNegative, float, 0))
 
 
-@frozen_dataclass
+@dataclass_transform(
+    frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,)
+)
+def frozen(kind: type[Record]) -> type[Record]:
+    """A frozen dataclass with slots, whose fields are passed by name.
+
+    >>> @frozen
+    ... class Point:
+    ...     x: int = 0
+    >>> Point(x=1)
+    Point(x=1)
+    """
+    return dataclass(frozen=True, slots=True, kw_only=True)(kind)
+
+
+@frozen
 class Source:
     """Who wrote plain data: how strictly it is read, and what errors advise.
 

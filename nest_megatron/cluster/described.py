@@ -10,14 +10,14 @@ from nest_megatron.cluster.hosts import Host, describe_kinds, kinds, shown_names
 from nest_megatron.cluster.records import Cluster, NetworkLevel
 from nest_megatron.cluster.topology import Topology
 from nest_megatron.errors import UserInputError
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 from nest_megatron.units import format_gib
 
 #: What `cluster discover` adds to the name of the cluster that stands in for what was not seen.
 DISCOVERED = "_discovered"
 
 
-@frozen_dataclass
+@frozen
 class Described:
     """A cluster, what of it was seen and by what, and what was assumed from where."""
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from nest_megatron.cluster.records import Accelerator, Cluster
 from nest_megatron.errors import UserInputError
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 from nest_megatron.units import format_gib
 
 #: Drivers and frameworks disagree by a few per cent on what one device holds.
 _MEMORY_TOLERANCE = 0.1
 
 
-@frozen_dataclass
+@frozen
 class LocalGpus:
     """What the driver says of this host: equal devices, their name and memory in bytes."""
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 from nest_megatron.cluster.discovery import LocalGpus, local_gpus
 from nest_megatron.cluster.topology import groups_of_task, unreadable
 from nest_megatron.errors import UserInputError
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 from nest_megatron.units import Seconds
 
 #: Where Linux shows RDMA adapters, InfiniBand's and those of RoCE.
@@ -26,7 +26,7 @@ _NEAR = ("PIX", "PXB")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
-@frozen_dataclass
+@frozen
 class Adapter:
     """An active port of a network adapter.
 
@@ -40,7 +40,7 @@ class Adapter:
     link_layer: str = ""
 
 
-@frozen_dataclass
+@frozen
 class GpuMatrix:
     """How the GPUs of a host are joined.
 
@@ -250,7 +250,7 @@ _MATRIX_S = 20.0
 _SAME_MEMORY = 0.1
 
 
-@frozen_dataclass
+@frozen
 class Host:
     """What a host says of itself.
 

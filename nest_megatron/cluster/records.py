@@ -11,7 +11,7 @@ from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
-from nest_megatron.plain import Source, added, from_plain, frozen_dataclass, is_number, without_unit
+from nest_megatron.plain import Source, added, from_plain, frozen, is_number, without_unit
 from nest_megatron.units import format_gib
 
 
@@ -40,7 +40,7 @@ class CollectiveKind(Name):
     SEND_RECV = "send_recv"
 
 
-@frozen_dataclass
+@frozen
 class Accelerator:
     """One device: peaks from its data sheet, and what share of each peak real kernels reach.
 
@@ -88,7 +88,7 @@ class Accelerator:
         return precision in self.peak_flops_per_s
 
 
-@frozen_dataclass
+@frozen
 class NetworkLevel:
     """One level of the network; level 0 joins the devices of one node.
 
@@ -138,7 +138,7 @@ class NetworkLevel:
         return self.ring_shares[members - 2] if named else 1.0
 
 
-@frozen_dataclass
+@frozen
 class Cluster:
     """``num_gpus`` equal accelerators, numbered so that neighbours are near in the network.
 

@@ -34,7 +34,7 @@ from nest_megatron.cluster.topology import (
 from nest_megatron.documents import parse_json
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_text
-from nest_megatron.plain import from_plain, frozen_dataclass
+from nest_megatron.plain import from_plain, frozen
 
 #: Every host answers within this; ``srun`` may first wait for a step that ends.
 _REPORTS_S = 180.0
@@ -49,7 +49,7 @@ _FAMILIES = (
 )
 
 
-@frozen_dataclass
+@frozen
 class Output:
     """What one saved output told: its file's name, the program, and what of it is known."""
 
@@ -58,7 +58,7 @@ class Output:
     contents: Sources
 
 
-@frozen_dataclass
+@frozen
 class Sources:
     """What was learnt.
 

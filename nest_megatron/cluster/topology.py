@@ -9,7 +9,7 @@ from dataclasses import field, replace
 from itertools import product
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 
 LEVELS = ("leaf", "spine", "core")
 #: Hosts of one range; more is a slip, or nobody's cluster.
@@ -21,7 +21,7 @@ _LANES = {
 }
 
 
-@frozen_dataclass
+@frozen
 class Topology:
     """Groups of hosts, one inside the other.
 
@@ -201,7 +201,7 @@ def parse_ibnetdiscover(text: str) -> Topology:
     )
 
 
-@frozen_dataclass
+@frozen
 class _Link:
     """A port of a switch and what it leads to."""
 

@@ -28,7 +28,7 @@ from nest_megatron.layout.rank_order import GroupKind, group_shape
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import FlexBackend, TokenDispatcher
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 from nest_megatron.units import GIB, Bytes
 
 #: Share that the allocator holds in pieces too small to be of use. For one node of B200, SimuMax
@@ -135,7 +135,7 @@ class PeakErrors(Protocol):
         """The error that a share of all errors is at most."""
 
 
-@frozen_dataclass
+@frozen
 class PeakError:
     """``log(measured / predicted)`` of peaks of a source that was not fitted.
 

@@ -18,7 +18,7 @@ from nest_megatron.layout.recompute import RecomputeGranularity
 from nest_megatron.model.execution import TokenDispatcher
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.names import Name
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 from nest_megatron.units import Seconds
 
 
@@ -185,7 +185,7 @@ def number_format(precision: Precision) -> str:
     return str(Precision.BF16 if precision is Precision.FP16 else precision)
 
 
-@frozen_dataclass
+@frozen
 class Runs:
     """Measured runs with the same features, and the mean absolute error of their predictions.
 

@@ -13,10 +13,10 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import Fp8Recipe
 from nest_megatron.model.execution import Execution
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 
 
-@frozen_dataclass
+@frozen
 class NumberFormat:
     """What a recipe does to an element of a product.
 

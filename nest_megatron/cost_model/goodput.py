@@ -15,14 +15,14 @@ import math
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.plan import Goodput
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 from nest_megatron.units import Seconds
 
 #: Exponents beyond this leave nothing of a float.
 _MOST = 700.0
 
 
-@frozen_dataclass
+@frozen
 class Reliability:
     """How often a job fails, and what it does about it.
 

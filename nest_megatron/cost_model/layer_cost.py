@@ -12,7 +12,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.execution import Execution, GraphImpl, TokenDispatcher
 from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Part
 from nest_megatron.model.operators.attention import GRAPH_INPUTS
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 from nest_megatron.profile.records import Source
 from nest_megatron.units import Seconds
 
@@ -47,7 +47,7 @@ class PassTime(NamedTuple):
 _NO_TIME = PassTime()
 
 
-@frozen_dataclass
+@frozen
 class UnitTimes:
     """A unit without recomputation.
 

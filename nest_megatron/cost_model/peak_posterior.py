@@ -29,7 +29,7 @@ from nest_megatron.cost_model.posterior import KEPT, changed
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.uncertainty import shipped_scales
 from nest_megatron.layout.layout import Layout
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 from nest_megatron.units import Bytes
 
 #: Share of the variance of a score that belongs to each of: the site (its allocator and libraries),
@@ -49,7 +49,7 @@ _TERMS = ("activations", "working")
 PARTS = ("site", *_TERMS, "static", "job", "layout")
 
 
-@frozen_dataclass
+@frozen
 class PredictedPeak:
     """The highest predicted peak of a plan.
 
@@ -81,7 +81,7 @@ class PredictedPeak:
         return tuple(each / length for each in whole)
 
 
-@frozen_dataclass
+@frozen
 class PeakRun:
     """A plan that ran, or ran out of memory.
 
@@ -99,7 +99,7 @@ class PeakRun:
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
-@frozen_dataclass
+@frozen
 class LearnedPeakError:
     """The error of a predicted peak, given runs.
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from nest_megatron.cost_model.critical_path import CriticalPath, Summarize, summarize
 from nest_megatron.cost_model.schedule import ChunkTimes, TimedOp, peak_live_chunks, simulate
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 from nest_megatron.units import Bytes, Ticks
 
 
@@ -96,7 +96,7 @@ class RankMemory(NamedTuple):
         return self.static + self.activation + self.working
 
 
-@frozen_dataclass
+@frozen
 class Evaluation:
     """What a partition costs; tuples hold a value for each chunk or rank, times are ticks.
 

@@ -36,7 +36,7 @@ from nest_megatron.cost_model.uncertainty import (
     shared_error,
 )
 from nest_megatron.layout.plan_file import digest
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 from nest_megatron.units import Seconds
 
 #: Correlation of the error of a mechanism's price before and after one of the versions changed: of
@@ -45,7 +45,7 @@ from nest_megatron.units import Seconds
 KEPT = math.sqrt(0.5)
 
 
-@frozen_dataclass
+@frozen
 class Observation:
     """A plan that ran.
 

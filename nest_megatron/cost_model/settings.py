@@ -9,7 +9,7 @@ from typing import Any
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.traits import ExecutionTraits, ranged, require_ranges
 from nest_megatron.model.sequence_lengths import SequenceLengths
-from nest_megatron.plain import from_plain, frozen_dataclass
+from nest_megatron.plain import from_plain, frozen
 from nest_megatron.units import GIB
 
 
@@ -18,7 +18,7 @@ def _name_of(field: str) -> str:
     return f"{section}.{field.removeprefix('memory_')}"
 
 
-@frozen_dataclass
+@frozen
 class CostSettings:
     """What the cost model takes for granted; a value outside its range is a ``UserInputError``.
 

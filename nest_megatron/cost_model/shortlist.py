@@ -23,7 +23,7 @@ from nest_megatron.cost_model.uncertainty import (
     covariance,
     price_effects,
 )
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 
 #: Plans whose steps differ by less are as fast as each other: two runs of one plan differ by that.
 AS_FAST = 2 * RUN_NOISE
@@ -64,7 +64,7 @@ _NETWORK_NOISE = 0.1 / DEVIATION
 _RUNS_TOLD, _LEAST_GAIN = 2, 5e-4
 
 
-@frozen_dataclass
+@frozen
 class Shortlist:
     """Few plans that hold one as fast as the fastest with a ``chance``, the likeliest first.
 
@@ -76,7 +76,7 @@ class Shortlist:
     chance: float
 
 
-@frozen_dataclass
+@frozen
 class Measurement:
     """Something to measure before a plan is chosen: mechanisms by a profile, or a plan by a run.
 

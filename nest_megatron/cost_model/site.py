@@ -29,7 +29,7 @@ from nest_megatron.layout.estimate import (
 )
 from nest_megatron.layout.layout import Layout, PartialLayout
 from nest_megatron.layout.plan_file import digest
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 from nest_megatron.units import Seconds
 from nest_megatron.version import __version__
 
@@ -173,7 +173,7 @@ class Site(Caching):
         return sorted(found, key=lambda each: -abs(each.step_percent))
 
 
-@frozen_dataclass
+@frozen
 class LearnedMechanism:
     """What runs say of the price of a mechanism.
 
@@ -190,7 +190,7 @@ class LearnedMechanism:
     prior_percent: float
 
 
-@frozen_dataclass
+@frozen
 class UnseenErrors:
     """Mean absolute error of the plans of jobs that were left out in turn."""
 

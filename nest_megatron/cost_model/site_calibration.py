@@ -28,7 +28,7 @@ from nest_megatron.history.records import (
     same_links,
 )
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.plain import added, frozen_dataclass
+from nest_megatron.plain import added, frozen
 from nest_megatron.units import Bytes, Seconds
 
 #: Version of the files.
@@ -39,7 +39,7 @@ MOST_PLANS = 120
 _USUAL = 0.99
 
 
-@frozen_dataclass
+@frozen
 class SiteRun:
     """The runs of one plan under the same versions.
 
@@ -88,7 +88,7 @@ class SiteRun:
         return abs(known.error) <= most
 
 
-@frozen_dataclass
+@frozen
 class SitePeak:
     """The peak of a plan's runs under the same versions, or that it ran out of memory.
 
@@ -122,7 +122,7 @@ class SitePeak:
         )
 
 
-@frozen_dataclass
+@frozen
 class SiteCalibration:
     """What a site has learnt on one kind of cluster; equal names and devices are the same kind.
 

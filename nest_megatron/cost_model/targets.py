@@ -24,7 +24,7 @@ from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 
 #: Entry of ``calibration/frameworks.yaml`` for what switches of ``Execution`` do in all of them.
 EXECUTION = "execution"
@@ -32,7 +32,7 @@ EXECUTION = "execution"
 _NO_FLAGS: Mapping[str, Any] = MappingProxyType({})
 
 
-@frozen_dataclass
+@frozen
 class Default:
     """What a framework sets where a job does not say: an argument of ``targets.toml``.
 
@@ -84,7 +84,7 @@ def default_words(default: Default) -> str:
     return f"{default.argument} {value}{also}" + (f" ({when})" if when else "")
 
 
-@frozen_dataclass
+@frozen
 class Target:
     """A framework at a release.
 

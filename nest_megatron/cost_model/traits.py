@@ -9,7 +9,7 @@ from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 
 
 class Fp8Recipe(Name):
@@ -57,7 +57,7 @@ def require_ranges(record: Any, name_of: Callable[[str], str] = str) -> None:
 ADAM_BYTES = 12.0
 
 
-@frozen_dataclass
+@frozen
 class ExecutionTraits:
     """What a job's flags, or its framework's defaults, say beside the layout.
 

@@ -38,7 +38,7 @@ from nest_megatron.cost_model.mechanisms import Mechanism, Shares, shares
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.student_t import deviation, quantile
 from nest_megatron.layout.layout import Layout
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 from nest_megatron.units import Seconds
 
 #: Key of the scale that every job, and every layout, has.
@@ -49,7 +49,7 @@ RUN_NOISE = 0.01
 DEVIATION = deviation()
 
 
-@frozen_dataclass
+@frozen
 class Scales:
     """Fitted scales of errors, in logarithms: 0.05 is 5 %.
 
@@ -87,7 +87,7 @@ def fitted_devices() -> frozenset[str]:
     return frozenset(_calibration()["devices"])
 
 
-@frozen_dataclass
+@frozen
 class Learned:
     """What measured runs say of a plan's error (``posterior.Posterior.of``).
 
@@ -107,7 +107,7 @@ class Learned:
     mechanisms: Mapping[Mechanism, tuple[float, ...]]
 
 
-@frozen_dataclass
+@frozen
 class Predictive:
     """What is known of a plan's step before it runs; ``point`` is its layout (``coordinates``)."""
 

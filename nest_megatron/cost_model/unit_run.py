@@ -16,10 +16,10 @@ from nest_megatron.layout.recompute import (
 from nest_megatron.model.execution import Execution, GraphImpl, TokenDispatcher
 from nest_megatron.model.graph import Part
 from nest_megatron.model.layer_pattern import LayerKind
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 
 
-@frozen_dataclass
+@frozen
 class UnitRun:
     """A unit as it runs under a recompute setting, ``recompute`` what its backward pass does again.
 

@@ -15,14 +15,14 @@ from typing import Any
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.sequence_lengths import SequenceLengths
-from nest_megatron.plain import added, frozen_dataclass
+from nest_megatron.plain import added, frozen
 from nest_megatron.units import Seconds
 
 RAMPUP, STEPS = "rampup_batch_size", "step_batch_size_schedule"
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
-@frozen_dataclass
+@frozen
 class BatchPart:
     """A part of a run with one batch size.
 
@@ -35,7 +35,7 @@ class BatchPart:
     samples: int | None = None
 
 
-@frozen_dataclass
+@frozen
 class BatchSchedule:
     """The parts of a run, first to last.
 
@@ -74,7 +74,7 @@ class BatchSchedule:
         return ", ".join(sizes if len(sizes) <= 6 else [*sizes[:2], "...", sizes[-1]])
 
 
-@frozen_dataclass
+@frozen
 class TrainChoice:
     """The sequences and the number format.
 
@@ -89,7 +89,7 @@ class TrainChoice:
     sequence_lengths: SequenceLengths | None = added(None)
 
 
-@frozen_dataclass
+@frozen
 class PredictedBatch:
     """A part of a run under a plan; ``steps`` is ``None`` where the run's length is not known."""
 

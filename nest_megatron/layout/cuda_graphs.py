@@ -12,7 +12,7 @@ from typing import Any
 from nest_megatron.layout.recompute import RecomputeModule
 from nest_megatron.model.execution import Execution, GraphImpl
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 
 #: Megatron's arguments and configuration fields that ask for graphs, both releases'.
 FIELDS = (
@@ -28,7 +28,7 @@ FIELDS = (
 _WHOLE_STEP = "full_iteration"
 
 
-@frozen_dataclass
+@frozen
 class CudaGraphs:
     """The graphs that a job captures.
 

@@ -10,11 +10,11 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import NO_RECOMPUTE
 from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 from nest_megatron.units import format_gib, format_seconds
 
 
-@frozen_dataclass
+@frozen
 class Change:
     """One field that a plan sets otherwise; ``None`` is a field that is not set."""
 

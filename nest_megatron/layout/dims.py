@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 
 
 class RankOrder(Name):
@@ -47,7 +47,7 @@ REPLICA_DEGREES = (
 _values = attrgetter(*DEGREES)
 
 
-@frozen_dataclass
+@frozen
 class ParallelDims:
     """Degrees, spelled as Megatron spells them.
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.batch_schedule import PredictedBatch
 from nest_megatron.layout.layout import Layout, PartialLayout
-from nest_megatron.plain import added, frozen_dataclass
+from nest_megatron.plain import added, frozen
 from nest_megatron.units import Bytes, Seconds
 
 
-@frozen_dataclass
+@frozen
 class Rates:
     """What the user pays, and how long the run is; what is ``None`` is not known.
 
@@ -36,7 +36,7 @@ class Rates:
                 )
 
 
-@frozen_dataclass
+@frozen
 class Price:
     """What a plan costs; what is ``None`` is not known.
 
@@ -108,7 +108,7 @@ def _times(*factors: float | None) -> float | None:
 SURE = 0.9
 
 
-@frozen_dataclass
+@frozen
 class Uncertainty:
     """How far a prediction can be off.
 
@@ -136,7 +136,7 @@ class Uncertainty:
     median_s: Seconds | None = added(None)
 
 
-@frozen_dataclass
+@frozen
 class MechanismChange:
     """What runs of a site say of one mechanism.
 
@@ -152,7 +152,7 @@ class MechanismChange:
     step_percent: float
 
 
-@frozen_dataclass
+@frozen
 class MemoryPart:
     """What runs of a site say of one part of the error of a plan's peak.
 
@@ -165,7 +165,7 @@ class MemoryPart:
     peak_percent: float
 
 
-@frozen_dataclass
+@frozen
 class MemoryChange:
     """What runs of a site say of a plan's peak memory.
 
@@ -188,7 +188,7 @@ class MemoryChange:
     parts: tuple[MemoryPart, ...] = added(())
 
 
-@frozen_dataclass
+@frozen
 class SiteChange:
     """What a site's calibration changes of a plan's prediction.
 
@@ -218,7 +218,7 @@ class SiteChange:
     memory: MemoryChange | None = added(None)
 
 
-@frozen_dataclass
+@frozen
 class RiskierLayout:
     """The fastest layout that rather starts than not, where all allowed ones are slower.
 
@@ -231,7 +231,7 @@ class RiskierLayout:
     out_of_memory: float
 
 
-@frozen_dataclass
+@frozen
 class Choice:
     """How a plan was chosen: the simplest of those that tie with the fastest of the allowed risk.
 
@@ -251,7 +251,7 @@ class Choice:
     riskier: RiskierLayout | None = added(None)
 
 
-@frozen_dataclass
+@frozen
 class Shortlist:
     """Few plans of which one is as fast as the fastest, with a chance of 90 %.
 
@@ -270,7 +270,7 @@ class Shortlist:
     chance: float
 
 
-@frozen_dataclass
+@frozen
 class Placement:
     """Where ranks lie.
 
@@ -287,7 +287,7 @@ class Placement:
     rank_permutation: tuple[int, ...] | None = None
 
 
-@frozen_dataclass
+@frozen
 class StageEstimate:
     """One pipeline rank; passes are those of all its chunks for one micro batch.
 
@@ -308,7 +308,7 @@ class StageEstimate:
         return sum(self.memory_bytes.values())
 
 
-@frozen_dataclass
+@frozen
 class Estimate:
     """The prediction for a layout.
 
@@ -329,7 +329,7 @@ class Estimate:
     stages: tuple[StageEstimate, ...]
 
 
-@frozen_dataclass
+@frozen
 class PricedLayout:
     """A layout of a job with its estimate, and what it costs.
 
@@ -344,7 +344,7 @@ class PricedLayout:
     not_modelled: tuple[str, ...]
 
 
-@frozen_dataclass
+@frozen
 class Alternative:
     """A runner-up: another layout at its best, and how much slower it is.
 
@@ -361,7 +361,7 @@ class Alternative:
     chance_slower: float | None = added(None)
 
 
-@frozen_dataclass
+@frozen
 class Difference:
     """By how much a layout's step is longer than another's of the same job.
 
@@ -384,7 +384,7 @@ class Difference:
         return max(self.chance_faster, 1.0 - self.chance_faster) >= SURE
 
 
-@frozen_dataclass
+@frozen
 class ChoiceChange:
     """One choice by Megatron's name, or by a recipe's field, with what it was and is."""
 
@@ -393,7 +393,7 @@ class ChoiceChange:
     after: str
 
 
-@frozen_dataclass
+@frozen
 class LayoutChange:
     """Choices that are changed together, and what that does.
 
@@ -411,7 +411,7 @@ class LayoutChange:
     fits: bool | None = None
 
 
-@frozen_dataclass
+@frozen
 class Changes:
     """From one layout to another.
 
@@ -427,7 +427,7 @@ class Changes:
     whole: Difference
 
 
-@frozen_dataclass
+@frozen
 class BeforeAfter:
     """A job as it runs today beside its plan.
 

@@ -21,7 +21,7 @@ from nest_megatron.model.execution import (
 )
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.names import Name
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 
 #: Fields of ``Execution`` that packed sequences leave no room for. The schedule of two micro
 #: batches is not told where sequences begin (``forward_step`` of ``pretrain_gpt.py`` and of
@@ -230,7 +230,7 @@ KNOBS = (
 _BY_NAME = {knob.name: knob for knob in KNOBS}
 
 
-@frozen_dataclass
+@frozen
 class KnobConditions:
     """What decides which choices there are, beside the layout.
 

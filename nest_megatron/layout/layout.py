@@ -15,10 +15,10 @@ from nest_megatron.layout.stage_layout import StagePartition, layout_string
 from nest_megatron.layout.zero import STRATEGIES, DataParallelSharding, ZeroStage, shards_optimizer
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 
 
-@frozen_dataclass
+@frozen
 class PartialLayout:
     """A layout whose stages are not decided.
 
@@ -79,7 +79,7 @@ class PartialLayout:
         return Layout(**self.partial_fields(), partition=partition, sharding=sharding)
 
 
-@frozen_dataclass
+@frozen
 class Layout(PartialLayout):
     """A whole layout, as a launch needs it.
 

@@ -23,7 +23,7 @@ from nest_megatron.layout.estimate import (
 )
 from nest_megatron.layout.layout import Layout, layout_arguments
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.plain import added, frozen_dataclass
+from nest_megatron.plain import added, frozen
 from nest_megatron.units import Bytes, Seconds
 
 #: Version of the file format; a reader refuses others.
@@ -35,7 +35,7 @@ FAR_OFF_PERCENT = 10.0
 MEGATRON_LM = "Megatron-LM"
 
 
-@frozen_dataclass
+@frozen
 class SearchRecord:
     """What the search looked at and proved.
 
@@ -73,7 +73,7 @@ class SearchRecord:
         return self.ended_early and self.gap_percent > FAR_OFF_PERCENT
 
 
-@frozen_dataclass
+@frozen
 class Provenance:
     """Where the plan comes from.
 
@@ -125,7 +125,7 @@ class Provenance:
         return 0 if self.site is None else self.site.own_runs
 
 
-@frozen_dataclass
+@frozen
 class Goodput:
     """What failures and checkpoints leave of a job's time.
 
@@ -144,7 +144,7 @@ class Goodput:
     restart_s: Seconds
 
 
-@frozen_dataclass
+@frozen
 class PresentLayout:
     """The layout that ran when a plan was made: the first that its search looked at.
 
@@ -169,7 +169,7 @@ class PresentLayout:
         return self.peak_memory_bytes <= self.capacity_bytes
 
 
-@frozen_dataclass
+@frozen
 class LaunchCommand:
     """How to start it: the script, its flags, and the environment (``None``: must be unset).
 
@@ -189,7 +189,7 @@ class LaunchCommand:
         return tuple(f"{name} must not be set." for name in unset)
 
 
-@frozen_dataclass
+@frozen
 class ParallelPlan:
     """A complete plan; ``plan_file`` writes and reads it exactly.
 

@@ -14,7 +14,7 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import RecomputeGranularity
 from nest_megatron.layout.zero import DataParallelSharding
 from nest_megatron.names import Name
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 
 
 class PolicyError(UserInputError):
@@ -31,7 +31,7 @@ class OnMismatch(Name):
     REPLAN = "replan"
 
 
-@frozen_dataclass
+@frozen
 class PlanRules:
     """What holds for every plan.
 
@@ -51,7 +51,7 @@ class PlanRules:
     forbidden_precision: tuple[Precision, ...] = ()
 
 
-@frozen_dataclass
+@frozen
 class LaunchRules:
     """What holds for every launch.
 
@@ -75,7 +75,7 @@ class LaunchRules:
     may_tune: tuple[str, ...] = ()
 
 
-@frozen_dataclass
+@frozen
 class AuditRules:
     """Where launches are written down.
 
@@ -90,7 +90,7 @@ class AuditRules:
     required: bool = False
 
 
-@frozen_dataclass
+@frozen
 class PolicyFile:
     """One file of rules.
 

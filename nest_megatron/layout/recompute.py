@@ -7,7 +7,7 @@ from dataclasses import field
 
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.names import Name
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 
 
 class RecomputeGranularity(Name):
@@ -37,7 +37,7 @@ class RecomputeModule(Name):
     SHARED_EXPERTS = "shared_experts"
 
 
-@frozen_dataclass
+@frozen
 class Recompute:
     """One recomputation setting.
 

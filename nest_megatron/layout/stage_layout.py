@@ -22,10 +22,10 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 
 
-@frozen_dataclass
+@frozen
 class StagePartition:
     """The layer sequence cut into virtual stages, as in ``PipelineParallelLayerLayout``.
 

@@ -10,12 +10,12 @@ import re
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 
 _MAY_BE_ZERO = ("num_class_tokens", "num_position_embeddings", "deepstack_layers", "num_images")
 
 
-@frozen_dataclass
+@frozen
 class EncoderSpec:
     """A transformer over the patches of each image, which a two-layer MLP makes tokens of.
 
@@ -160,7 +160,7 @@ _DEFAULTS = {
 _POSITIONS = ("pre", "post")
 
 
-@frozen_dataclass
+@frozen
 class Adapters:
     """Low-rank adapters on linear modules of every layer; all other weights are frozen.
 

@@ -13,7 +13,7 @@ from dataclasses import field
 from nest_megatron.caching import Key
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 
 
 class Implementation(Name):
@@ -66,7 +66,7 @@ class GraphImpl(Name):
 OF_LAYERS = (GraphImpl.LOCAL, GraphImpl.TRANSFORMER_ENGINE)
 
 
-@frozen_dataclass
+@frozen
 class Execution:
     """How the work of every layer is carried out (``layout/knobs.py`` says why).
 

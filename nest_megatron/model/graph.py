@@ -15,7 +15,7 @@ from operator import attrgetter
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 
 
 class OperatorKind(Name):
@@ -60,7 +60,7 @@ class Part(Name):
     HEAD = "head"
 
 
-@frozen_dataclass
+@frozen
 class Operator:
     """One operator of one rank for one micro batch.
 
@@ -136,7 +136,7 @@ class LayerCollective:
     across: int = 0
 
 
-@frozen_dataclass
+@frozen
 class LayerGraph:
     """All work of one unit, or of a block of it, on one rank for one micro batch.
 
@@ -189,7 +189,7 @@ class LayerGraph:
         return self.input_bytes + sum(num for _, num in self.saved_bytes)
 
 
-@frozen_dataclass
+@frozen
 class TensorShape:
     """A tensor without its numbers.
 
@@ -215,7 +215,7 @@ class TensorShape:
             )
 
 
-@frozen_dataclass
+@frozen
 class ChainOperator:
     """One operator of the forward pass.
 
@@ -239,7 +239,7 @@ class ChainOperator:
     saved_bytes: float
 
 
-@frozen_dataclass
+@frozen
 class ChainEdge:
     """A tensor from the operator that makes it, or ``input_0``..., to one that reads it."""
 
@@ -248,7 +248,7 @@ class ChainEdge:
     num_bytes: float
 
 
-@frozen_dataclass
+@frozen
 class ChainBlock:
     """A stretch of the chain: ``operators[first:last]`` of its graph.
 
@@ -271,7 +271,7 @@ class ChainBlock:
     cut_bytes: float
 
 
-@frozen_dataclass
+@frozen
 class ChainGraph:
     """The forward pass of a model on one device, in the order in which it runs.
 

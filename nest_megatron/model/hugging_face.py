@@ -24,10 +24,10 @@ from nest_megatron.model.hugging_face_fields import (
 )
 from nest_megatron.model.parameters import model_parameters
 from nest_megatron.model.spec import OF_HUGGING_FACE, TransformerSpec
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 
 
-@frozen_dataclass
+@frozen
 class VisionConfig:
     """A ``vision_config`` as it was read.
 
@@ -193,7 +193,7 @@ _SIZES = (
 )
 
 
-@frozen_dataclass
+@frozen
 class HuggingFaceModel:
     """A configuration as it was read.
 

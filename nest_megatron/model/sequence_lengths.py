@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from statistics import NormalDist
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 
 #: Quantiles that stand for a distribution of which mean and deviation are known.
 _QUANTILES = 4000
 
 
-@frozen_dataclass
+@frozen
 class SequenceLengths:
     """Moments of the lengths, of sequences as they are trained on.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 
 _LARGEST_FUSED_HEAD = 256
 
@@ -22,7 +22,7 @@ def fits_fused_attention(spec: TransformerSpec) -> bool:
     return all(size % 8 == 0 and size <= _LARGEST_FUSED_HEAD for size in sizes)
 
 
-@frozen_dataclass
+@frozen
 class LayerShard:
     """The degrees that change what one rank computes in a layer.
 

@@ -19,7 +19,7 @@ from nest_megatron.model.layer_pattern import (
 )
 from nest_megatron.model.variant import ModelVariant
 from nest_megatron.names import Name
-from nest_megatron.plain import added, frozen_dataclass
+from nest_megatron.plain import added, frozen
 
 #: How the source of a model begins that a Hugging Face configuration describes.
 OF_HUGGING_FACE = "Hugging Face config.json"
@@ -83,7 +83,7 @@ _FOR_SPARSE_ATTENTION = (
 )
 
 
-@frozen_dataclass
+@frozen
 class TransformerSpec:
     """The shape of a GPT-, BERT- or T5-like model, by Megatron-LM's arguments.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from nest_megatron.names import Name
-from nest_megatron.plain import added, frozen_dataclass
+from nest_megatron.plain import added, frozen
 
 
 class NormPlacement(Name):
@@ -38,7 +38,7 @@ class Bias(Name):
     OUTPUT_LAYER = "output_layer"
 
 
-@frozen_dataclass
+@frozen
 class ModelVariant:
     """How a model differs from the layers that Megatron-LM's command line builds.
 

@@ -27,7 +27,7 @@ from nest_megatron.layout.zero import (
 )
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.plain import frozen_dataclass
+from nest_megatron.plain import frozen
 
 #: The releases of Megatron-LM whose rules are known, oldest first.
 RELEASES = ("0.15", "0.16", "0.17", "0.18", "0.19", "0.20")
@@ -101,7 +101,7 @@ def known_release(version: str) -> str:
     return found
 
 
-@frozen_dataclass
+@frozen
 class LaunchRequest(PartialLayout):
     """Everything about a job that Megatron's rules look at: its layout, which may break them, too.
 
