@@ -258,7 +258,8 @@ def where(key: str, part: Part) -> Reader:
     """A part of models in which a switch is on; it is read of the others too."""
 
     def read(f: ConfigFields) -> Shape:
-        return joined(f, part) if f.flag(key) else {}
+        shape = joined(f, part)
+        return shape if f.flag(key) else {}
 
     return read
 
