@@ -252,7 +252,7 @@ def _ib_links(text: str) -> Iterator[_Link]:
         ):
             lane = _LANES.get(port[4])
             if lane is None:
-                raise unreadable("ibnetdiscover", f"the rate {port[3]}x{port[4]} is not known", "")
+                raise unreadable("ibnetdiscover", f"the rate {port[3]}x{port[4]} is not known")
             rate = int(port[3]) * lane * 1e9
             yield _Link(switch=switch, peer=port[1], peer_name=port[2], rate_bits_per_s=rate)
 
@@ -293,4 +293,5 @@ def _word(name: str) -> str:
 def unreadable(
     what: str, limit: str, fix: str = "Save the program's output again."
 ) -> UserInputError:
-    return UserInputError(what, None, limit, fix or "Save its output again.")
+    """The error for a program's output that cannot be read."""
+    return UserInputError(what, None, limit, fix)

@@ -79,7 +79,8 @@ def summarize(
         reductions: time that each rank takes after its last pass. Of ranks that end at the same
             time, the path ends on the first.
     """
-    columns = [time for column in zip(*chunks, strict=True) for time in column]
+    names = ("forward", "backward", "forward_delay", "backward_delay")
+    columns = [getattr(chunk, name) for name in names for chunk in chunks]
     most = (m + 4) * sum(columns) + sum(releases) + sum(reductions)
     if most > _MOST or not has_kernel():
         return summarize_reference(p, v, m, chunks, releases, reductions)

@@ -43,15 +43,6 @@ class StaticBytes(NamedTuple):
         """All of it."""
         return self.weights + self.gradients + self.optimizer
 
-    @property
-    def frozen(self) -> StaticBytes:
-        """The same of a parameter that is not trained."""
-        return StaticBytes(self.weights, 0.0, 0.0)
-
-    def times(self, count: float) -> StaticBytes:
-        """The same for several parameters."""
-        return StaticBytes(*(each * count for each in self))
-
     def plus(self, other: StaticBytes) -> StaticBytes:
         """Both, term by term."""
         return StaticBytes(*map(operator.add, self, other))
@@ -71,13 +62,15 @@ class ParameterBytes(NamedTuple):
 
     def of_unit(self, kind: LayerKind, count: ParameterCount) -> StaticBytes:
         """What a unit's parameters take, in whole bytes."""
-        dense = self.outside if kind.is_end else self.dense
-        expert, trained, frozen = self.expert, count.trained, count.frozen
-        found = dense.times(trained.dense).plus(expert.times(trained.expert))
-        if frozen.total:
-            found = found.plus(dense.frozen.times(frozen.dense))
-            found = found.plus(expert.frozen.times(frozen.expert))
-        return found.rounded()
+        dense, expert = self.outside if kind.is_end else self.dense, self.expert
+        trained, frozen = count.trained, count.frozen
+        weights, gradients, optimizer = (
+            of_dense * trained.dense + of_expert * trained.expert
+            for of_dense, of_expert in zip(dense, expert, strict=True)
+        )
+        weights += dense.weights * frozen.dense
+        weights += expert.weights * frozen.expert
+        return StaticBytes(weights, gradients, optimizer).rounded()
 
     def least(self, count: ParameterCount) -> float:
         """Fewest bytes of parameters, whichever units those outside experts belong to."""

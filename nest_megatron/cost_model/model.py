@@ -33,9 +33,8 @@ from nest_megatron.cost_model.unit_cost import (
     UnitKind,
     memory_time,
     optimizer_step,
-    parameter_prices,
     passes,
-    replica_cost,
+    replica_costs,
 )
 from nest_megatron.cost_model.unit_run import UnitRun, norm_stays, run_unit
 from nest_megatron.layout.dims import LAYER_DEGREES, ParallelDims
@@ -322,11 +321,8 @@ class CostModel(Caching):
         """What the parameters of each distinct unit cost for their replicas' sake."""
         rank = self.structure(dims).on_rank(dims, self.settings)
         byte_s = memory_time(self.cluster.accelerator)
-        prices = parameter_prices(dims, zero, self.traffic(dims, zero), rank, self._step, byte_s)
-        return tuple(
-            replica_cost(kind, count, prices, zero, self.settings)
-            for kind, count in self.structure(dims).units
-        )
+        units, traffic = self.structure(dims).units, self.traffic(dims, zero)
+        return replica_costs(units, dims, zero, traffic, rank, self._step, byte_s)
 
     def sends(self, grid: PartialLayout) -> tuple[tuple[Ticks, ...], tuple[Ticks, ...]]:
         """Transfer time from each chunk to the next, and from each chunk to the previous one."""

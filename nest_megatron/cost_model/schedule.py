@@ -10,6 +10,7 @@ from functools import lru_cache
 from operator import ge
 from typing import NamedTuple
 
+from nest_megatron.plain import frozen
 from nest_megatron.units import Ticks
 
 
@@ -69,7 +70,8 @@ def place_of(p: int, v: int, m: int, op: Op) -> int:
     return index + min(total, warmup + index + 1)
 
 
-class ChunkTimes(NamedTuple):
+@frozen
+class ChunkTimes:
     """What one chunk costs in the schedule, in ticks: its rank's time for one micro batch.
 
     A result travels to the next (previous) chunk for a ``delay`` while the rank works on.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from nest_megatron.cluster.records import Accelerator
@@ -31,24 +32,6 @@ from nest_megatron.units import MAX_SECONDS, TICKS_PER_SECOND, Bytes, Seconds, T
 
 #: Share of NCCL's channels that collectives need in registered buffers: 4 of 16.
 USER_BUFFER_CHANNELS = 0.25
-
-
-class ParameterPrices(NamedTuple):
-    """What parameters cost a rank for their replicas' sake: traffic, memory, optimizer step.
-
-    Bytes and seconds are for one parameter; ``first_bucket`` is the share of a rank's traffic that
-    nothing can hide; ``whole`` says that what ZeRO-3 gathers stays for the step; ``byte_s`` is the
-    time that the rank's memory takes for a byte.
-    """
-
-    traffic: ReplicaTraffic
-    first_bucket: float
-    stored: ParameterBytes
-    whole: bool
-    dense_step: Seconds
-    expert_step: Seconds
-    rank: RankParameters
-    byte_s: Seconds
 
 
 class Passes(NamedTuple):
@@ -123,36 +106,6 @@ def stored_bytes(
     return parameter_bytes(zero, replicas(dims), settings, whole=whole), whole
 
 
-def parameter_prices(
-    dims: ParallelDims,
-    zero: ZeroStage,
-    traffic: ReplicaTraffic,
-    rank: RankParameters,
-    step: Seconds,
-    byte_s: Seconds,
-) -> ParameterPrices:
-    """What one dense and one expert parameter cost in a grid, beside all of ``rank``.
-
-    ``step`` is the optimizer's time for one parameter, ``byte_s`` the memory's for one byte. Frozen
-    weights travel under ZeRO-3 alone.
-    """
-    settings, dense, expert = rank.settings, 1, 1
-    sent = rank.held if zero >= ZeroStage.WEIGHTS else rank.held.trained
-    if divides_states(zero, settings):
-        dense, expert = ranks_of_states(rank.replicas, settings)
-    stored, whole = stored_bytes(dims, zero, settings)
-    return ParameterPrices(
-        traffic=traffic,
-        first_bucket=min(1.0, traffic.bucket_parameters / max(1, sent.total)),
-        stored=stored,
-        whole=whole,
-        dense_step=step / dense,
-        expert_step=step / expert,
-        rank=rank,
-        byte_s=byte_s,
-    )
-
-
 def optimizer_step(
     accelerator: Accelerator, settings: CostSettings, times: LayerTimes | None
 ) -> Seconds:
@@ -194,51 +147,66 @@ def passes(run: UnitRun) -> Passes:
     )
 
 
-def replica_cost(
-    kind: LayerKind,
-    count: ParameterCount,
-    prices: ParameterPrices,
+def replica_costs(
+    units: Iterable[tuple[LayerKind, ParameterCount]],
+    dims: ParallelDims,
     zero: ZeroStage,
-    settings: CostSettings,
-) -> ReplicaCost:
-    """What the parameters of one unit cost a rank.
+    traffic: ReplicaTraffic,
+    rank: RankParameters,
+    step_s: Seconds,
+    byte_s: Seconds,
+) -> tuple[ReplicaCost, ...]:
+    """What the parameters of each unit cost a rank that holds all of ``rank``.
+
+    ``step_s`` is the optimizer's time for one parameter, ``byte_s`` the memory's for one byte.
 
     Megatron-FSDP reduces the gradients of every micro batch within an optimizer instance, and sums
     them over the instances after the last one. It gathers weights for every pass: the first layer's
     wait for a pass to begin, the last gradients for it to end (``GradReducePipeline.reset``). What
     is in no layer it gathers once a step. Below ZeRO-3 the optimizer gathers all weights before the
-    next step begins, unless they travel beside its forward pass (``step_with_ready_grads``).
+    next step begins, unless they travel beside its forward pass (``step_with_ready_grads``). Frozen
+    weights travel under ZeRO-3 alone.
     """
-    trained, is_frozen = count.trained, count.frozen.total > 0
-    reduce, summed, gather = prices.traffic.of_unit(kind, trained)
-    fetch = again = sent = 0.0
-    copies = (0.0, 0.0)
-    if zero >= ZeroStage.GRADIENTS and not prices.whole:
-        sent, reduce = reduce, 0.0
-        copies = _copied_bytes(kind, zero, settings, is_frozen=is_frozen)
-        if zero >= ZeroStage.WEIGHTS and (not kind.is_end or settings.traits.torch_fsdp2):
-            fetch, gather = prices.traffic.of_unit(kind, count).gather, 0.0
-            again = fetch if settings.traits.reshard_after_forward else 0.0
-    reduce += summed
+    settings, dense_s, expert_s = rank.settings, step_s, step_s
+    if divides_states(zero, settings):
+        ranks = ranks_of_states(rank.replicas, settings)
+        dense_s, expert_s = (step_s / number for number in ranks)
+    sent_by_rank = rank.held if zero >= ZeroStage.WEIGHTS else rank.held.trained
+    unhidden = min(1.0, traffic.bucket_parameters / max(1, sent_by_rank.total))
+    stored, whole = stored_bytes(dims, zero, settings)
     in_open = zero < ZeroStage.WEIGHTS and not settings.traits.overlap_param_gather
-    copy_s = prices.byte_s * count.total
-    static = prices.stored.of_unit(kind, count)
-    return ReplicaCost(
-        reduce_s=reduce,
-        gather_s=gather,
-        shard_forward_s=fetch,
-        shard_backward_s=again + sent,
-        exposed_forward_s=prices.first_bucket * fetch + copies[0] * copy_s,
-        exposed_backward_s=prices.first_bucket * (again + sent) + copies[1] * copy_s,
-        gather_unhidden=to_ticks(gather if in_open else prices.first_bucket * gather),
-        reduce_unhidden=to_ticks(prices.first_bucket * reduce),
-        optimizer=to_ticks(trained.dense * prices.dense_step + trained.expert * prices.expert_step),
-        static=static,
-        static_bytes=int(static.total),
-        unsharded_bytes=0
-        if prices.whole
-        else unsharded_bytes(count, prices.rank, zero, in_layer=not kind.is_end),
-    )
+
+    def cost(kind: LayerKind, count: ParameterCount) -> ReplicaCost:
+        trained = count.trained
+        reduce, summed, gather = traffic.of_unit(kind, trained)
+        fetch = again = sent = 0.0
+        copies = (0.0, 0.0)
+        if zero >= ZeroStage.GRADIENTS and not whole:
+            sent, reduce = reduce, 0.0
+            copies = _copied_bytes(kind, zero, settings, is_frozen=count.frozen.total > 0)
+            if zero >= ZeroStage.WEIGHTS and (not kind.is_end or settings.traits.torch_fsdp2):
+                fetch, gather = traffic.of_unit(kind, count).gather, 0.0
+                again = fetch if settings.traits.reshard_after_forward else 0.0
+        reduce += summed
+        copy_s, static = byte_s * count.total, stored.of_unit(kind, count)
+        return ReplicaCost(
+            reduce_s=reduce,
+            gather_s=gather,
+            shard_forward_s=fetch,
+            shard_backward_s=again + sent,
+            exposed_forward_s=unhidden * fetch + copies[0] * copy_s,
+            exposed_backward_s=unhidden * (again + sent) + copies[1] * copy_s,
+            gather_unhidden=to_ticks(gather if in_open else unhidden * gather),
+            reduce_unhidden=to_ticks(unhidden * reduce),
+            optimizer=to_ticks(trained.dense * dense_s + trained.expert * expert_s),
+            static=static,
+            static_bytes=int(static.total),
+            unsharded_bytes=0
+            if whole
+            else unsharded_bytes(count, rank, zero, in_layer=not kind.is_end),
+        )
+
+    return tuple(cost(kind, count) for kind, count in units)
 
 
 def _copied_bytes(

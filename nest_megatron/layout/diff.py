@@ -39,36 +39,20 @@ def reason(plan: ParallelPlan, field: str) -> str:
     said, value = _REASONS[field], plan.arguments.get(field)
     if callable(said):
         return said(plan, value)
-    return said if isinstance(said, str) else said[bool(value)]
-
-
-def _tensor(plan: ParallelPlan, size: Any) -> str:
-    if size == 1:
-        return "every layer is whole on its GPU, so there is no tensor communication"
-    level = plan.placement.group_levels["tp"]
-    return f"every layer is cut over {size} GPUs, which talk within one {level}"
-
-
-def _pipeline(plan: ParallelPlan, size: Any) -> str:
-    peak, capacity = plan.predicted.peak_memory_bytes, plan.predicted.capacity_bytes
-    full = f"{format_gib(peak)} of {format_gib(capacity)}"
-    if size == 1:
-        return f"all layers fit on every GPU, with a peak of {full}"
-    return f"the layers are divided into {size} stages, with a peak of {full} per GPU"
-
-
-def _virtual(plan: ParallelPlan, size: Any) -> str:
-    waiting = max(0.0, plan.predicted.terms.get("pipeline_bubble", 0.0))
-    share = 100 * waiting / plan.predicted.iteration_time_s
-    if size is None:
-        return f"one chunk a rank, the plain schedule; waiting takes {share:.1f} % of the step"
-    return f"{size} chunks a rank keep waiting at {share:.1f} % of the step"
-
-
-def _data(plan: ParallelPlan, _: Any) -> str:
-    layout = plan.layout
-    sequences = layout.num_microbatches * layout.micro_batch_size
-    return f"replicas that fill {layout.num_gpus} GPUs; each sees {sequences} sequences a step"
+    is_on = value if isinstance(value, bool) else value not in (None, 1)
+    text = said if isinstance(said, str) else said[is_on]
+    layout, predicted = plan.layout, plan.predicted
+    waiting = max(0.0, predicted.terms.get("pipeline_bubble", 0.0))
+    return text.format(
+        value=value,
+        level=plan.placement.group_levels,
+        layout=layout,
+        sequences=layout.num_microbatches * layout.micro_batch_size,
+        seq_length=plan.train.seq_length,
+        waiting=100 * waiting / predicted.iteration_time_s,
+        peak=format_gib(predicted.peak_memory_bytes),
+        capacity=format_gib(predicted.capacity_bytes),
+    )
 
 
 def _experts(plan: ParallelPlan, size: Any) -> str:
@@ -131,21 +115,31 @@ def _gathers(plan: ParallelPlan, gathers: Any) -> str:
     return "there are no divided weights to gather"
 
 
-#: Field -> the sentence, those where it is off and on, or what says it of a plan and a value.
+#: Field -> the sentence, those where it is off (or 1) and on, or what says it of plan and value.
 _REASONS: dict[str, str | tuple[str, str] | Callable[[ParallelPlan, Any], str]] = {
     "global_batch_size": "the batch that the plan was made for",
-    "micro_batch_size": lambda plan, _: (
-        f"a replica works through {plan.layout.num_microbatches} of these a step, one after another"
+    "micro_batch_size": (
+        "a replica works through {layout.num_microbatches} of these a step, one after another"
     ),
-    "tensor_model_parallel_size": _tensor,
-    "pipeline_model_parallel_size": _pipeline,
-    "virtual_pipeline_model_parallel_size": _virtual,
-    "context_parallel_size": lambda plan, size: (
-        "sequences are whole on their GPU"
-        if size == 1
-        else f"every sequence of {plan.train.seq_length} tokens is cut over {size} GPUs"
+    "tensor_model_parallel_size": (
+        "every layer is whole on its GPU, so there is no tensor communication",
+        "every layer is cut over {value} GPUs, which talk within one {level[tp]}",
     ),
-    "data_parallel_size": _data,
+    "pipeline_model_parallel_size": (
+        "all layers fit on every GPU, with a peak of {peak} of {capacity}",
+        "the layers are divided into {value} stages, with a peak of {peak} of {capacity} per GPU",
+    ),
+    "virtual_pipeline_model_parallel_size": (
+        "one chunk a rank, the plain schedule; waiting takes {waiting:.1f} % of the step",
+        "{value} chunks a rank keep waiting at {waiting:.1f} % of the step",
+    ),
+    "context_parallel_size": (
+        "sequences are whole on their GPU",
+        "every sequence of {seq_length} tokens is cut over {value} GPUs",
+    ),
+    "data_parallel_size": (
+        "replicas that fill {layout.num_gpus} GPUs; each sees {sequences} sequences a step"
+    ),
     "expert_model_parallel_size": _experts,
     "expert_tensor_parallel_size": _expert_tensor,
     "sequence_parallel": (

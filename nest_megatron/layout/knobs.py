@@ -287,8 +287,11 @@ def open_values(conditions: KnobConditions, given: Execution = PLAIN) -> dict[st
     found: dict[str, tuple[Any, ...]] = {}
     there = {*conditions.packages, None}
     for knob in KNOBS:
-        values = [value for value in knob.values if knob.needs.get(value) in there]
-        values = [value for value in values if _runs_on(value, conditions)]
+        values = [
+            value
+            for value in knob.values
+            if knob.needs.get(value) in there and _runs_on(value, conditions)
+        ]
         off = getattr(PLAIN, knob.name)
         is_freed = knob.choice not in conditions.fixed and getattr(given, knob.name) != off
         if values and _is_open(knob, conditions):
