@@ -19,18 +19,20 @@ from nest_megatron.model.spec import TransformerSpec
 
 #: Fan-outs at each network level of a layer's groups: tensor, context, expert, expert-tensor.
 GroupPlaces = tuple[tuple[int, ...], ...]
-_PIPELINE = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
+_TP, _CP, _EP, _ETP = LAYER_DEGREES
+_PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+_DP, _ORDER = "data_parallel_size", "rank_order"
 #: Everything that places ranks; virtual stages do not.
 DEGREES = Key(
     ParallelDims,
-    reads=(*LAYER_DEGREES, _PIPELINE[0], "data_parallel_size", "rank_order"),
-    without_effect=_PIPELINE[1:],
+    reads=(*LAYER_DEGREES, _PP, _DP, _ORDER),
+    without_effect=(_VPP,),
 )
 #: What the groups inside a layer lie by: both rank orders number them first.
 INSIDE = Key(
     ParallelDims,
     reads=(*LAYER_DEGREES, "world_size"),
-    without_effect=(*_PIPELINE, "data_parallel_size", "rank_order"),
+    without_effect=(_PP, _VPP, _DP, _ORDER),
 )
 #: What a unit's time depends on besides recomputation.
 SHARD = Key(
@@ -42,20 +44,20 @@ SHARD = Key(
 #: What decides the parameters of a rank's units.
 STRUCTURE = Key(
     ParallelDims,
-    reads=(LAYER_DEGREES[0], *LAYER_DEGREES[2:], "is_one_stage"),
-    without_effect=(LAYER_DEGREES[1], *_PIPELINE, "data_parallel_size", "rank_order"),
+    reads=(_TP, _EP, _ETP, "is_one_stage"),
+    without_effect=(_CP, _PP, _VPP, _DP, _ORDER),
 )
 #: What decides the states of all pipelines over so many ranks: context ranks are replicas too.
 STATES = Key(
     ParallelDims,
-    reads=(LAYER_DEGREES[0], *LAYER_DEGREES[2:], "world_size"),
-    without_effect=(LAYER_DEGREES[1], *_PIPELINE, "data_parallel_size", "rank_order"),
+    reads=(_TP, _EP, _ETP, "world_size"),
+    without_effect=(_CP, _PP, _VPP, _DP, _ORDER),
 )
 #: What decides the states of one, beside its replicas.
 STATES_OF_PIPELINE = Key(
     ParallelDims,
-    reads=(LAYER_DEGREES[0], *LAYER_DEGREES[2:], _PIPELINE[0]),
-    without_effect=(LAYER_DEGREES[1], _PIPELINE[1], "data_parallel_size", "rank_order"),
+    reads=(_TP, _EP, _ETP, _PP),
+    without_effect=(_CP, _VPP, _DP, _ORDER),
 )
 #: What one kind of unit depends on of that, and the places of its groups.
 UnitKey = tuple[object, ...]

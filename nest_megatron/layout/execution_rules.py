@@ -137,23 +137,24 @@ def allowed_execution(
         execution = of_every_layout(execution)
     if not own_graphs:
         execution = _with_scope(execution, recompute)
-    idle: dict[tuple[str, ...], bool] = {
-        ("tp_comm_overlap",): not grid.sequence_parallel,
-        ("cp_comm_type", "hierarchical_context_parallel_sizes"): dims.context_parallel_size == 1,
-        ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend"): dims.expert_ranks == 1
-        and execution.is_node_limited,
-        ("moe_shared_expert_overlap",): RecomputeModule.SHARED_EXPERTS in recompute.modules
+    one_context, one_rank = dims.context_parallel_size == 1, dims.expert_ranks == 1
+    without_graphs = full and not own_graphs
+    without_graphs &= execution.cuda_graph_impl is GraphImpl.TRANSFORMER_ENGINE
+    idle = {
+        "tp_comm_overlap": not grid.sequence_parallel,
+        "cp_comm_type": one_context,
+        "hierarchical_context_parallel_sizes": one_context,
+        "moe_token_dispatcher_type": one_rank and execution.is_node_limited,
+        "moe_flex_dispatcher_backend": one_rank,
+        "moe_shared_expert_overlap": RecomputeModule.SHARED_EXPERTS in recompute.modules
         or execution.overlap_moe_expert_parallel_comm,
-        ("cpu_offloading_num_layers",): pipelined
+        "cpu_offloading_num_layers": pipelined
         or recompute.granularity is not RecomputeGranularity.NONE,
-        ("offload_modules",): full,
-        ("cuda_graph_impl", "cuda_graph_scope"): full
-        and not own_graphs
-        and execution.cuda_graph_impl is GraphImpl.TRANSFORMER_ENGINE,
+        "offload_modules": full,
+        "cuda_graph_impl": without_graphs,
+        "cuda_graph_scope": without_graphs,
     }
-    return _without(
-        execution, *(name for names, is_idle in idle.items() if is_idle for name in names)
-    )
+    return _without(execution, *filter(idle.get, idle))
 
 
 def _with_scope(execution: Execution, recompute: Recompute) -> Execution:

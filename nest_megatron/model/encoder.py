@@ -78,8 +78,7 @@ class EncoderSpec:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            is_size = isinstance(value, int) and not isinstance(value, bool)
-            if is_size and value < 1 and field.name not in _MAY_BE_ZERO:
+            if type(value) is int and value < 1 and field.name not in _MAY_BE_ZERO:
                 raise UserInputError(
                     f"vision.{field.name}",
                     value,

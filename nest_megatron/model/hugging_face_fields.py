@@ -89,7 +89,7 @@ class ConfigFields:
         value = self._config.get(key)
         if key not in self._config and key in self._defaults:
             value = self._defaults[key]
-            if isinstance(value, int) and not isinstance(value, bool):
+            if type(value) is int:
                 self.assumed[key] = value
         return default if value is None else value
 
@@ -145,7 +145,7 @@ class ConfigFields:
         value = self._of_all_layers(key, self.get(key, default))
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if type(value) is not int or value < least:
             raise self.wrong(key, f"it must be a whole number of at least {least}")
         if key in _LAYERS and value > MAX_LAYERS:
             raise self.wrong(key, f"it must be at most {MAX_LAYERS:,}")

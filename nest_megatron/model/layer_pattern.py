@@ -97,7 +97,7 @@ def moe_layer_pattern(moe_layer_freq: object, num_layers: int) -> tuple[int, ...
     value = read_frequency(moe_layer_freq) if isinstance(moe_layer_freq, str) else moe_layer_freq
     if isinstance(value, list | tuple) and all(type(flag) is int for flag in value):
         flags = tuple(value)
-    elif isinstance(value, int) and not isinstance(value, bool):
+    elif type(value) is int:
         if value < 1:
             raise _refused(value, "a period must be at least 1")
         flags = tuple(int(layer % value == 0) for layer in range(num_layers))

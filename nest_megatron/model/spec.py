@@ -52,7 +52,7 @@ def broken_limit(name: str, value: object) -> str | None:
     ('it must be a whole number of at least 1', None)
     """
     is_size = name in _POSITIVE or (name in _POSITIVE_IF_GIVEN and value is not None)
-    if is_size and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+    if is_size and (type(value) is not int or value < 1):
         return "it must be a whole number of at least 1"
     most = _MOST.get(name, _MOST_OF_ANY)
     return f"it must be at most {most:,}" if isinstance(value, int) and value > most else None

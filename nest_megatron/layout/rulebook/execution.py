@@ -114,16 +114,8 @@ def _rule(
     id: str, when: str, source: str, holds: Callable[..., bool], limit: str, until: str = ""
 ) -> Rule:
     """A rule that looks where a field of ``Execution`` is not at Megatron's default."""
-    return Rule(
-        id,
-        source,
-        holds,
-        when,
-        limit,
-        "Leave it out, or change the layout.",
-        when=when,
-        until=until,
-    )
+    fix = "Leave it out, or change the layout."
+    return Rule(id, source, holds, when, limit, fix, when=when, until=until)
 
 
 FORMAT_RULES = (
