@@ -93,7 +93,7 @@ def tasks_per_node(text: str) -> tuple[int, ...]:
     >>> tasks_per_node("8(x3),4")
     (8, 8, 8, 4)
     """
-    found: list[int] = []
+    found = []
     for part in filter(None, text.split(",")):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
@@ -154,7 +154,7 @@ def parse_slurm_topology(text: str) -> Topology:
 
 
 def _path(switch: str, above: Mapping[str, str]) -> Iterator[str]:
-    passed: set[str] = set()
+    passed = set()
     while switch and switch not in passed:
         passed.add(switch)
         yield switch

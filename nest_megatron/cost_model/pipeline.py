@@ -169,7 +169,7 @@ def chunk_cost(problem: PipelineProblem, first: int, end: int) -> UnitCost:
 
 def chunks_of(problem: PipelineProblem, boundaries: Sequence[int]) -> list[UnitCost]:
     """The chunks of a partition; those of the same units at the same place in it are one."""
-    found: dict[tuple[bytes, bool, int], UnitCost] = {}
+    found = {}
     keys = []
     for first, end in pairwise(boundaries):
         behind = max(0, end - 1 - problem.num_layers)

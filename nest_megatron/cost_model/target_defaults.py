@@ -20,7 +20,7 @@ _OF_ROWS = ("file", "since", "until", "unset")
 
 def _targets() -> Iterator[Target]:
     for name, framework in _FRAMEWORKS.items():
-        files: dict[str, str] = {**framework["files"]}
+        files = {**framework["files"]}
         for release, row in framework["releases"].items():
             files |= framework.get("files_since", {}).get(release, {})
             source = f"{framework['title']} {row.get('source', release)}"

@@ -284,7 +284,7 @@ def open_values(conditions: KnobConditions, given: Execution = PLAIN) -> dict[st
     Args:
         given: the job's own; offloading that it has may be left out where no plan would choose it.
     """
-    found: dict[str, tuple[Any, ...]] = {}
+    found = {}
     there = {*conditions.packages, None}
     for knob in KNOBS:
         values = [

@@ -73,7 +73,7 @@ def group_shape(
     """
     axes = _merged(_axes(dims, kind))
     size = prod(size for size, _ in axes)
-    shape: list[int] = []
+    shape = []
     placed = 1
     for devices in group_sizes[:-1]:
         fan_out = max(1, min(_fewest_members(axes, devices, dims.world_size), size) // placed)

@@ -97,17 +97,17 @@ def read_heterogeneous_layers(
 
 
 def _query_groups(attention: Mapping[str, Any], heads: int) -> int | None:
-    own: int | None = attention.get("num_query_groups")
+    own = attention.get("num_query_groups")
     if "num_query_groups" in attention:
         return own
-    in_group: int | None = attention["n_heads_in_group"]
+    in_group = attention["n_heads_in_group"]
     if in_group is not None and heads % in_group:
         raise ValueError(f"{heads} attention heads are not a multiple of n_heads_in_group")
     return None if in_group is None else heads // in_group
 
 
 def _inner_size(mlp: Mapping[str, Any], hidden_size: int) -> int | None:
-    own: int | None = mlp.get("ffn_hidden_size")
+    own = mlp.get("ffn_hidden_size")
     if "ffn_hidden_size" in mlp:
         return own
     factor = mlp["ffn_mult"]

@@ -92,7 +92,7 @@ def _chatglm(f: ConfigFields) -> Shape:
     heads, hidden = f.whole("num_attention_heads"), f.whole("hidden_size")
     groups = f.whole("multi_query_group_num", 1) if f.flag("multi_query_attention") else heads
     everywhere, epsilon = f.flag("add_bias_linear"), "layernorm_epsilon"
-    norm: Part = {epsilon: f.number(epsilon, 1e-5)}
+    norm = {epsilon: f.number(epsilon, 1e-5)}
     return joined(
         f,
         sizes(num_layers="num_layers", ffn_hidden_size="ffn_hidden_size"),

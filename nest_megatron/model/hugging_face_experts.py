@@ -143,7 +143,7 @@ def _gpt_oss(f: ConfigFields) -> Shape:
     top = "num_experts_per_tok"
     if f.get(top) is None:
         top = "experts_per_token"
-    biases: Part = {"add_bias_linear": True}
+    biases = {"add_bias_linear": True}
     if not f.flag("attention_bias", True):
         biases = own_biases(Bias.MLP, Bias.ROUTER)
     return joined(f, biases, experts("num_local_experts", "intermediate_size", top))

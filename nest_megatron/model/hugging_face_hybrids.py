@@ -105,7 +105,7 @@ def _granite_layers(f: ConfigFields) -> Shape:
     kinds = _named(f, "layer_types") or [_MAMBA] * f.whole("num_hidden_layers")
     routes = f.count("num_local_experts") > 0
     shared = f.whole("shared_intermediate_size")
-    each_token: tuple[Part, ...] = (*GRANITE, shared_experts(shared))
+    each_token = (*GRANITE, shared_experts(shared))
     if not routes:
         f.weightless("num_experts_per_tok")
         each_token = (decoder, ALL_BIASES, {"ffn_hidden_size": shared})
