@@ -160,10 +160,6 @@ def _gpt(f: ConfigFields) -> Shape:
     )
 
 
-def _one_group(f: ConfigFields) -> Shape:
-    return {"num_query_groups": 1 if f.flag("multi_query", True) else None}
-
-
 def _rotated_channels(f: ConfigFields) -> Shape:
     head_dim = f.whole("n_embd") // f.whole("n_head")
     if not head_dim:
@@ -377,7 +373,14 @@ FAMILIES: Mapping[str, Family] = {
         ),
     ),
     "gpt2": ("GPT-2", (_gpt, _BIASED)),
-    "gpt_bigcode": ("StarCoder 1: one group of keys and values", (_gpt, _BIASED, _one_group)),
+    "gpt_bigcode": (
+        "StarCoder 1: one group of keys and values",
+        (
+            _gpt,
+            _BIASED,
+            lambda f: {"num_query_groups": 1 if f.flag("multi_query", True) else None},
+        ),
+    ),
     "gptj": ("GPT-J: attention beside the MLP, biases on the MLP and the output layer", _GPT_J),
     "codegen": ("CodeGen: as GPT-J", _GPT_J),
     "bloom": (

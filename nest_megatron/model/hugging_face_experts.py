@@ -63,10 +63,6 @@ def qwen_experts(f: ConfigFields, number: str = "num_experts") -> Shape:
     )
 
 
-def _qwen3_windows(f: ConfigFields) -> Shape:
-    return windows(f) if f.flag("use_sliding_window") else {}
-
-
 def _qwen3_experts(f: ConfigFields) -> Shape:
     renamed = f.get("num_local_experts") is not None
     return qwen_experts(f, "num_local_experts" if renamed else "num_experts")
@@ -230,10 +226,6 @@ def _hunyuan_moe(f: ConfigFields) -> Shape:
     }
 
 
-def _shared_granite(f: ConfigFields) -> Shape:
-    return shared_experts(f.count("shared_intermediate_size"))
-
-
 _OF_DEEPSEEK: tuple[Part, ...] = (
     decoder,
     _latent_attention,
@@ -261,7 +253,13 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen3_moe": (
         "Qwen 3 MoE; a window is on all layers",
-        (decoder, _qwen3_windows, ROUTED_BIASES, QK_NORM, _qwen3_experts),
+        (
+            decoder,
+            lambda f: windows(f) if f.flag("use_sliding_window") else {},
+            ROUTED_BIASES,
+            QK_NORM,
+            _qwen3_experts,
+        ),
     ),
     "deepseek_v2": (
         "DeepSeek V2",
@@ -351,7 +349,7 @@ FAMILIES: Mapping[str, Family] = {
     "granitemoe": ("Granite 3 MoE", GRANITE),
     "granitemoeshared": (
         "Granite 3 MoE with a shared expert",
-        (*GRANITE, _shared_granite),
+        (*GRANITE, lambda f: shared_experts(f.count("shared_intermediate_size"))),
     ),
     "ernie4_5_moe": (
         "ERNIE 4.5 21B and 300B; the bias that balances experts counts as a parameter",

@@ -15,6 +15,7 @@ from nest_megatron.model.block_parameters import (
     mlp,
     norm,
 )
+from nest_megatron.model.encoder import EncoderSpec
 from nest_megatron.model.graph import Part
 from nest_megatron.model.layer_pattern import HYBRID_SYMBOLS, LayerBlock, LayerKind
 from nest_megatron.model.operators import adapted_products, block_graph
@@ -48,18 +49,15 @@ def _norm_is_of_last_layer(spec: TransformerSpec) -> bool:
     return spec.num_mtp_layers > 0 and not spec.hybrid_layer_pattern
 
 
-def _images(spec: TransformerSpec, tp: int) -> ParameterCount:
+def _images(spec: TransformerSpec, vision: EncoderSpec, tp: int) -> ParameterCount:
     """An encoder of images with its projectors."""
-    vision = spec.vision
-    assert vision is not None
-    encoder = _vision(spec, tp)
-    merges = vision.spatial_merge_size is not None
-    projector = _mergers(spec) if merges else _projector(spec, tp)
+    encoder, merge = _encoder(encoder_of(spec), vision, tp), vision.spatial_merge_size
+    projector = _mergers(spec, vision, merge) if merge else _projector(spec, vision, tp)
     frozen = vision.frozen * encoder + vision.projector_frozen * projector
     return ParameterCount(encoder + projector, frozen_dense=frozen)
 
 
-def _vision(spec: TransformerSpec, tp: int) -> int:
+def _encoder(inner: TransformerSpec, vision: EncoderSpec, tp: int) -> int:
     """An encoder's patch embedding, positions and class tokens, whole, and its layers.
 
     Source: ``megatron.core.models.vision.clip_vit_model.CLIPViTModel``: no norm at the end, and
@@ -67,8 +65,6 @@ def _vision(spec: TransformerSpec, tp: int) -> int:
     ``Qwen2_5_VisionTransformerPretrainedModel`` and ``Qwen3VLVisionModel``: rotations or learned
     positions, no norm at either end.
     """
-    vision, inner = spec.vision, encoder_of(spec)
-    assert vision is not None
     hidden, shards = vision.hidden_size, tp if vision.is_split else 1
     rows = vision.patch_features + vision.num_positions + vision.num_class_tokens
     bias = hidden if vision.patch_bias else 0
@@ -76,29 +72,24 @@ def _vision(spec: TransformerSpec, tp: int) -> int:
     return ends + vision.num_layers * layer_parameters(inner, LayerKind.DENSE, shards, 1, 1).dense
 
 
-def _projector(spec: TransformerSpec, tp: int) -> int:
+def _projector(spec: TransformerSpec, vision: EncoderSpec, tp: int) -> int:
     """Norm and two layers behind an encoder.
 
     Source: ``megatron.core.models.vision.multimodal_projector.MultimodalProjector``.
     """
-    vision = spec.vision
-    assert vision is not None
     shards = tp if vision.is_split else 1
     ffn, gates = vision.projector_ffn_hidden_size // shards, 2 if spec.gated_linear_unit else 1
     count = norm(spec, vision.hidden_size) + (gates * vision.hidden_size + spec.hidden_size) * ffn
     return count + (gates * ffn + spec.hidden_size if spec.add_bias_linear else 0)
 
 
-def _mergers(spec: TransformerSpec) -> int:
+def _mergers(spec: TransformerSpec, vision: EncoderSpec, merge: int) -> int:
     """Norm and two layers that make a token of the patches of a square, whole on every rank.
 
     Source: transformers' ``Qwen2_5_VLPatchMerger`` and ``Qwen3VLVisionPatchMerger``, of which those
     of deepstack have their norm behind the merge.
     """
-    vision, inner = spec.vision, encoder_of(spec)
-    assert vision is not None
-    assert vision.spatial_merge_size is not None
-    wide = vision.hidden_size * vision.spatial_merge_size**2
+    inner, wide = encoder_of(spec), vision.hidden_size * merge**2
     ffn = vision.projector_ffn_hidden_size
     layers = (wide + 1) * ffn + (ffn + 1) * spec.hidden_size
     deepstack = vision.deepstack_layers * (norm(inner, wide) + layers)
@@ -163,7 +154,7 @@ def unit_parameters(
     def of_kind(kind: LayerKind) -> ParameterCount:
         if kind is LayerKind.EMBEDDING:
             found = ParameterCount(_embedding(spec, tp))
-            return found if spec.vision is None else found + _images(spec, tp)
+            return found if spec.vision is None else found + _images(spec, spec.vision, tp)
         if kind is LayerKind.HEAD:
             return ParameterCount(_head(spec, tp, holds_embedding=single_stage))
         if kind is LayerKind.MTP:
@@ -256,7 +247,11 @@ def one_layer(spec: TransformerSpec, kind: LayerKind) -> TransformerSpec:
     chunked, slides = LayerBlock.CHUNKED_ATTENTION in has, LayerBlock.WINDOW_ATTENTION in has
     is_hybrid = bool(spec.hybrid_layer_pattern) and len(inner.blocks) == 1
     heterogeneous = (inner,) if spec.heterogeneous_layers and kind.is_layer else ()
-    hybrid = _hybrid_layer(spec, inner, kind) if is_hybrid else ""
+    hybrid = ""
+    if is_hybrid:  # by the symbol that the model has for it
+        symbols = (s for s in spec.hybrid_layer_pattern if HYBRID_SYMBOLS.get(s) is inner)
+        hybrid = next(symbols, "*")
+        hybrid += f"/{hybrid}" if kind is LayerKind.MTP else ""
     linear = "gated_delta_net" if is_linear and not hybrid else None
     return dataclasses.replace(
         spec,
@@ -274,10 +269,3 @@ def one_layer(spec: TransformerSpec, kind: LayerKind) -> TransformerSpec:
         heterogeneous_layers=heterogeneous,
         hybrid_layer_pattern=hybrid,
     )
-
-
-def _hybrid_layer(spec: TransformerSpec, inner: LayerKind, kind: LayerKind) -> str:
-    """The pattern of one layer, by the symbol that the model has for it."""
-    symbols = (s for s in spec.hybrid_layer_pattern if HYBRID_SYMBOLS.get(s) is inner)
-    symbol = next(symbols, "*")
-    return f"{symbol}/{symbol}" if kind is LayerKind.MTP else symbol

@@ -20,21 +20,11 @@ from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 
 
-def mlp_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
-    """A dense MLP with its norm and residual."""
-    tokens = shard.tokens(spec)
-    widest = spec.ffn_hidden_size / shard.tensor_model_parallel_size
-    return dataclasses.replace(
-        _mlp(spec, shard), working_bytes=_working_bytes(spec, shard, tokens, widest)
-    )
-
-
 def experts_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """Routed and shared experts with their norm and residual."""
     etp = shard.expert_tensor_parallel_size
     tokens = shard.tokens_between_blocks(spec) * spec.moe_router_topk * etp
-    widest = spec.expert_ffn_hidden_size / etp
-    working = _working_bytes(spec, shard, tokens, widest)
+    working = _working_bytes(spec, shard, tokens, spec.expert_ffn_hidden_size / etp)
     graph = dataclasses.replace(_moe(spec, shard), working_bytes=working)
     return offloaded_experts(graph, spec, shard)
 
@@ -88,8 +78,8 @@ def _activation_bytes(spec: TransformerSpec, shard: LayerShard) -> int:
     return halves * shard.activation_bytes
 
 
-def _mlp(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
-    """Dense MLP with its norm."""
+def mlp_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
+    """A dense MLP with its norm and residual."""
     tokens, local = shard.tokens(spec), shard.tokens_between_blocks(spec)
     ffn = spec.ffn_hidden_size / shard.tensor_model_parallel_size
     hidden_bytes = shard.hidden_bytes(spec)
@@ -104,8 +94,12 @@ def _mlp(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
         (Part.MLP_NORM, local * spec.hidden_size * shard.input_bytes),
         (Part.MLP, tokens * (_activation_bytes(spec, shard) + shard.input_bytes) * ffn),
     )
-    collectives = tuple(gathered_block(spec, shard, Part.MLP, Part.MLP, "fc1", "fc2"))
-    return LayerGraph(operators=operators, collectives=collectives, saved_bytes=saved)
+    return LayerGraph(
+        operators=operators,
+        collectives=tuple(gathered_block(spec, shard, Part.MLP, Part.MLP, "fc1", "fc2")),
+        saved_bytes=saved,
+        working_bytes=_working_bytes(spec, shard, tokens, ffn),
+    )
 
 
 def _moe(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
