@@ -18,8 +18,8 @@ faster):
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from itertools import product
 from typing import NamedTuple
 
 from nest_megatron.caching import Caching, cached_by
@@ -27,7 +27,6 @@ from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import Recompute
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.solver.executions import with_stages_and_zero
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.units import Ticks
 
@@ -82,16 +81,23 @@ class CandidateCounts(Caching):
         )
     )
     def of_grid(self, grid: PartialLayout, zeros: Sequence[ZeroStage]) -> int:
-        """Candidates of a grid under these ZeRO stages."""
-        sizes, pp = self.grids.virtual_sizes(grid), grid.dims.pipeline_model_parallel_size
-        blocks = {virtual: self.grids.largest_block(pp * virtual) for virtual in sizes}
-        return sum(
-            len(self.grids.allowed_settings(blocks[virtual], kinds))
-            for virtual, zero in product(sizes, zeros)
-            for kinds in self.grids.ways.possible(
-                with_stages_and_zero(grid, virtual, zero)
-            ).values()
-        )
+        """Candidates of a grid under these ZeRO stages.
+
+        Virtual stages or none and Megatron-FSDP or not decide how layers are executed, and with it
+        which recomputation is allowed; how many virtual stages there are decides the largest block.
+        """
+        pp, sizes = grid.dims.pipeline_model_parallel_size, self.grids.virtual_sizes(grid)
+        num_zeros = Counter(zero.is_fsdp for zero in zeros)
+        total = 0
+        for schedule in self.grids.unexecuted_schedules(grid, zeros):
+            is_plain = schedule.dims.virtual_pipeline_model_parallel_size == 1
+            blocks = [self.grids.largest_block(pp * v) for v in sizes if (v == 1) is is_plain]
+            total += num_zeros[schedule.zero.is_fsdp] * sum(
+                len(self.grids.allowed_settings(block, kinds))
+                for kinds in self.grids.ways.possible(schedule).values()
+                for block in blocks
+            )
+        return total
 
     def of_family(self, family: PartialLayout) -> int:
         """Candidates of a grid whose virtual stages, ZeRO stage and execution are chosen."""

@@ -28,6 +28,7 @@ from nest_megatron.layout.rulebook.facts import (
     facts_of,
     facts_of_dims,
     facts_reader,
+    sources,
     uneven_sides,
 )
 from nest_megatron.layout.rulebook.schedule import allows_blocks, decoder_layers
@@ -70,9 +71,12 @@ class GridSpace(Caching):
         rules = [rule for rule in self.steps["pipeline"].rules if shards.isdisjoint(rule.reads)]
         self._any_pipeline = SearchStep(Facts(known, even_stages=0), pipelines, rules)
         self._decisive = decisive_modules(model.spec, graphs=has_graphs(space))
-        kinds = dict.fromkeys(map(self._kind_of, self._all_settings(0)))
+        kinds = dict.fromkeys(kind for _, kind in self._all_settings(0))
         self.ways = Executions(model, space, kinds, self.steps["execution"])
-        self._virtual_key = facts_reader(n for n in self.steps["virtual"].names if n != "vpp")
+        virtual, once = self.steps["virtual"], "num_microbatches"
+        names = {name for rule in virtual.rules for name in rule.names if name != once}
+        read = {each for name in names for each in sources(name)} - {"vpp"}
+        self._virtual_key = facts_reader([once, *(n for n in virtual.names if n in read)])
 
     def with_own_counts(self) -> GridSpace:
         """The same space with counts of its own; what is worked out of it is shared."""
@@ -234,10 +238,17 @@ class GridSpace(Caching):
         Args:
             zeros: the ZeRO stages that may be chosen.
         """
+        for schedule in self.unexecuted_schedules(grid, zeros):
+            yield from self.executions(schedule)
+
+    def unexecuted_schedules(
+        self, grid: PartialLayout, zeros: Sequence[ZeroStage]
+    ) -> Iterator[PartialLayout]:
+        """The same without an execution."""
         plain = {size == 1: size for size in reversed(self.virtual_sizes(grid))}
         sharded = {zero.is_fsdp: zero for zero in reversed(zeros)}
         for virtual, zero in product(plain.values(), sharded.values()):
-            yield from self.executions(with_stages_and_zero(grid, virtual, zero))
+            yield with_stages_and_zero(grid, virtual, zero)
 
     def families_of(
         self, schedule: PartialLayout, zeros: Sequence[ZeroStage]
@@ -287,11 +298,7 @@ class GridSpace(Caching):
     @cached_by(lambda _, largest_block, kinds: (largest_block, kinds))
     def allowed_settings(self, largest_block: int, kinds: RecomputeKinds) -> tuple[Recompute, ...]:
         """Those with blocks up to a size whose kinds go with an execution."""
-        settings = self._all_settings(largest_block)
-        return tuple(each for each in settings if self._kind_of(each) in kinds)
-
-    def _kind_of(self, recompute: Recompute) -> Recompute:
-        return kind_of(recompute, self._decisive)
+        return tuple(each for each, kind in self._all_settings(largest_block) if kind in kinds)
 
     def settings_key(self, grid: PartialLayout) -> tuple[int, RecomputeKinds]:
         """What tells recompute settings of one grid from those of another."""
@@ -313,7 +320,7 @@ class GridSpace(Caching):
         """Nothing recomputed, and whole layers or else every module: more modules keep less."""
         if FULL_RECOMPUTE in kinds:
             return NO_RECOMPUTE, FULL_RECOMPUTE
-        allowed = (each for each in self._all_settings(0) if self._kind_of(each) in kinds)
+        allowed = self.allowed_settings(0, kinds)
         modules = {module for recompute in allowed for module in recompute.modules}
         return (NO_RECOMPUTE, *((selective_recompute(modules),) if modules else ()))
 
@@ -325,8 +332,9 @@ class GridSpace(Caching):
             return 0
         return -(-self.model.spec.num_layers // chunks)
 
-    def _all_settings(self, layers_per_chunk: int) -> tuple[Recompute, ...]:
-        """The settings that Megatron accepts for the model, whatever the layout."""
+    @cached_by(lambda _, layers_per_chunk: layers_per_chunk)
+    def _all_settings(self, layers_per_chunk: int) -> list[tuple[Recompute, Recompute]]:
+        """The settings that Megatron accepts for the model in some layout, each with its kind."""
         fixed = self.space.recompute
         found = (
             (fixed,)
@@ -339,10 +347,13 @@ class GridSpace(Caching):
                 full=self.space.full_recompute,
             )
         )
-        own = self.space.present_recompute
-        with_own = dict.fromkeys((*found, *(() if own is None else (own,))))
-        step = self.steps["recompute"]
-        return tuple(each for each in with_own if step.refusal({"recompute": each}) is None)
+        present = self.space.present_recompute
+        settings = dict.fromkeys((*found, *(() if present is None else (present,))))
+        return [
+            (each, kind_of(each, self._decisive))
+            for each in settings
+            if self.steps["recompute"].refusal({"recompute": each}) is None
+        ]
 
 
 def _with_executions(
