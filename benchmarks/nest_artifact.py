@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import date
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,6 @@ def one(path: Path, num_devices: int | None) -> dict[str, Any]:
         num_devices: what its outermost level is grown to; nothing recorded is then compared.
     """
     has_kernel()
-    import_module("cattrs.gen")  # otherwise imported with the first record that is read
     started = time.process_time()
     instance = read_instance(path)
     if num_devices is not None:

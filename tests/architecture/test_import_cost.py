@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "megatron", "nemo", "numpy", "hydra", "omegaconf", "fiddle", "cattrs")
+HEAVY = ("torch", "megatron", "nemo", "numpy", "hydra", "omegaconf", "fiddle")
 LOADED = "import sys, {module}; print(*[name for name in {heavy} if name in sys.modules])"
 
 
