@@ -16,13 +16,13 @@ from nest_megatron.layout.dims import LAYER_DEGREES
 from nest_megatron.layout.estimate import Estimate
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import Layout
-from nest_megatron.layout.rulebook.execution import FORMAT_RULES
+from nest_megatron.layout.rulebook.execution import FORMAT_RULES, allows_execution
 from nest_megatron.layout.rulebook.facts import LaunchRequest
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import TokenDispatcher
 from nest_megatron.planner.layouts import PredictedLayout, describe_grid
 from nest_megatron.planner.request import NumericOffer, Request
-from nest_megatron.solver.executions import is_accepted
+from nest_megatron.solver.executions import launched
 from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Bytes, Seconds, format_gib, format_seconds, to_seconds
@@ -131,9 +131,9 @@ def _of_packages(plan: PredictedLayout, request: Request) -> Iterator[str]:
             moe_token_dispatcher_type=TokenDispatcher.FLEX,
             moe_flex_dispatcher_backend=backend,
         )
-        way = allowed_execution(execution, layout)
-        if way.is_node_limited and is_accepted(model, request.space, layout, way):
-            other = replace(layout, execution=way)
+        other = replace(layout, execution=allowed_execution(execution, layout))
+        accepted = allows_execution(launched(model, request.space, other))
+        if accepted and other.execution.is_node_limited:
             found.append((backend, estimate(model, other)))
     for backend, faster in _fastest(plan, found):
         values = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}

@@ -1,7 +1,7 @@
-"""How the layers of a grid may be carried out: what is possible, and what is worth a candidate.
+"""Executions of a grid's layers: those that Megatron accepts, and those that none dominates.
 
-A way to carry layers out is left out where another one allows as much recomputation, keeps and
-needs no more memory and takes no more time in any part of any layer, forward or backward.
+An execution dominates another where it allows as much recomputation, keeps and needs no more memory
+and takes no more time in any part of any layer, forward or backward.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from nest_megatron.layout.recompute import (
     RecomputeModule,
     selective_recompute,
 )
-from nest_megatron.layout.rulebook.execution import allows_execution
 from nest_megatron.layout.rulebook.facts import (
     Facts,
     LaunchRequest,
@@ -49,26 +48,26 @@ from nest_megatron.solver.space import SearchSpace
 
 #: Recompute settings, as ``kind_of`` sees them.
 RecomputeKinds = frozenset[Recompute]
-#: Ways to carry layers out, each with the recomputation that it goes with.
+#: Executions, each with the recomputation that it goes with.
 AllowedRecompute = Mapping[Execution, RecomputeKinds]
 
-#: Switches that take no time and no memory anywhere, so that a way without one is never better.
+#: Switches that take no time and no memory anywhere: no execution is better without one.
 _NEVER_SLOWER = frozenset({"moe_permute_fusion", "moe_router_fusion", "tp_comm_overlap"})
-#: What of a layout switches off a part of a way (``allowed_execution``).
+#: Facts of a layout that switch off a part of an execution (``allowed_execution``).
 _SWITCH_OFF = (
     *("sequence_parallel", "one_context_rank", "one_expert_rank", "experts_alone"),
     *("is_pipelined", "is_interleaved", "is_fsdp"),
 )
-#: Parts of a way that Megatron refuses beside others: a job that keeps one goes without the others.
+#: Parts that Megatron refuses together with others: a job that keeps one goes without the others.
 _KEPT = ("moe_shared_expert_overlap", "cpu_offloading_num_layers", "offload_modules")
 _ANY_MODULE = selective_recompute([RecomputeModule.LAYERNORM])
 
 
 def kind_of(recompute: Recompute, decisive: Collection[RecomputeModule]) -> Recompute:
-    """What of a setting matters to how layers are carried out: one that stands for its like.
+    """The setting that stands for all that the same executions go with.
 
     Args:
-        decisive: modules whose recomputation some way forbids.
+        decisive: modules whose recomputation some execution forbids.
     """
     if recompute.granularity is RecomputeGranularity.FULL:
         return FULL_RECOMPUTE
@@ -94,7 +93,7 @@ def _with_virtual_stages(dims: ParallelDims, virtual: int) -> ParallelDims:
 
 
 def launched(model: CostModel, space: SearchSpace, grid: PartialLayout) -> LaunchRequest:
-    """What Megatron's rules look at of a grid, as the launch is held to them."""
+    """A grid as Megatron's rules read it at the launch."""
     return LaunchRequest.of(
         model.spec,
         grid,
@@ -117,7 +116,7 @@ def _even_stages(space: SearchSpace) -> int:
 
 
 def known_facts(model: CostModel, space: SearchSpace, global_batch_size: int) -> Facts:
-    """What rules read of a job that is the same for all layouts of a search."""
+    """Facts of a job that are the same for all layouts of a search."""
     nowhere = PartialLayout(
         dims=ParallelDims(), global_batch_size=1, micro_batch_size=1, sequence_parallel=False
     )
@@ -128,12 +127,6 @@ def known_facts(model: CostModel, space: SearchSpace, global_batch_size: int) ->
     )
 
 
-def is_accepted(model: CostModel, space: SearchSpace, grid: PartialLayout, way: Execution) -> bool:
-    """Whether the release of a space carries a grid's layers out in a way."""
-    carried = dataclasses.replace(grid, execution=way)
-    return allows_execution(launched(model, space, carried))
-
-
 def has_graphs(space: SearchSpace) -> bool:
     """Whether CUDA graphs are among what a space may choose."""
     impls = {space.execution.cuda_graph_impl, *space.executions.get("cuda_graph_impl", ())}
@@ -141,18 +134,18 @@ def has_graphs(space: SearchSpace) -> bool:
 
 
 @functools.cache
-def _without_graphs(way: Execution) -> Execution:
+def _without_graphs(execution: Execution) -> Execution:
     return dataclasses.replace(
-        way, cuda_graph_impl=PLAIN.cuda_graph_impl, cuda_graph_scope=PLAIN.cuda_graph_scope
+        execution, cuda_graph_impl=PLAIN.cuda_graph_impl, cuda_graph_scope=PLAIN.cuda_graph_scope
     )
 
 
 class ShardExecutions(NamedTuple):
-    """Ways to carry out the layers of a shard that stand for all that its grids may have.
+    """Executions that stand for all that the grids of a shard may have.
 
     Args:
-        fastest: no way is faster than some of these, which Megatron need not accept.
-        least_memory: no way takes less memory than some of these: graphs only add to it.
+        fastest: none is faster than some of these, which Megatron need not accept.
+        least_memory: none takes less memory than some of these: graphs only add to it.
     """
 
     fastest: tuple[Execution, ...]
@@ -160,11 +153,11 @@ class ShardExecutions(NamedTuple):
 
 
 class Executions(Caching):
-    """Ways to carry out the layers of a job's grids; what grids share is worked out once.
+    """Executions of a job's grids; those that grids share are worked out once.
 
     Args:
-        kinds: of all recompute settings, in the order in which ways are tried with them.
-        step: the rules on ways.
+        kinds: of all recompute settings, in the order in which executions are tried with them.
+        step: the rules on executions.
     """
 
     def __init__(
@@ -172,12 +165,12 @@ class Executions(Caching):
     ) -> None:
         self.model = model
         self.space = space
-        self.given = space.execution
+        self._default = space.execution
         self._kept = tuple(name for name in _KEPT if name not in space.executions)
         self._kinds = tuple(kinds)
         self.kinds = frozenset(self._kinds)
         self._step = step
-        self._variants = tuple(dict.fromkeys((self.given, *_combinations(space))))
+        self._variants = tuple(dict.fromkeys((self._default, *_combinations(space))))
         read = [
             name
             for rule in step.rules
@@ -188,46 +181,30 @@ class Executions(Caching):
         self._facts = tuple(dict.fromkeys((*_SWITCH_OFF, *read)))
         self._names = tuple(dict.fromkeys(each for name in self._facts for each in sources(name)))
         self._read = facts_reader(self._names)
-        least, nowhere = _least_of(self.given)
-        # No layout and no recomputation changes it, and no rule looks at a layout for it.
-        self.is_fixed = self._variants == (least,) and not (has_graphs(space) or read)
-        self._fixed: AllowedRecompute = {}
-        if self.is_fixed and self.kinds and self._is_accepted(facts_of(nowhere), least):
-            self._fixed = {least: self.kinds}
 
     @cached_by(lambda self, grid: self._read(grid))
     def key(self, grid: PartialLayout) -> tuple[object, ...]:
-        """What of a layout may forbid a way."""
+        """The facts of a layout that may forbid an execution."""
         facts = Facts(zip(self._names, self._read(grid), strict=True))
         return tuple(facts[name] for name in self._facts)
 
-    def _is_accepted(self, facts: dict[str, Any], way: Execution) -> bool:
-        return self._step.refusal({**facts, "execution": way}) is None
-
     @cached_by(key)
     def of_shard(self, shard: PartialLayout) -> ShardExecutions:
-        """The ways of a shard, of whatever pipeline, virtual stages and ZeRO stage."""
+        """The executions of a shard, of whatever pipeline, virtual stages and ZeRO stage."""
         # Layouts that stand for all that forbid the same; numbers of ranks do not matter.
         dims = dataclasses.replace(shard.dims, pipeline_model_parallel_size=2)
-        piped = dataclasses.replace(shard, dims=dims)
+        pipelined = dataclasses.replace(shard, dims=dims)
         layouts = (
             with_stages_and_zero(shard, 1, ZeroStage.NONE),
             with_stages_and_zero(shard, 1, ZeroStage.WEIGHTS),
-            with_stages_and_zero(piped, 1, ZeroStage.NONE),
-            with_stages_and_zero(piped, 2, ZeroStage.NONE),
+            with_stages_and_zero(pipelined, 1, ZeroStage.NONE),
+            with_stages_and_zero(pipelined, 2, ZeroStage.NONE),
         )
-        ways = tuple(dict.fromkeys(way for grid in layouts for way in self.possible(grid)))
-        is_lean = self.given.cuda_graph_impl is not GraphImpl.NONE
-        lean = ways if is_lean else tuple(dict.fromkeys(map(_without_graphs, ways)))
-        return ShardExecutions(_together(ways), lean)
-
-    def of_family(self, grid: PartialLayout) -> AllowedRecompute:
-        """The ways worth a candidate.
-
-        Args:
-            grid: with its virtual stages and ZeRO stage; its own execution is not read.
-        """
-        return self._fixed if self.is_fixed else self._worth(grid)
+        found = dict.fromkeys(each for grid in layouts for each in self.possible(grid))
+        least = found
+        if self._default.cuda_graph_impl is GraphImpl.NONE:
+            least = dict.fromkeys(map(_without_graphs, found))
+        return ShardExecutions(_together(tuple(found)), tuple(least))
 
     @cached_by(
         lambda self, grid: (
@@ -237,76 +214,80 @@ class Executions(Caching):
             self.key(grid),
         )
     )
-    def _worth(self, grid: PartialLayout) -> AllowedRecompute:
-        ways = self.possible(grid)
-        ways = {way: ways[way] for way in ways if self._may_gain(grid, way, ways)}
-        if len(ways) > 1:
-            units = {way: self._units(grid, way) for way in ways}
-            worth: list[Execution] = []  # what beats one that is beaten beats what that beats
-            for way in ways:
-                if not any(_beats(other, way, ways, units) for other in worth):
-                    worth = [other for other in worth if not _beats(way, other, ways, units)]
-                    worth.append(way)
-            ways = {way: ways[way] for way in worth}
-        return ways
+    def of_family(self, grid: PartialLayout) -> AllowedRecompute:
+        """The possible executions that no other dominates.
 
-    def _may_gain(self, grid: PartialLayout, way: Execution, ways: AllowedRecompute) -> bool:
-        """Whether graphs can save anything: the host launches more slowly than layers run."""
-        if way.cuda_graph_impl in (self.given.cuda_graph_impl, GraphImpl.NONE):
-            return True
-        eager = _without_graphs(way)
-        return eager not in ways or any(unit.launch_s for unit in self._units(grid, eager))
-
-    def possible(self, grid: PartialLayout) -> AllowedRecompute:
-        """The ways that Megatron accepts on a layout, by what it does of each variant there.
-
-        They need not be worth a candidate.
+        Args:
+            grid: with its virtual stages and ZeRO stage; its own execution is not read.
         """
-        return self._fixed if self.is_fixed else self._possible(grid)
+        found = self.possible(grid)
+        if len(found) == 1:
+            return found
+        found = {each: found[each] for each in found if self._may_gain(grid, each, found)}
+        if len(found) > 1:
+            units = {each: self._units(grid, each) for each in found}
+            best: list[Execution] = []  # what dominates a dominated one dominates what that does
+            for each in found:
+                if not any(_dominates(other, each, found, units) for other in best):
+                    best = [other for other in best if not _dominates(each, other, found, units)]
+                    best.append(each)
+            found = {each: found[each] for each in best}
+        return found
+
+    def _may_gain(
+        self, grid: PartialLayout, execution: Execution, possible: AllowedRecompute
+    ) -> bool:
+        """Whether graphs can save anything: the host launches more slowly than layers run."""
+        if execution.cuda_graph_impl in (self._default.cuda_graph_impl, GraphImpl.NONE):
+            return True
+        eager = _without_graphs(execution)
+        return eager not in possible or any(unit.launch_s for unit in self._units(grid, eager))
 
     @cached_by(key)
-    def _possible(self, grid: PartialLayout) -> AllowedRecompute:
+    def possible(self, grid: PartialLayout) -> AllowedRecompute:
+        """The executions that Megatron accepts on a layout, by what it makes of each variant."""
         found: dict[Execution, set[Recompute]] = {}
         by_kind = [self._allowed(dataclasses.replace(grid, recompute=kind)) for kind in self._kinds]
-        for ways in zip(*by_kind, strict=True):
-            for kind, way in zip(self._kinds, ways, strict=True):
-                if way is not None:
-                    found.setdefault(way, set()).add(kind)
-        return {way: frozenset(allowed) for way, allowed in found.items()}
+        for variants in zip(*by_kind, strict=True):
+            for kind, execution in zip(self._kinds, variants, strict=True):
+                if execution is not None:
+                    found.setdefault(execution, set()).add(kind)
+        return {execution: frozenset(allowed) for execution, allowed in found.items()}
 
     def _allowed(self, grid: PartialLayout) -> list[Execution | None]:
-        """What Megatron does of each variant on a grid, if it does anything."""
-        facts, met = facts_of(grid), dict[Execution, bool]()
-        carried = self._carried(grid)
-        for way in carried:
-            if way not in met:
-                met[way] = self._is_free(grid, way) and self._is_accepted(facts, way)
-        allowed = [way if met[way] else None for way in carried]
-        if not met[carried[0]] and self._is_free(grid, carried[0]):
-            bare = self._left_of(of_every_layout(self.given), grid)
-            allowed[0] = bare if self._is_accepted(facts, bare) else None
+        """What Megatron makes of each variant on a grid; ``None`` where it refuses."""
+        facts, left = facts_of(grid), self._left_of_variants(grid)
+
+        def is_accepted(execution: Execution) -> bool:
+            return self._step.refusal({**facts, "execution": execution}) is None
+
+        met = {each: self._is_free(grid, each) and is_accepted(each) for each in {*left}}
+        allowed = [each if met[each] else None for each in left]
+        if not met[left[0]] and self._is_free(grid, left[0]):
+            bare = self._left_of(of_every_layout(self._default), grid)
+            allowed[0] = bare if is_accepted(bare) else None
         return allowed
 
     @cached_by(lambda _, grid: what_allows_execution(grid))
-    def _carried(self, grid: PartialLayout) -> tuple[Execution, ...]:
-        """What is left of each variant on a grid, the given one first."""
+    def _left_of_variants(self, grid: PartialLayout) -> tuple[Execution, ...]:
+        """What is left of each variant on a grid, the default first."""
         return tuple(self._left_of(each, grid) for each in self._variants)
 
-    def _left_of(self, way: Execution, grid: PartialLayout) -> Execution:
-        return allowed_execution(way, grid, own_graphs=self.space.cuda_graphs is not None)
+    def _left_of(self, execution: Execution, grid: PartialLayout) -> Execution:
+        return allowed_execution(execution, grid, own_graphs=self.space.cuda_graphs is not None)
 
-    def _is_free(self, grid: PartialLayout, way: Execution) -> bool:
-        """Whether a way leaves alone what the job keeps, and what its sharding cannot move."""
-        if any(getattr(way, name) != getattr(self.given, name) for name in self._kept):
+    def _is_free(self, grid: PartialLayout, execution: Execution) -> bool:
+        """Whether it leaves alone what the job keeps, and what its sharding cannot move."""
+        if any(getattr(execution, name) != getattr(self._default, name) for name in self._kept):
             return False
-        if grid.zero.is_fsdp and way.offload_modules != self.given.offload_modules:
+        if grid.zero.is_fsdp and execution.offload_modules != self._default.offload_modules:
             return False  # not known to keep gathered weights on the device
         # Graphs read weights and activations at fixed addresses.
-        moving = grid.zero.is_fsdp or way.offload_modules
-        return not moving or way.cuda_graph_impl is self.given.cuda_graph_impl
+        moving = grid.zero.is_fsdp or execution.offload_modules
+        return not moving or execution.cuda_graph_impl is self._default.cuda_graph_impl
 
-    def _units(self, grid: PartialLayout, way: Execution) -> tuple[UnitTimes, ...]:
-        return self._unit_times(dataclasses.replace(grid, execution=way))
+    def _units(self, grid: PartialLayout, execution: Execution) -> tuple[UnitTimes, ...]:
+        return self._unit_times(dataclasses.replace(grid, execution=execution))
 
     @cached_by(SHARD)
     def _unit_times(self, grid: PartialLayout) -> tuple[UnitTimes, ...]:
@@ -314,40 +295,40 @@ class Executions(Caching):
         return tuple(self.model.unit_time(kind, places, shard) for kind in self.model.num_units)
 
 
-def _together(ways: Sequence[Execution]) -> tuple[Execution, ...]:
-    """The ways with everything switched on that some of them has and that saves time.
+def _together(executions: Sequence[Execution]) -> tuple[Execution, ...]:
+    """The executions with everything switched on that some of them has and that saves time.
 
     What hides the token all-to-all is switched on together: the better of both is priced. Of
     graphs, one of the whole step stands for all together. It is the job's own where there is one,
     and saves the copies of the others: the bound is lower for it.
     """
+    overlaps = ("overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap")
     together: dict[str, Any] = {
-        "overlap_moe_expert_parallel_comm": any(w.overlap_moe_expert_parallel_comm for w in ways),
+        **{name: any(getattr(each, name) for each in executions) for name in overlaps},
         "delay_wgrad_compute": False,
-        "moe_shared_expert_overlap": any(w.moe_shared_expert_overlap for w in ways),
         "offload_modules": PLAIN.offload_modules,
         "cpu_offloading_num_layers": PLAIN.cpu_offloading_num_layers,
     }
-    if any(way.cuda_graph_impl is not GraphImpl.NONE for way in ways):
+    if any(each.cuda_graph_impl is not GraphImpl.NONE for each in executions):
         together |= {"cuda_graph_impl": GraphImpl.FULL_ITERATION, "cuda_graph_scope": ()}
-    bare = map(_without_graphs, ways)
-    return tuple(dict.fromkeys(dataclasses.replace(way, **together) for way in bare))
+    bare = map(_without_graphs, executions)
+    return tuple(dict.fromkeys(dataclasses.replace(each, **together) for each in bare))
 
 
-def _beats(
+def _dominates(
     one: Execution,
     other: Execution,
-    ways: AllowedRecompute,
+    possible: AllowedRecompute,
     units: Mapping[Execution, tuple[UnitTimes, ...]],
 ) -> bool:
-    """Whether one way makes another needless; of equal ones the first does."""
-    if one == other or not ways[one] >= ways[other]:
+    """Whether one execution makes another needless; of equal ones the first does."""
+    if one == other or not possible[one] >= possible[other]:
         return False
     if one.overlap_moe_expert_parallel_comm and not other.overlap_moe_expert_parallel_comm:
         return False  # it keeps one more micro batch
     if not all(map(_no_more, units[one], units[other])):
         return False
-    order = list(ways)
+    order = list(possible)
     return order.index(one) < order.index(other) or not all(map(_no_more, units[other], units[one]))
 
 
@@ -365,20 +346,6 @@ def _combinations(space: SearchSpace) -> Iterator[Execution]:
             yield dataclasses.replace(space.execution, **dict(zip(names, chosen, strict=True)))
         except UserInputError:
             continue  # such as a backend of another dispatcher
-
-
-def _least_of(execution: Execution) -> tuple[Execution, PartialLayout]:
-    """What is left of a way where all that can be is forbidden, and a grid where it is."""
-    for recompute in (FULL_RECOMPUTE, selective_recompute([RecomputeModule.SHARED_EXPERTS])):
-        grid = PartialLayout(
-            dims=ParallelDims(pipeline_model_parallel_size=2),
-            global_batch_size=1,
-            micro_batch_size=1,
-            sequence_parallel=False,
-            recompute=recompute,
-        )
-        execution = allowed_execution(execution, grid)
-    return execution, grid
 
 
 def _no_more(one: UnitTimes, other: UnitTimes) -> bool:

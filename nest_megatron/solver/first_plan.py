@@ -82,8 +82,8 @@ def _plan_of(
         plans = [
             plan
             for grid in islice(_pipelines(grids, memory, peaks, shard), _MOST_PIPELINES)
-            for way in grids.executions(grid)
-            for plan in _solved(grids, peaks, solve, way)
+            for executed in grids.executed(grid)
+            for plan in _solved(grids, peaks, solve, executed)
         ]
         found = min(plans, key=lambda plan: plan.rank, default=None)
         if best is not None and (found is None or best.rank < found.rank):

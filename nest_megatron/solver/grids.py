@@ -72,7 +72,7 @@ class GridSpace(Caching):
         self._any_pipeline = SearchStep(Facts(known, even_stages=0), pipelines, rules)
         self._decisive = decisive_modules(model.spec, graphs=has_graphs(space))
         kinds = dict.fromkeys(kind for _, kind in self._all_settings(0))
-        self.ways = Executions(model, space, kinds, self.steps["execution"])
+        self.executions = Executions(model, space, kinds, self.steps["execution"])
         virtual, once = self.steps["virtual"], "num_microbatches"
         names = {name for rule in virtual.rules for name in rule.names if name != once}
         read = {each for name in names for each in sources(name)} - {"vpp"}
@@ -96,7 +96,7 @@ class GridSpace(Caching):
                     shard = self._one_stage(facts, micro)
                     uneven = uneven_sides(self.model.spec, shard.dims, settings.precision, recipe)
                     whole = {**facts, "micro_batch_size": micro, "uneven_sides": uneven}
-                    if self._allows("shard", whole) and self._has_ways(shard):
+                    if self._allows("shard", whole) and self._has_executions(shard):
                         yield shard
 
     def _allows(self, step: str, facts: Mapping[str, Any]) -> bool:
@@ -106,9 +106,9 @@ class GridSpace(Caching):
             self.illegal[reason] += 1
         return reason is None
 
-    def _has_ways(self, grid: PartialLayout) -> bool:
-        """Whether the work of layers can be done there, with some recomputation."""
-        has_some = bool(self.ways.of_shard(grid).fastest)
+    def _has_executions(self, grid: PartialLayout) -> bool:
+        """Whether Megatron executes layers there, with some recomputation."""
+        has_some = bool(self.executions.of_shard(grid).fastest)
         if not has_some:
             self.illegal["how layers are carried out goes with the layout"] += 1
         return has_some
@@ -162,12 +162,12 @@ class GridSpace(Caching):
         )
 
     def with_least_memory(self, shard: PartialLayout) -> Iterator[PartialLayout]:
-        """A shard in ways of which some takes as little memory as any that it may have."""
-        return _with_executions(shard, self.ways.of_shard(shard).least_memory)
+        """A shard in executions of which some takes as little memory as any that it may have."""
+        return _with_executions(shard, self.executions.of_shard(shard).least_memory)
 
     def fastest(self, shard: PartialLayout) -> Iterator[PartialLayout]:
-        """A shard in ways of which some is as fast as any way that it may be carried out in."""
-        return _with_executions(shard, self.ways.of_shard(shard).fastest)
+        """A shard in executions of which some is as fast as any that it may have."""
+        return _with_executions(shard, self.executions.of_shard(shard).fastest)
 
     def grids(self, shard: PartialLayout) -> Iterator[PartialLayout]:
         """Pipeline sizes and rank orders of a shard that Megatron accepts."""
@@ -190,7 +190,7 @@ class GridSpace(Caching):
                 grid = dataclasses.replace(
                     shard, dims=dims, global_batch_size=self.global_batch_size
                 )
-                if self._has_ways(grid):
+                if self._has_executions(grid):
                     yield grid
 
     def pipelines(self, dims: ParallelDims) -> Iterator[ParallelDims]:
@@ -224,11 +224,11 @@ class GridSpace(Caching):
     def families(self, grid: PartialLayout) -> Iterator[PartialLayout]:
         """Virtual stages, ZeRO stages and executions of a grid that Megatron accepts."""
         for virtual, zero in product(self.virtual_sizes(grid), self.zero_stages(grid.dims)):
-            yield from self.executions(with_stages_and_zero(grid, virtual, zero))
+            yield from self.executed(with_stages_and_zero(grid, virtual, zero))
 
-    def executions(self, grid: PartialLayout) -> Iterator[PartialLayout]:
-        """A grid with virtual stages and ZeRO stage in every way worth a candidate."""
-        return _with_executions(grid, self.ways.of_family(grid))
+    def executed(self, grid: PartialLayout) -> Iterator[PartialLayout]:
+        """A grid with virtual stages and ZeRO stage in every execution that none dominates."""
+        return _with_executions(grid, self.executions.of_family(grid))
 
     def schedules(self, grid: PartialLayout, zeros: Sequence[ZeroStage]) -> Iterator[PartialLayout]:
         """One family for all that run a micro batch through the pipeline alike.
@@ -238,10 +238,10 @@ class GridSpace(Caching):
         Args:
             zeros: the ZeRO stages that may be chosen.
         """
-        for schedule in self.unexecuted_schedules(grid, zeros):
-            yield from self.executions(schedule)
+        for schedule in self._schedule_grids(grid, zeros):
+            yield from self.executed(schedule)
 
-    def unexecuted_schedules(
+    def _schedule_grids(
         self, grid: PartialLayout, zeros: Sequence[ZeroStage]
     ) -> Iterator[PartialLayout]:
         """The same without an execution."""
@@ -290,6 +290,45 @@ class GridSpace(Caching):
         facts, step = facts_of_dims(dims), self.steps["zero"]
         return [zero for zero in allowed if step.refusal({**facts, "zero": zero}) is None]
 
+    @cached_by(
+        lambda self, shard: (
+            shard.dims.world_size,
+            shard.dims.tensor_model_parallel_size * shard.dims.context_parallel_size,
+            shard.dims.expert_ranks,
+            shard.micro_batch_size,
+            self.executions.key(shard),
+        )
+    )
+    def candidates_of_shard(self, shard: PartialLayout) -> int:
+        """How many candidates lie below a shard; shards of the same shape are counted once."""
+        zeros = self.zero_stages
+        return sum(self.candidates_of_grid(grid, zeros(grid.dims)) for grid in self.grids(shard))
+
+    @cached_by(
+        lambda self, grid, zeros: (
+            self.executions.key(grid),
+            grid.dims.pipeline_model_parallel_size,
+            self.virtual_sizes(grid),
+            tuple(zeros),
+        )
+    )
+    def candidates_of_grid(self, grid: PartialLayout, zeros: Sequence[ZeroStage]) -> int:
+        """How many candidates a grid has under these ZeRO stages.
+
+        Virtual stages or none and Megatron-FSDP or not decide how layers are executed, and with it
+        which recomputation is allowed; how many virtual stages there are decides the largest block.
+        """
+        pp, num_zeros = grid.dims.pipeline_model_parallel_size, Counter(z.is_fsdp for z in zeros)
+        total = 0
+        for schedule in self._schedule_grids(grid, zeros):
+            is_plain = schedule.dims.virtual_pipeline_model_parallel_size == 1
+            sizes = [size for size in self.virtual_sizes(grid) if (size == 1) is is_plain]
+            total += num_zeros[schedule.zero.is_fsdp] * sum(
+                len(self.allowed_settings(self.largest_block(pp * size), kinds))
+                for size, kinds in product(sizes, self.executions.possible(schedule).values())
+            )
+        return total
+
     def recompute_settings(self, grid: PartialLayout) -> tuple[Recompute, ...]:
         """Recompute settings to try on a grid, none first; block sizes up to the largest chunk."""
         chunks, kinds = self.settings_key(grid)
@@ -302,7 +341,7 @@ class GridSpace(Caching):
 
     def settings_key(self, grid: PartialLayout) -> tuple[int, RecomputeKinds]:
         """What tells recompute settings of one grid from those of another."""
-        kinds = self.ways.of_family(grid).get(grid.execution, self.ways.kinds)
+        kinds = self.executions.of_family(grid).get(grid.execution, self.executions.kinds)
         return grid.dims.num_chunks, kinds
 
     def keeping_least(self, grid: PartialLayout | None = None) -> tuple[Recompute, ...]:
@@ -313,7 +352,8 @@ class GridSpace(Caching):
         """
         if self.space.recompute is not None:
             return split_block(self.space.recompute)
-        return self._least_kept(self.ways.kinds if grid is None else self.settings_key(grid)[1])
+        kinds = self.executions.kinds if grid is None else self.settings_key(grid)[1]
+        return self._least_kept(kinds)
 
     @cached_by(lambda _, kinds: kinds)
     def _least_kept(self, kinds: RecomputeKinds) -> tuple[Recompute, ...]:

@@ -1,6 +1,6 @@
 """Best-first search over grids; the stage solver judges each grid that could still win.
 
-The heap holds nodes of six kinds (``candidates.py``), from coarse to fine, each with a lower bound.
+The heap holds nodes of six kinds (``nodes.py``), from coarse to fine, each with a lower bound.
 
 A *layout* is a choice of tensor, pipeline and expert degrees and GPU count. The search
 keeps the best plan of each of the best ``num_layouts`` layouts, and a node is dropped only when
@@ -28,19 +28,10 @@ from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute
 from nest_megatron.layout.stage_layout import is_uniform
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.solver.bounds import Bounds
-from nest_megatron.solver.candidates import (
-    BLOCKS,
-    GRID,
-    MEMBERS,
-    SCHEDULE,
-    SHARD,
-    VARIANT,
-    CandidateCounts,
-    Node,
-)
 from nest_megatron.solver.first_plan import first_plan
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.memory_bounds import MemoryBounds, share_kept_early
+from nest_megatron.solver.nodes import BLOCKS, GRID, MEMBERS, SCHEDULE, SHARD, VARIANT, Node
 from nest_megatron.solver.one_partition import (
     as_built,
     check_partition,
@@ -108,12 +99,11 @@ class Search(Caching):
         self.solve_any_stages = self.solve_stages
         if like is None:
             self.grids = GridSpace(self.model, self.global_batch_size, space)
-            self.counts = CandidateCounts(self.grids)
             self.bounds = Bounds(self.model, self.global_batch_size)
             self.memory = MemoryBounds(self.model, self.grids)
             self.lower_bounds: dict[PartialLayout, StageSolution] = {}  # in any memory
         else:
-            self.grids, self.counts = like.grids.with_own_counts(), like.counts
+            self.grids = like.grids.with_own_counts()
             self.bounds, self.memory = like.bounds, like.memory
             self.lower_bounds = like.lower_bounds
         self.peaks = limit or PeakLimit(self.model)
@@ -176,7 +166,7 @@ class Search(Caching):
         for grid in self.grids.shards():
             if self.out_of_time():
                 return False
-            candidates = self.counts.of_shard(grid)
+            candidates = self.grids.candidates_of_shard(grid)
             if self.memory.of_shard_states(grid) > self.most_bytes:
                 refused += candidates
             else:
@@ -299,7 +289,7 @@ class Search(Caching):
         grid, threshold = node.grid, self._threshold(node.grid, decided=False)
         roomy = self._zeros_that_fit(grid)
         if refused := [zero for zero in self.grids.zero_stages(grid.dims) if zero not in roomy]:
-            self.infeasible[_STATES] += self.counts.of_grid(grid, refused)
+            self.infeasible[_STATES] += self.grids.candidates_of_grid(grid, refused)
         for schedule in self.grids.schedules(grid, roomy):
             bound = max(node.bound, self.bounds.pipelines(schedule, (NO_RECOMPUTE,))[0])
             if bound <= threshold:
@@ -321,7 +311,7 @@ class Search(Caching):
             if needed <= most and share_kept_early(family):
                 needed = self.memory.of_family(family)
             if needed > most:
-                self.infeasible[_ACTIVATIONS] += self.counts.of_family(family)
+                self.infeasible[_ACTIVATIONS] += len(self.grids.recompute_settings(family))
                 continue
             known = self.lower_bounds.get(family)
             if known is not None and known.lower_bound > self._threshold(family):

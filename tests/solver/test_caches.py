@@ -203,7 +203,7 @@ JOBS = {"dense": job(1), "experts": job(5), "measured": job(5, is_measured=True)
 
 def owners(search: Search, base: PartialLayout) -> dict[str, Any]:
     model = search.model
-    found = (model, model._blocks, search.grids, search.grids.ways, search.counts, search.bounds)
+    found = (model, model._blocks, search.grids, search.grids.executions, search.bounds)
     found = (*found, search.memory, search, StageProblems(model, base), PeakLimit(model, 0.05))
     return {type(each).__name__: each for each in found}
 

@@ -213,7 +213,7 @@ def test_what_forbids_whole_layers_needs_what_they_would_free() -> None:
         dims=dims, global_batch_size=512, micro_batch_size=1, sequence_parallel=False
     )
     needed = {False: 0.0, True: 0.0}
-    for grid in grids.executions(laid):
+    for grid in grids.executed(laid):
         overlaps = grid.execution.overlap_moe_expert_parallel_comm
         needed[overlaps] = MemoryBounds(model, grids).of_family(grid)
     assert needed[True] > 1.5 * needed[False] > 0
@@ -233,7 +233,7 @@ def test_one_bound_holds_for_several_numbers_of_virtual_stages() -> None:
     laid = PartialLayout(
         dims=dims, global_batch_size=512, micro_batch_size=1, sequence_parallel=False
     )
-    for first in grids.executions(laid):
+    for first in grids.executed(laid):
         families = [with_stages_and_zero(first, virtual, first.zero) for virtual in (2, 3, 4, 6)]
         bounds: dict[float, set[float]] = {}
         for each in families:

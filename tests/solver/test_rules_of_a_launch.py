@@ -79,7 +79,7 @@ def test_one_setting_stands_for_its_like(seed: int) -> None:
     decisive = decisive_modules(grids.model.spec, graphs=has_graphs(grids.space))
     rng = random.Random(seed)
     for family in islice(families(grids), 0, None, 11):
-        for way in {PLAIN, family.execution, *grids.ways.possible(family)}:
+        for way in {PLAIN, family.execution, *grids.executions.possible(family)}:
             for _ in range(10):
                 modules = rng.sample(list(RecomputeModule), rng.randint(1, 4))
                 setting = selective_recompute(modules)
