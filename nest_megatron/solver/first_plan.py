@@ -59,8 +59,8 @@ def _dozen(grids: GridSpace) -> Iterator[list[PartialLayout]]:
         found: dict[int, PartialLayout] = {}
         for shard in sorted(shards, key=_spread):
             dims = shard.dims
-            own = (dims.tensor_model_parallel_size, shard.micro_batch_size) == (tp, size)
-            if own and dims.expert_ranks <= spread:
+            sizes_match = (dims.tensor_model_parallel_size, shard.micro_batch_size) == (tp, size)
+            if sizes_match and dims.expert_ranks <= spread:
                 found.setdefault(dims.context_parallel_size, shard)
         yield [found[context] for context in sorted(found)][:_MOST_CONTEXTS]
 
@@ -104,11 +104,11 @@ def _pipelines(
     for grid in grids.grids(shard):
         zeros = grids.zero_stages(grid.dims)
         needs = {zero: memory.of_states(grid.dims, zero) for zero in zeros}
-        roomy = [zero for zero in needs if needs[zero] <= _FOR_STATES * peaks.at_most(zero)]
+        small = [zero for zero in needs if needs[zero] <= _FOR_STATES * peaks.at_most(zero)]
         sizes = grids.virtual_sizes(grid)
-        if roomy:
+        if small:
             for virtual in dict.fromkeys((*sizes[:1], *sizes[-1:])):
-                yield with_stages_and_zero(grid, virtual, min(roomy, key=_cost))
+                yield with_stages_and_zero(grid, virtual, min(small, key=_cost))
         elif needs and sizes:
             zero = min(needs, key=lambda zero: needs[zero])
             tight.append((needs[zero], with_stages_and_zero(grid, sizes[0], zero)))

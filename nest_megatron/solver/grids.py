@@ -79,7 +79,7 @@ class GridSpace(Caching):
         self._virtual_key = facts_reader([once, *(n for n in virtual.names if n in read)])
 
     def with_own_counts(self) -> GridSpace:
-        """The same space with counts of its own; what is worked out of it is shared."""
+        """The same space with separate counts; what is worked out of it is shared."""
         same = copy.copy(self)
         same.illegal = Counter()
         return same
@@ -110,7 +110,7 @@ class GridSpace(Caching):
         """Whether Megatron executes layers there, with some recomputation."""
         has_some = bool(self.executions.of_shard(grid).fastest)
         if not has_some:
-            self.illegal["how layers are carried out goes with the layout"] += 1
+            self.illegal["the execution of layers goes with the layout"] += 1
         return has_some
 
     def _values(self, name: str, number: int) -> list[int]:
@@ -365,7 +365,7 @@ class GridSpace(Caching):
         return (NO_RECOMPUTE, *((selective_recompute(modules),) if modules else ()))
 
     def largest_block(self, chunks: int) -> int:
-        """Layers of the largest chunk of the partition given, or of ``chunks`` balanced ones."""
+        """Layers of the largest chunk of the one partition, or of ``chunks`` balanced ones."""
         if self.space.partition is not None:
             return max(decoder_layers(self.model.spec, self.space.partition))
         if not allows_blocks(self.model.spec) or self.space.mtp_beside_layer:

@@ -45,7 +45,7 @@ def fits(search: Search, out_of_time: OutOfTime = lambda: False) -> bool:
     """Whether some plan of a search's space fits; once time is out, only if one was found.
 
     Args:
-        search: a search of the job; its own run does not matter.
+        search: a search of the job, run or not.
     """
     memory, peaks, most = search.memory, search.peaks, search.most_bytes
     for shard in sorted(search.grids.shards(), key=memory.of_shard_states):
@@ -66,7 +66,7 @@ def least_memory(search: Search, out_of_time: OutOfTime = lambda: False) -> Shor
     """Over all plans of the search's space, the one whose highest peak lacks least.
 
     Args:
-        search: a search of the job; its own run does not matter.
+        search: a search of the job, run or not.
         out_of_time: once true, the plan that lacks least of those looked at is taken.
 
     Returns:
@@ -88,7 +88,7 @@ def least_memory(search: Search, out_of_time: OutOfTime = lambda: False) -> Shor
 
 
 def _settings_keeping_least(search: Search, grid: PartialLayout) -> Sequence[Recompute]:
-    """Settings of which one keeps least; where one partition is given, any of them may."""
+    """Settings of which one keeps least; where there is one partition, any of them may."""
     settings = search.grids.recompute_settings(grid)
     return settings if search.only_one else settings_keeping_least(settings)
 

@@ -2,8 +2,9 @@
 
 Time and memory ask of a chunk only the sums over its units and the largest working memory. Joining
 the units of each chunk to one unit therefore leaves a problem with as many units as chunks, whose
-only partition costs what the given one costs, to the tick and the byte. The stage solver, whichever
-backend, judges that problem with all that it promises: bounds, thresholds, limits and refusals.
+only partition costs what the original one costs, to the tick and the byte. The stage solver,
+whichever backend, judges that problem with all that it promises: bounds, thresholds, limits and
+refusals.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ def check_partition(
 
 
 def solver_of_partition(solve: StageSolver, partition: StagePartition) -> StageSolver:
-    """A stage solver to which the given partition is the only one there is.
+    """A stage solver that knows one partition alone.
 
     Args:
         solve: the stage solver that judges it.
-        partition: one of the model whose problems are asked, with their ``p`` and ``v``.
+        partition: one of the model whose problems it solves, with their ``p`` and ``v``.
     """
 
     def solve_one(problem: PipelineProblem, threshold: Ticks, node_limit: int) -> StageSolution:

@@ -128,11 +128,11 @@ class SearchResult:
     @property
     def fastest(self) -> SolvedLayout:
         """The plan with the shortest step; of equal ones what runs today."""
-        own = self.present
-        return own if own and own.iteration == self.plans[0].iteration else self.plans[0]
+        present, first = self.present, self.plans[0]
+        return present if present and present.iteration == first.iteration else first
 
     @property
     def known(self) -> tuple[SolvedLayout, ...]:
         """All of them, each once."""
-        own = (self.present,) if self.present is not None else ()
-        return tuple(dict.fromkeys((*self.plans, *self.ties, *own)))
+        plans = (*self.plans, *self.ties, self.present)
+        return tuple(plan for plan in dict.fromkeys(plans) if plan is not None)

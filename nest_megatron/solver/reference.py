@@ -80,7 +80,7 @@ def solve(
         node_limit: partial partitions after which the search gives up with what it has. 0 asks for
             memory and the lower bound alone: nothing is simulated.
         learning: what the search keeps of what it has seen.
-        out_of_time: asked every ``PAUSE_NODES`` partial partitions, when nogoods begin to be kept,
+        out_of_time: called every ``PAUSE_NODES`` partial partitions, when nogoods begin to be kept,
             and after each simulation of a layout with virtual stages; once true the search gives up
             with what it has.
     """
@@ -276,10 +276,10 @@ class _Search:
         return needs is not None
 
     def _ask_above(self, k: int, needs: Needs | None) -> None:
-        """What stage ``k`` needs of the prefix before it, asked one stage earlier."""
+        """What stage ``k`` needs of the prefix before it, required one stage earlier."""
         weight = {bound.number: bound.so_far[k] - bound.so_far[k - 1] for bound in self.path_bounds}
-        asked = (needs or {}).items()
-        self.nogoods.ask(k - 1, {number: length - weight[number] for number, length in asked})
+        needed = (needs or {}).items()
+        self.nogoods.ask(k - 1, {number: length - weight[number] for number, length in needed})
 
     def _visit_leaf(self) -> None:
         evaluation = self._simulate(self.path)

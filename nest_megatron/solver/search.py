@@ -63,15 +63,15 @@ class Search(Caching):
 
     Args:
         solve_stages: the stage solver, compiled or reference.
-        limit: the highest peaks that plans may have; those of the device if not given.
+        limit: the highest peaks that plans may have; those of the device by default.
         num_layouts: how many layouts to rank exactly.
         tie_percent: plans so close to the fastest are found of each layout, with each number of
             virtual stages, and with the stages that Megatron cuts by itself.
-        slowest: plans that take longer are of no interest; some plan is if this is not said.
+        slowest: plans that take longer are dropped; without it some plan is always looked for.
         like: a search of the same job and space, which shares what it has worked out.
         present: what the job runs today, a plan of the space whatever its limits, and whatever its
             chance to run out of memory; it is priced first. It need not fit.
-        out_of_time: asked now and then; once true the search stops with what it has proven. The
+        out_of_time: called now and then; once true the search stops with what it has proven. The
             present layout is priced all the same, and rules of thumb where nothing was solved.
         on_progress: called with (candidates solved, best so far, proven bound), in ticks; the best
             is ``None`` before there is a plan.
@@ -172,7 +172,7 @@ class Search(Caching):
             else:
                 self.candidates += candidates
                 self._push(self._least_of(self.bounds.outside_experts, grid), grid, SHARD)
-        if refused:  # told only once all are, so that a search that ends before has not seen them
+        if refused:  # counted once all are known: a search that ends before has not seen them
             self.candidates += refused
             self.infeasible[_STATES] = refused
         return True
@@ -249,30 +249,22 @@ class Search(Caching):
             decided: its virtual stages are.
         """
         if not decided:
-            return max(self._threshold_of_layout(grid), self.longest_tie)
+            return max(_least(self.best, layout_of(grid), self.worst_kept), self.longest_tie)
         return max(self._threshold_of_any_stages(grid), self._threshold_of_even_stages(grid))
 
-    def _threshold_of_layout(self, grid: PartialLayout) -> Ticks:
-        """The same of the fastest plan of its layout."""
-        mine = self.best.get(layout_of(grid))
-        return self.worst_kept if mine is None else min(mine.iteration, self.worst_kept)
-
     def _threshold_of_any_stages(self, grid: PartialLayout) -> Ticks:
-        """The same of plans with its virtual stages, too, that tie with the fastest of all."""
-        return max(self._threshold_of_layout(grid), self._threshold_of_tie(grid, is_even=False))
+        """The same of the fastest plan of its layout, and of ties with its virtual stages."""
+        best = _least(self.best, layout_of(grid), self.worst_kept)
+        return max(best, _least(self.ties, _tie_of(grid, is_even=False), self.longest_tie))
 
     def _threshold_of_even_stages(self, grid: PartialLayout) -> Ticks:
         """The same of plans with the stages that Megatron cuts by itself."""
         if self.only_one or self.model.spec.num_layers % grid.dims.num_chunks:
             return -1
-        return self._threshold_of_tie(grid, is_even=True)
-
-    def _threshold_of_tie(self, grid: PartialLayout, *, is_even: bool) -> Ticks:
-        known = self.ties.get(_tie_of(grid, is_even=is_even))
-        return self.longest_tie if known is None else min(known.iteration, self.longest_tie)
+        return _least(self.ties, _tie_of(grid, is_even=True), self.longest_tie)
 
     def _least_of(self, bound: Callable[[PartialLayout], Ticks], grid: PartialLayout) -> Ticks:
-        """A bound of a grid in the fastest ways to carry its layers out."""
+        """A bound of a grid in its fastest executions."""
         return min(map(bound, self.grids.fastest(grid)))
 
     def _expand_shard(self, node: Node) -> None:
@@ -287,10 +279,10 @@ class Search(Caching):
 
     def _expand_grid(self, node: Node) -> None:
         grid, threshold = node.grid, self._threshold(node.grid, decided=False)
-        roomy = self._zeros_that_fit(grid)
-        if refused := [zero for zero in self.grids.zero_stages(grid.dims) if zero not in roomy]:
+        fitting = self._zeros_that_fit(grid)
+        if refused := [zero for zero in self.grids.zero_stages(grid.dims) if zero not in fitting]:
             self.infeasible[_STATES] += self.grids.candidates_of_grid(grid, refused)
-        for schedule in self.grids.schedules(grid, roomy):
+        for schedule in self.grids.schedules(grid, fitting):
             bound = max(node.bound, self.bounds.pipelines(schedule, (NO_RECOMPUTE,))[0])
             if bound <= threshold:
                 self._push(bound, schedule, SCHEDULE)
@@ -350,9 +342,9 @@ class Search(Caching):
     ) -> Iterator[tuple[Recompute, Ticks]]:
         """Leave out sets of modules inside a set that does not fit: fewer modules keep more bytes.
 
-        Only the largest sets are asked; of a smaller one inside a large one that fits nothing is
-        known until its turn comes. The one partition of a space is cheap to ask for every set, and
-        sure: working memory can grow at a peak where the chunk recomputed keeps nothing.
+        Only the largest sets are solved; of a smaller one inside a large one that fits nothing is
+        known until its turn comes. The one partition of a space is cheap to solve for every set,
+        and sure: working memory can grow at a peak where the chunk recomputed keeps nothing.
 
         Args:
             settings: with their bounds, the largest sets of modules first.
@@ -396,7 +388,7 @@ class Search(Caching):
     def _is_best_in_any_memory(
         self, stages: StageProblems, recompute: Recompute, found: StageSolution
     ) -> bool:
-        """Whether no setting that recomputes more is of interest: memory costs this one nothing.
+        """Whether no setting that recomputes more can win: memory costs this one nothing.
 
         Even unlimited memory allows no faster partition than the one found, and no stages that
         Megatron cuts by itself that would tie with the fastest and are not known.
@@ -508,6 +500,12 @@ class Search(Caching):
             self.worst_kept = min(self.worst_kept, last)
 
 
+def _least(kept: dict[tuple[Any, ...], SolvedLayout], name: tuple[Any, ...], most: Ticks) -> Ticks:
+    """The time of the plan that is kept under a name, ``most`` where it is longer or none is."""
+    known = kept.get(name)
+    return most if known is None else min(known.iteration, most)
+
+
 def _keep_better(
     kept: dict[tuple[Any, ...], SolvedLayout], name: tuple[Any, ...], plan: SolvedLayout
 ) -> bool:
@@ -519,5 +517,5 @@ def _keep_better(
 
 
 def _tie_of(grid: PartialLayout, *, is_even: bool) -> tuple[object, ...]:
-    """What tells plans that tie apart, beside their time."""
+    """What tells plans that tie apart."""
     return (*layout_of(grid), grid.dims.virtual_pipeline_model_parallel_size, is_even)

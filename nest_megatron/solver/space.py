@@ -56,11 +56,11 @@ class SearchSpace:
         least: least value of a degree.
         sharding: what divides states among replicas; ``None`` leaves it to the ZeRO stage.
         recompute: the one setting allowed, or ``None`` for all.
-        execution: how layers are carried out, as the job's flags and its framework's defaults say.
+        execution: of layers, as the job's flags and its framework's defaults say.
         executions: fields of it that may be chosen, with the values that framework and device have.
         version: the Megatron-LM release whose rules say where they may be.
         transformer_impl: whose layers the job has.
-        cuda_graphs: the job's own that a plan keeps; ``None`` where it may choose them.
+        cuda_graphs: those of the job, which a plan keeps; ``None`` where it may choose them.
         without_modules: modules whose recomputation is not tried.
         full_recompute: whether recomputing whole layers is tried.
         partition: the one allowed; its pipeline and virtual sizes join ``fixed``.
@@ -167,16 +167,16 @@ def _require_known(what: str, name: str, value: object, kind: str, known: Sequen
 def _with_its_degrees(fixed: Mapping[str, int], partition: StagePartition) -> dict[str, int]:
     """Fixed degrees with the two that a stage partition states."""
     pp = partition.pipeline_model_parallel_size
-    stated = {
+    degrees = {
         "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": partition.num_chunks // pp,
     }
-    for name, value in stated.items():
+    for name, value in degrees.items():
         if fixed.get(name, value) != value:
             raise UserInputError(
                 f"parallel.{name}",
                 fixed[name],
-                limit=f"the stage partition given has {value}",
+                limit=f"the stage partition has {value}",
                 fix=f"Use {value}, or leave one of the two out.",
             )
     if pp == 1 and partition.num_chunks > 1:
@@ -186,7 +186,7 @@ def _with_its_degrees(fixed: Mapping[str, int], partition: StagePartition) -> di
             limit="virtual stages need at least 2 pipeline ranks",
             fix="Raise parallel.pipeline_model_parallel_size, or give one stage.",
         )
-    return {**fixed, **stated}
+    return {**fixed, **degrees}
 
 
 def divisors(number: int) -> list[int]:
@@ -252,7 +252,7 @@ class Choices(NamedTuple):
 
     Args:
         none: whether to recompute nothing is one of them.
-        blocks: those that are asked for lazily, smallest first.
+        blocks: those that are solved lazily, smallest first.
         others: all the rest, large sets of modules first.
     """
 
@@ -266,7 +266,7 @@ def sort_settings(settings: tuple[Recompute, ...], *, lazily: bool) -> Choices:
 
     Args:
         settings: blocks among them rise by one layer each.
-        lazily: whether blocks are asked for one after the other, as long as they may win.
+        lazily: whether blocks are solved one after the other, as long as they may win.
     """
     blocks = tuple(r for r in settings if lazily and r.method is RecomputeMethod.BLOCK)
     rest = [r for r in settings if r != NO_RECOMPUTE and r not in blocks]
