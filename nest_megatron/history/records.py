@@ -136,7 +136,7 @@ class Measured(WatchedSteps):
     """What the watched steps took; a tuple by rank has one entry for each global rank.
 
     Args:
-        busy_s: median time of a step that each rank spends in its own forward and backward passes,
+        busy_s: median time of a step that each rank spends in its forward and backward passes,
             without waiting for other pipeline ranks; ``None`` for a rank that does not say.
         peak_memory_bytes: on each rank's device; ``None`` where there is none, or no word of it.
         peak_allocated_bytes: of each rank's tensors alone; empty in older records.
@@ -174,7 +174,7 @@ class RankMeasured(WatchedSteps):
     Args:
         rank: its global rank.
         busy_s: of each of these steps, as in ``Measured``; empty where passes were not timed.
-        expert_imbalance: as in ``Measured``, of the rank's own layers.
+        expert_imbalance: as in ``Measured``, of the rank's layers.
     """
 
     rank: int
@@ -223,7 +223,7 @@ class Launch:
     Args:
         mode: of ``+nest=``.
         signer: id of the trusted key that signed the plan; ``None`` where no policy asks for one.
-        changes: what the plan changed of the job's own flags or fields.
+        changes: what the plan changed of the job's flags or fields.
     """
 
     mode: str
@@ -309,7 +309,7 @@ class RefusedLaunch:
         host: of the rank that planned.
         num_ranks: that were launched.
         mode: of ``+nest=``.
-        plan_file: the pinned file that was asked for, if one was.
+        plan_file: the pinned file that was named, if one was.
         rule: a policy's (``launch.pinned_only``), or the setting that a plan does not meet.
         reason: the error, with the rule's file and line.
         exit_code: of the processes.

@@ -39,10 +39,9 @@ _LATER = Source(is_foreign=True)
 
 def history_file() -> Path:
     """The file of records; it need not exist."""
-    asked = os.environ.get(VARIABLE)
-    if asked:
-        path = expanded(Path(asked), VARIABLE)
-        return path / _NAME if asked.endswith(os.sep) or path.is_dir() else path
+    if named := os.environ.get(VARIABLE):
+        path = expanded(Path(named), VARIABLE)
+        return path / _NAME if named.endswith(os.sep) or path.is_dir() else path
     return user_folder("data") / _NAME
 
 
@@ -81,7 +80,7 @@ def line_of(record: RunRecord | RefusedLaunch) -> bytes:
 def read(*paths: Path) -> tuple[RunRecord, ...]:
     """Every run of the files (the history if none is named), by when it started.
 
-    Lines that cannot be read are told of; a file that is not there has none.
+    Lines that cannot be read are reported; a file that is not there has none.
 
     Args:
         paths: also rotated ones, in any order, and compressed ones (``.gz``).

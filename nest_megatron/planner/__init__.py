@@ -244,11 +244,11 @@ def _before_report(deadline: Deadline) -> Deadline:
 
 def _present_that_fits(request: Request, model: CostModel) -> Layout | None:
     """What the job runs today, where it is likely to fit in memory."""
-    own = request.present
-    if own is None:
+    present = request.present
+    if present is None:
         return None
-    chance = out_of_memory(model, own, highest_rank(model, own).total, request.site)
-    return own if chance <= MOST_OOM_CHANCE else None
+    chance = out_of_memory(model, present, highest_rank(model, present).total, request.site)
+    return present if chance <= MOST_OOM_CHANCE else None
 
 
 def _shortlist(model: CostModel, ranked: Sequence[Candidate]) -> Shortlist:
@@ -261,21 +261,21 @@ def _shortlist(model: CostModel, ranked: Sequence[Candidate]) -> Shortlist:
 def _present_layout(
     request: Request, searched: _Searched, best: SolvedLayout
 ) -> PresentLayout | None:
-    """What the job runs today beside the plan that is taken."""
-    own = request.present
-    if own is None:
+    """What the job runs today, compared with the plan that is taken."""
+    present = request.present
+    if present is None:
         return None
     model, kept = searched.model, best == searched.result.present
     if request.present_settings is not None:
         model, kept = request.cost_model(request.present_settings), False
-    found = estimate(model, own)
+    found = estimate(model, present)
     others = {*searched.result.plans} - {best}
     least = min((other.iteration for other in others), default=None) if kept else None
     return PresentLayout(
         iteration_time_s=found.iteration_time_s,
         peak_memory_bytes=found.peak_memory_bytes,
         capacity_bytes=found.capacity_bytes,
-        out_of_memory=out_of_memory(model, own, found.peak_memory_bytes, request.site),
+        out_of_memory=out_of_memory(model, present, found.peak_memory_bytes, request.site),
         is_kept=kept,
         next_percent=None if least is None else 100.0 * (least / best.iteration - 1.0),
     )
@@ -326,8 +326,8 @@ def _other_micro_batches(request: Request, searched: _Searched) -> set[SolvedLay
     most = 0 if name in space.fixed else space.limits.get(name, max(_MICRO_BATCHES))
     for size in (size for size in _MICRO_BATCHES if size <= most):
         narrow = replace(space, fixed={**space.fixed, name: size})
-        asked = replace(request, space=narrow, present=None)
-        found.update(_search(asked, request.deadline(), model=searched.model).result.plans)
+        narrowed = replace(request, space=narrow, present=None)
+        found.update(_search(narrowed, request.deadline(), model=searched.model).result.plans)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from itertools import combinations
 from typing import Any
 
@@ -18,11 +19,13 @@ from nest_megatron.layout.stage_layout import StagePartition, layout_string, spr
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.planner.layouts import PredictedLayout, Prices, Variant, difference
+from nest_megatron.planner.layouts import PredictedLayout, Variant, difference, predict
 from nest_megatron.planner.request import Request
 
 #: Why Megatron refuses a layout, or nothing.
 Refusal = Callable[[Variant], str]
+#: What is expected of a layout, whether Megatron launches it or not.
+_Price = Callable[[Variant], PredictedLayout]
 
 _CHOSEN_DEGREES = tuple(name for name in DEGREES if name != "data_parallel_size")
 _PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
@@ -44,9 +47,12 @@ def changes(request: Request, before: Variant, after: Variant, refusal: Refusal)
         before: a layout that Megatron launches.
         refusal: why Megatron does not launch a layout.
     """
-    between = _Between(request.spec, before, after, refusal)
-    prices = Prices(request)
-    first, last = prices.of(before), prices.of(after)
+    between, model = _Between(request.spec, before, after, refusal), cache(request.cost_model)
+
+    def price(variant: Variant) -> PredictedLayout:
+        return predict(request, model(variant.settings), variant.layout)
+
+    first, last = price(before), price(after)
     alone = []
     for name in between.names:
         layout, rule = between.layout(frozenset({name}))
@@ -54,27 +60,27 @@ def changes(request: Request, before: Variant, after: Variant, refusal: Refusal)
         if layout is None:
             alone.append(LayoutChange(choices=words, rule=rule))
         else:
-            alone.append(_change(words, first, prices.of(layout)))
+            alone.append(_change(words, first, price(layout)))
     return Changes(
         alone=tuple(alone),
-        in_order=tuple(_in_order(between, prices, first)),
+        in_order=tuple(_in_order(between, price, first)),
         whole=difference(first, last),
     )
 
 
-def _in_order(between: _Between, prices: Prices, now: PredictedLayout) -> Iterator[LayoutChange]:
+def _in_order(between: _Between, price: _Price, now: PredictedLayout) -> Iterator[LayoutChange]:
     done: frozenset[str] = frozenset()
     while left := [name for name in between.names if name not in done]:
-        taken, rule = _next(between, prices, done, left)
+        taken, rule = _next(between, price, done, left)
         layout, _ = between.layout(done | {*taken})
         assert layout is not None, "the last layout is one that Megatron launches"
-        then = prices.of(layout)
+        then = price(layout)
         yield _change(between.words(taken), now, then, rule)
         now, done = then, done | {*taken}
 
 
 def _next(
-    between: _Between, prices: Prices, done: frozenset[str], left: list[str]
+    between: _Between, price: _Price, done: frozenset[str], left: list[str]
 ) -> tuple[tuple[str, ...], str]:
     """The choices to change next, and the rule for which it is not one alone."""
     for number in range(1, len(left)):
@@ -82,7 +88,7 @@ def _next(
         for order, names in enumerate(combinations(left, number)):
             layout, _ = between.layout(done | {*names})
             if layout is not None:
-                found = prices.of(layout).predicted
+                found = price(layout).predicted
                 legal.append((not found.fits, found.iteration_time_s, order, names))
         if legal:
             taken = min(legal)[-1]
@@ -162,14 +168,14 @@ class _Between(Caching):
     @cached_by(lambda _, chosen: chosen)
     def _checked(self, chosen: frozenset[str]) -> tuple[Variant | None, str]:
         try:
-            layout, asked = self._made(chosen)
+            layout, wanted = self._made(chosen)
         except UserInputError as error:
             return None, f"{error.what} = {error.value}: {error.limit}"
-        rule = self._without_effect(layout, asked, chosen) or self._refusal(layout)
+        rule = self._without_effect(layout, wanted, chosen) or self._refusal(layout)
         return (None, rule) if rule else (layout, "")
 
     def _made(self, chosen: frozenset[str]) -> tuple[Variant, Execution]:
-        """The layout, and how its layers are asked to be carried out."""
+        """The layout, and the execution that its choices name."""
         new, old = self._new, self._old
         value = {name: (new if name in chosen else old)[name] for name in old}
         zero, sharding = value[_ZERO]
@@ -182,26 +188,26 @@ class _Between(Caching):
             recompute=value["recompute"],
             zero=zero,
         )
-        asked = Execution(**{f: part for each in _OF_EXECUTION for f, part in value[each]})
-        grid = dataclasses.replace(grid, execution=allowed_execution(asked, grid))
+        wanted = Execution(**{f: part for each in _OF_EXECUTION for f, part in value[each]})
+        grid = dataclasses.replace(grid, execution=allowed_execution(wanted, grid))
         stages = self._partition(grid.dims, with_stages=_STAGES in chosen)
         settings = self._after.settings
         overlaps = {name: value[name] for name in (_GATHERS, _OVERLAPS_P2P)}
         traits = dataclasses.replace(settings.traits, **overlaps)
         settings = dataclasses.replace(settings, dp_overlap=value[_REDUCES], traits=traits)
-        return Variant(settings=settings, layout=grid.with_stages(stages, sharding)), asked
+        return Variant(settings=settings, layout=grid.with_stages(stages, sharding)), wanted
 
-    def _without_effect(self, variant: Variant, asked: Execution, chosen: frozenset[str]) -> str:
-        """Why a choice of how layers are carried out does nothing here; empty where all do."""
+    def _without_effect(self, variant: Variant, wanted: Execution, chosen: frozenset[str]) -> str:
+        """Why a choice of the execution does nothing here; empty where all do."""
         lost = [
             name
             for name in _FIELDS
             if _CHOICES.get(name, name) in chosen
-            and getattr(variant.layout.execution, name) != getattr(asked, name)
+            and getattr(variant.layout.execution, name) != getattr(wanted, name)
         ]
         if not lost:
             return ""
-        layout = dataclasses.replace(variant.layout, execution=asked)
+        layout = dataclasses.replace(variant.layout, execution=wanted)
         rule = self._refusal(dataclasses.replace(variant, layout=layout))
         return rule or f"{lost[0]} does nothing on this layout"
 

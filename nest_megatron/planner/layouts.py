@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
-from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.features import confidence, kind_words, runs_like
@@ -243,12 +242,12 @@ def search_record(
         number: of the runner-up that the user asks for; 0 for none.
     """
     lower = result.lower_bound
-    own = lower if plan is None else plan.iteration
+    found = lower if plan is None else plan.iteration
     same = ("candidates", "bounded", "infeasible", "solved", "illegal", "simulations")
     return SearchRecord(
         **{name: getattr(result, name) for name in same},
         certificate=_certificate(result, plan, number),
-        gap_percent=100.0 * (own - lower) / max(1, lower),
+        gap_percent=100.0 * (found - lower) / max(1, lower),
         stage_nodes=result.nodes,
         seconds=round(seconds, 3),
         backend=choose(request.backend).value,
@@ -261,11 +260,11 @@ def _not_modelled(request: Request, plan: SolvedLayout | None) -> tuple[str, ...
     """Those of the planned job, which may leave out the offloading of today's."""
     if plan is None:
         return request.not_modelled
-    given, way = request.space.execution, plan.layout.execution
+    of_job, chosen = request.space.execution, plan.layout.execution
     left_out = {
         f"--{argument.replace('_', '-')}"
         for argument, name in EXECUTION_FIELDS.items()
-        if getattr(given, name) and not getattr(way, name)
+        if getattr(of_job, name) and not getattr(chosen, name)
     }
     return tuple(flag for flag in request.not_modelled if flag not in left_out)
 
@@ -350,28 +349,13 @@ def difference(other: PredictedLayout, found: PredictedLayout) -> Difference:
     )
 
 
-class Prices(Caching):
-    """Prices of a job's layouts."""
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-
-    def of(self, variant: Variant) -> PredictedLayout:
-        """The prediction of a variant, whether Megatron launches it or not."""
-        return predict(self._request, self._model(variant.settings), variant.layout)
-
-    @cached_by(lambda _, settings: settings)
-    def _model(self, settings: CostSettings) -> CostModel:
-        return self._request.cost_model(settings)
-
-
 def estimate_for(
     request: Request, layout: Layout, *, settings: CostSettings | None = None
 ) -> ParallelPlan:
     """A plan for a layout that the user chose, with its prediction; nothing is searched.
 
     Args:
-        settings: in the place of the request's own.
+        settings: in the place of the request's.
 
     Raises:
         UserInputError: if Megatron would refuse the layout, or it is not of the cluster's size.
@@ -400,7 +384,7 @@ def keep_layout(plan: ParallelPlan, request: Request) -> ParallelPlan:
     """Price a plan's layout for another request: all degrees stay, but that of data parallelism.
 
     With another number of GPUs as many replicas train as they hold; a model with another number of
-    layers is spread over the stages anew.
+    layers is spread over the stages again.
 
     Raises:
         UserInputError: if the GPUs or the batch do not divide, or Megatron refuses the layout.
@@ -436,7 +420,7 @@ def check_launchable(
     Raises:
         UserInputError: for the first rule broken.
     """
-    asked = LaunchRequest.of(
+    launched = LaunchRequest.of(
         spec,
         layout,
         partition=layout.partition,
@@ -445,7 +429,7 @@ def check_launchable(
         version=version,
         **settings.of_launch(),
     )
-    require_legal(asked)
+    require_legal(launched)
 
 
 def describe_grid(grid: PartialLayout) -> str:

@@ -1,4 +1,4 @@
-"""What choices that are not searched would gain: priced beside a plan, never taken."""
+"""What choices that are not searched would gain: priced, and never taken."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Faster = Callable[[CostSettings, SearchSpace, Seconds], SolvedLayout | None]
 
 #: Smaller gains are below what the cost model can tell apart (docs/accuracy.md).
 _LEAST_GAIN_PERCENT = 1.0
-#: Freed memory that is worth a sentence where a choice is no faster.
+#: Freed memory that is reported where a choice is no faster.
 _LEAST_FREED_PERCENT = 5.0
 #: Sentences on choices that change numbers.
 _MOST_NUMERIC = 5
@@ -71,19 +71,13 @@ def _of_sharding(
     request: Request,
     find: Callable[[Request], PredictedLayout | None],
 ) -> Iterator[str]:
-    """Another data-parallel sharding than the job's own."""
+    """Another data-parallel sharding than the job's."""
     offer = request.offer
     if offer is None:
         return
-    asked = replace(
-        request,
-        space=offer.space,
-        offer=None,
-        present=None,
-        num_alternatives=0,
-    )
+    bare = replace(request, space=offer.space, offer=None, present=None, num_alternatives=0)
     try:
-        other = find(asked)
+        other = find(bare)
     except UserInputError:  # its degrees have no legal layout under another sharding
         return
     if other is None:
@@ -121,7 +115,7 @@ def _faster(gain_percent: float, step_s: Seconds) -> str:
 
 
 def _of_packages(plan: PredictedLayout, request: Request) -> Iterator[str]:
-    """The dispatcher that would make a plan's own layout fastest of those with other packages."""
+    """The dispatcher that would make a plan's layout fastest of those with other packages."""
     if plan.layout.execution.is_node_limited:
         return
     layout, model, found = plan.layout, request.cost_model(), []
@@ -194,7 +188,7 @@ def numeric_offers(plan: PredictedLayout, request: Request, faster: Faster) -> t
 def _gain_of(
     offer: NumericOffer, plan: PredictedLayout, request: Request, faster: Faster
 ) -> tuple[Seconds, Bytes, str] | None:
-    """What a choice brings to the plan's own layout, or to one that the memory it frees allows.
+    """What a choice brings to the plan's layout, or to one that the memory it frees allows.
 
     Returns:
         The step, the freed memory below 0, and a sentence; ``None`` for nothing that the cost model
@@ -232,7 +226,7 @@ def _gain_of(
 def _space_with(offer: NumericOffer, layout: Layout, space: SearchSpace) -> SearchSpace:
     """What is searched for plans with a choice whose memory it frees.
 
-    Degrees inside a layer are the plan's: a search over all of them takes as long as its own.
+    Degrees inside a layer are the plan's: a search over all of them takes as long as the first.
     """
     fixed = {**space.fixed, **{name: layout.sizes[name] for name in LAYER_DEGREES}}
     return replace(offer.space_of(space), fixed=fixed)
@@ -255,7 +249,7 @@ def _accepted(plan: PredictedLayout, offer: NumericOffer, request: Request) -> L
     """
     (knob,), traits, layout = offer.knobs, offer.settings.traits, plan.layout
     if layout.zero.is_fsdp and knob.precision is None:
-        return None  # whose widths are flags of their own
+        return None  # whose widths are other flags
     if knob.of_sharded_optimizer and not plan.layout.shards_optimizer:
         if ZeroStage.OPTIMIZER not in request.space.zero_stages:
             return None

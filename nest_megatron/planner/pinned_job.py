@@ -42,7 +42,7 @@ class ActualJob:
         cluster: as the user names it; otherwise what is known of this host is compared.
         gpus: what the driver says of this host.
         gpus_per_host: processes that the launcher starts on each host, where it says so.
-        tensor_model_parallel_size: the user's own, by which the job pads its vocabulary.
+        tensor_model_parallel_size: the user's, by which the job pads its vocabulary.
         megatron_lm: the recorded release that stands for the installed one.
         global_batch_size: at the end of the run.
         memory_flags: what the job says of its memory, by Megatron's names; ``None`` compares none.
@@ -151,7 +151,7 @@ def resolved(spec: TransformerSpec, name: str) -> Any:
     if name in LATENT_SIZES:
         return getattr(spec, name) if spec.multi_latent_attention else None
     if name in ("num_query_groups", "kv_channels") and spec.multi_latent_attention:
-        return None  # latent attention has sizes of its own
+        return None  # latent attention has other sizes
     if name.startswith("moe_") and spec.num_experts is None:
         return None
     return defaults.get(name, getattr(spec, name))
@@ -172,7 +172,7 @@ def _software_rows(pin: Pin, job: ActualJob) -> Iterator[Row]:
 
 
 def other_numbers(plan: ParallelPlan, flags: Mapping[str, Any], precision: Precision) -> str:
-    """What a job's own settings change of a plan's prediction; empty where it holds.
+    """What a job's settings change of a plan's prediction; empty where it holds.
 
     Args:
         flags: the job's, by Megatron's destinations.
@@ -183,8 +183,8 @@ def other_numbers(plan: ParallelPlan, flags: Mapping[str, Any], precision: Preci
     if precision is not plan.train.precision:
         return f"the plan counts {plan.train.precision.value}, and the job is {precision.value}"
     settings = restored_settings(plan.provenance.settings)
-    own = dataclasses.replace(settings, traits=_traits_of(plan, settings.target, flags))
-    model = CostModel(plan.model, plan.cluster, own)
+    traits = _traits_of(plan, settings.target, flags)
+    model = CostModel(plan.model, plan.cluster, dataclasses.replace(settings, traits=traits))
     chance = out_of_memory(model, plan.layout, predicted_peak(model, plan.layout).peak_bytes)
     allowed = MOST_OOM_CHANCE if plan.choice is None else plan.choice.max_oom_chance
     rows = _memory_rows(plan, flags, precision)
@@ -232,7 +232,7 @@ def _stage_bytes(plan: ParallelPlan, settings: CostSettings) -> list[Bytes]:
 
 
 def _traits_of(plan: ParallelPlan, target: str | None, flags: Mapping[str, Any]) -> ExecutionTraits:
-    """A job's own traits, with the defaults that the plan was made with."""
+    """A job's traits, with the defaults that the plan was made with."""
     precision, device = plan.train.precision, plan.cluster.accelerator.name
     if target is None:  # a plan of a version that knew no targets
         return execution_traits(flags, precision)

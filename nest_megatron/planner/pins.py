@@ -2,7 +2,7 @@
 
 The first line of a pinned file is a checksum of every byte below it, so that any later change is
 noticed; below lie who pinned it, what it demands of the software, and the plan. A signature of a
-reviewer stands in a file beside it.
+reviewer stands in another file next to it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Pin:
 
     Args:
         megatron_lm: the release that it may launch, as ``RELEASES`` has it; ``None`` where the
-            plan was made for none: whichever launches it holds it to its own rules.
+            plan was made for none: whichever launches it holds it to its rules.
     """
 
     created: str
@@ -64,12 +64,12 @@ class Pin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedPlan:
-    """A pinned plan, alone in its file or the entry of a table that was asked for.
+    """A pinned plan, alone in its file or an entry of a table.
 
     Args:
         sizes: numbers of GPUs that the table has plans for; none without a table.
-        told: what the table says of the number of GPUs that was asked for.
-        signer: id of the trusted key that signed it, where a policy asked for one.
+        told: what the table says of the requested number of GPUs.
+        signer: id of the trusted key that signed it, where a policy requires one.
     """
 
     pin: Pin
@@ -164,7 +164,7 @@ def plan_text(content: bytes, path: Path) -> str:
             "plan",
             str(path),
             f"it is not UTF-8 text: {error}",
-            "Take the file again, or plan anew.",
+            "Take the file again, or plan again.",
         ) from error
     unmarked = text.removeprefix("\ufeff")
     if unmarked != text and is_pinned(unmarked):
@@ -177,7 +177,7 @@ def _changed(path: Path) -> ChangedPinError:
         "nest.plan",
         value=str(path),
         limit="its contents do not match its first line: it was changed after it was pinned",
-        fix="Take the reviewed file again, or plan and pin anew.",
+        fix="Take the reviewed file again, or plan and pin again.",
     )
 
 
@@ -269,7 +269,7 @@ def signature_path(path: Path) -> Path:
 
 
 def sign_pinned(path: Path, key_path: Path, ask_password: Callable[[], str]) -> Path:
-    """Sign a pinned file, and write its signature beside it.
+    """Sign a pinned file, and write its signature next to it.
 
     Returns:
         The signature's file.
@@ -300,7 +300,7 @@ def verify_pinned(
     """A pinned file that one of the signers has signed.
 
     Args:
-        signature: its signature's file, if not the one beside it.
+        signature: its signature's file, if not the one next to it.
         content: of the file, where it was read.
         num_gpus: as of ``parse_pinned``.
 

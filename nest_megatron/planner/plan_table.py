@@ -1,7 +1,7 @@
 """A table of plans of one job, one for each number of nodes that it may find itself on.
 
 Its file is a stream of YAML documents: first what it holds for each number of nodes, then the
-plans, each as in a file of its own. A launch reads the first document and the plan that it takes.
+plans, each as in a separate file. A launch reads the first document and the plan that it takes.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ def is_table(text: str) -> bool:
 
 
 class TableText:
-    """A table's text whose plans are read when they are asked for.
+    """A table's text whose plans are read one by one.
 
     Args:
         name: of the file, for errors.
 
     Attributes:
-        head: fields of the first document beside those of ``PlanTable``.
+        head: fields of the first document that ``PlanTable`` does not have.
         sizes: numbers of GPUs that have a plan.
 
     Raises:

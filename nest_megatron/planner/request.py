@@ -44,7 +44,7 @@ _SHARDINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """Another data-parallel sharding, which is priced beside the plan and never taken.
+    """Another data-parallel sharding, which is priced with the plan and never taken.
 
     Args:
         space: what is searched for it.
@@ -67,11 +67,11 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericOffer:
-    """Choices that change numbers: priced beside a plan, or tried where none fits; never taken.
+    """Choices that change numbers: priced with a plan, or tried where none fits; never taken.
 
     Args:
         words: what the user sets, one entry for each choice.
-        settings: the job's own, with the choices made.
+        settings: the job's, with the choices made.
     """
 
     knobs: tuple[NumericKnob, ...]
@@ -95,10 +95,10 @@ def _beside_images(spec: TransformerSpec, vision: EncoderSpec, space: SearchSpac
     name, needed = "pipeline_model_parallel_size", vision.deepstack_layers
     if needed:
         most = spec.num_layers // needed
-        if (stated := space.fixed.get(name, 1)) > most:
+        if (fixed := space.fixed.get(name, 1)) > most:
             raise UserInputError(
                 f"parallel.{name}",
-                stated,
+                fixed,
                 f"its first stage must hold {needed} layers, so it is at most {most}",
                 fix="Give less.",
             )
@@ -127,17 +127,17 @@ class Request:
         numeric_offers: single choices, for ``offers.numeric_offers``.
         remedies: whether what would help is looked for where nothing fits.
         memory_offers: choices that need less memory, singly and together, tried where nothing fits.
-        memory_spaces: what is searched then beside ``space``, by what the user sets.
+        memory_spaces: what is searched then as well as ``space``, by what the user sets.
         reliability: how often the job fails; ``None`` says nothing of goodput.
         max_oom_chance: largest chance of a plan to run out of memory.
         tie_percent: plans so close to the fastest count as equal; the simplest one is taken.
-        own: the user's own parallel settings, by Megatron's names.
+        own: the user's parallel settings, by Megatron's names.
         shortlist: whether to say which of the plans could be the fastest.
         notes: what was assumed of the job, one sentence each.
         batch_schedule: how the batch grows, for the time at each size; ``global_batch_size`` is the
             one that is searched for, ``space.batch_unit`` holds the others.
         sequence_lengths: of the data, which the traits of ``settings`` price.
-        policy: rules that plans keep to, beside those that ``space`` holds already.
+        policy: rules that plans keep to, with those that ``space`` holds already.
         defaults: settings of the job that are the site's, each with its file and line.
         given: settings that only the plan's record of them says, as typed.
         site: the site's calibration, by which plans are chosen; ``None`` for the catalogue's alone.
@@ -181,32 +181,32 @@ class Request:
     rates: Rates | None = None
 
     def __post_init__(self) -> None:
-        batch, limit = self.global_batch_size, "it must be a whole number of at least 1"
-        if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
-            raise UserInputError(
-                "train.global_batch_size", batch, limit, "Give the sequences of one optimizer step."
-            )
-        if not self.max_seconds > 0:
-            raise UserInputError(
-                "search.max_seconds",
-                self.max_seconds,
+        batch, tie, chance = self.global_batch_size, self.tie_percent, self.max_oom_chance
+        is_whole = isinstance(batch, int) and not isinstance(batch, bool)
+        for what, value, is_right, limit, fix in (
+            (
+                *("train.global_batch_size", batch, is_whole and batch >= 1),
+                "it must be a whole number of at least 1",
+                "Give the sequences of one optimizer step.",
+            ),
+            (
+                *("search.max_seconds", self.max_seconds, self.max_seconds > 0),
                 "it must be above 0",
                 "Give the seconds that the search may take.",
-            )
-        if not 0 <= self.tie_percent < math.inf:
-            raise UserInputError(
-                "search.tie_percent",
-                self.tie_percent,
+            ),
+            (
+                *("search.tie_percent", tie, 0 <= tie < math.inf),
                 "it must be at least 0 and finite",
                 "Give percent, such as 1.",
-            )
-        if not 0 < self.max_oom_chance <= MOST_OOM_CHANCE:
-            raise UserInputError(
-                "memory.max_oom_chance",
-                self.max_oom_chance,
+            ),
+            (
+                *("memory.max_oom_chance", chance, 0 < chance <= MOST_OOM_CHANCE),
                 f"it must be above 0 and at most {MOST_OOM_CHANCE:g}",
                 "Give a share, such as 0.05.",
-            )
+            ),
+        ):
+            if not is_right:
+                raise UserInputError(what, value, limit, fix)
         if self.present is not None and self.present.global_batch_size != batch:
             present = replace(self.present, global_batch_size=batch)
             object.__setattr__(self, "present", present)
@@ -220,7 +220,7 @@ class Request:
             object.__setattr__(self, "space", space)
 
     def cost_model(self, settings: CostSettings | None = None) -> CostModel:
-        """What the job costs, under other settings than its own if they are given."""
+        """What the job costs, by default under its settings."""
         return CostModel(self.spec, self.cluster, settings or self.settings, self.times)
 
     def deadline(self) -> Deadline:

@@ -51,7 +51,7 @@ Find = Callable[[Request, Deadline], PredictedLayout | None]
 _NUMBER_SHARE = 0.5
 #: Share of all time in which the plan of one change is looked for.
 _PLAN_SHARE = 0.05
-#: Changes of what memory holds that are told.
+#: Changes of what memory holds that are reported.
 _MOST_OF_MEMORY = 5
 #: Larger numbers of nodes are tried in steps of this share.
 _STEP = 1 / 32
@@ -106,7 +106,7 @@ class EndedEarly:
 
     Args:
         lower_bound_s: no plan of the searched space has a shorter step.
-        max_seconds: the limit that was given.
+        max_seconds: the limit.
         search: what was looked at; its certificate is ``ended-early``.
     """
 
@@ -119,7 +119,7 @@ def refuse_if_nothing_is_legal(request: Request, result: SearchResult, deadline:
     """Tell a job that no grid can hold from one that lacks memory.
 
     Args:
-        deadline: when it passes, what was found until then is told.
+        deadline: when it passes, what was found until then is reported.
 
     Raises:
         UserInputError: if no combination of degrees is legal, naming the rules.
@@ -257,17 +257,16 @@ def _broken(request: Request) -> Iterator[list[Callable[[], UserInputError]]]:
             sequence_parallel=tp > 1,
         )
         own_graphs = space.cuda_graphs is not None
-        way = allowed_execution(space.execution, grid, own_graphs=own_graphs)
-        asked = launched(model, space, replace(grid, execution=way))
-        asked = replace(asked, global_batch_size=batch, partition=space.partition)
-        step = step or SearchStep(asked.facts, CHOSEN, rules)
-        facts = asked.facts
+        execution = allowed_execution(space.execution, grid, own_graphs=own_graphs)
+        job = launched(model, space, replace(grid, execution=execution))
+        facts = replace(job, global_batch_size=batch, partition=space.partition).facts
+        step = step or SearchStep(facts, CHOSEN, rules)
         broken = [partial(rule.violation, facts) for rule in step.broken(facts)]
         yield broken + list(_other_limits(request, dims))
 
 
 def _other_limits(request: Request, dims: ParallelDims) -> Iterator[Callable[[], UserInputError]]:
-    """What the space demands beside Megatron's rules."""
+    """What the space demands in addition to Megatron's rules."""
     space = request.space
     wanted = space.fixed.get(_DP, dims.data_parallel_size)
     if wanted != dims.data_parallel_size:
@@ -295,7 +294,7 @@ def no_plan(
     """Explain an infeasible job: the nearest plan, and changes with which one fits.
 
     Args:
-        deadline: when it passes, what was found until then is told.
+        deadline: when it passes, what was found until then is reported.
         find: looks for the plans that changes make possible.
     """
     number = _fewest_gpus(request, deadline.part(_NUMBER_SHARE)) if request.remedies else None
@@ -328,8 +327,11 @@ def _with_plans(
     """
 
     def remedy(change: str, other: Request) -> Remedy:
+        model = other.cost_model()
         found = find(
-            replace(other, space=_lean(other.space, other.cost_model()), num_alternatives=0),
+            replace(
+                other, space=_least_memory(other.space, other.cost_model()), num_alternatives=0
+            ),
             deadline.within(_PLAN_SHARE * other.max_seconds),
         )
         if found is None:
@@ -354,10 +356,9 @@ def _with_plans(
             yield Remedy(change=change)
     for change, other in _of_memory(request, deadline):
         yield remedy(change, other)
-    given = _given(request.space)
-    freed = replace(request, space=_freed(request.space))
-    if given and _fits(freed, deadline):
-        yield remedy(f"leave free what is fixed ({', '.join(given)})", freed)
+    held, freed = _held(request.space), replace(request, space=_freed(request.space))
+    if held and _fits(freed, deadline):
+        yield remedy(f"leave free what is fixed ({', '.join(held)})", freed)
 
 
 def _of_memory(request: Request, deadline: Deadline) -> Iterator[tuple[str, Request]]:
@@ -378,7 +379,7 @@ def _of_memory(request: Request, deadline: Deadline) -> Iterator[tuple[str, Requ
 
 
 def memory_changes(request: Request) -> dict[tuple[str, ...], Request]:
-    """Ways of a job to need less memory by what the user sets, the fewest changes first."""
+    """The job needing less memory by what the user sets, the fewest changes first."""
     unchanged = NumericOffer(knobs=(), words=(), settings=request.settings)
     spaces = {(): request.space, **request.memory_spaces}
     found = [
@@ -425,13 +426,13 @@ def _least_device_gib(request: Request, shortage: Shortage) -> int:
 
 
 def _freed(space: SearchSpace) -> SearchSpace:
-    """A space without what ``_given`` names; what the framework or the run limits stays."""
+    """A space without what ``_held`` names; what the framework or the run limits stays."""
     names = ("fixed", "limits", "partition", "recompute", "sharding", "zero_stages", "rank_orders")
     everything = SearchSpace()
     return replace(space, **{name: getattr(everything, name) for name in names})
 
 
-def _given(space: SearchSpace) -> list[str]:
+def _held(space: SearchSpace) -> list[str]:
     """What the user holds fixed or limits."""
     everything = SearchSpace()
     others = {
@@ -441,7 +442,7 @@ def _given(space: SearchSpace) -> list[str]:
         "recompute_granularity": space.recompute is not None,
     }
     limits = (f"max_{name}" for name in space.limits)
-    return [*space.fixed, *limits, *(name for name, given in others.items() if given)]
+    return [*space.fixed, *limits, *(name for name, is_held in others.items() if is_held)]
 
 
 def _fewest_gpus(request: Request, deadline: Deadline) -> tuple[int, bool] | None:
@@ -493,10 +494,9 @@ def _unit(space: SearchSpace, node: int) -> int:
     """GPUs by whole nodes that hold replicas of what is fixed."""
 
     def product(*names: str) -> int:
-        return math.prod(space.fixed.get(f"{name}_parallel_size", 1) for name in names)
+        return math.prod(space.fixed.get(name, 1) for name in names)
 
-    dense, expert = ("tensor_model", "context", "pipeline_model"), ("expert_model", "expert_tensor")
-    return math.lcm(node, product(*dense), product(*expert, "pipeline_model"))
+    return math.lcm(node, product(_TP, _CP, _PP), product(_EP, _ETP, _PP))
 
 
 def _fits(request: Request, deadline: Deadline) -> bool:
@@ -508,11 +508,11 @@ def _new_search(request: Request, model: CostModel | None, deadline: Deadline) -
     solve = solver_of(choose(request.backend), deadline.passed)
     model = model or request.cost_model()
     limit = PeakLimit(model, request.max_oom_chance, request.site)
-    space = _lean(request.space, model)
+    space = _least_memory(request.space, model)
     return Search(model, request.global_batch_size, space, solve, limit=limit)
 
 
-def _lean(space: SearchSpace, model: CostModel) -> SearchSpace:
+def _least_memory(space: SearchSpace, model: CostModel) -> SearchSpace:
     """The part of a space that needs least memory.
 
     No larger micro batch needs less than one sequence, but where attention keeps its scores: their

@@ -42,7 +42,7 @@ _BUILD_S: Seconds = 2.0
 #: that count, one for what it saves; each is two forward and one backward, a third more than one
 #: of each where backward takes twice as long as forward.
 _PASSES = 36 * 4 / 3
-#: A block is given up after so long: 10 s, and half as much to warm up.
+#: A block is dropped after so long: 10 s, and half as much to warm up.
 _MOST_S: Seconds = 15.0
 
 #: Groups of ranks whose traffic a mechanism is.
@@ -159,7 +159,7 @@ def shortlisted(
 
 
 def _words(found: Measurement, profile: Profile | None) -> str:
-    """A measurement, what it costs and what it is worth, for people."""
+    """A measurement, its cost and its gain, for people."""
     faster = f"to make the choice {found.gain_percent:.1f} % faster"
     if profile is not None and profile.num_nodes:
         # how far a prediction can be off does not follow from a network that was measured

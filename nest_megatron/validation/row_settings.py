@@ -161,42 +161,54 @@ def _words(text: str) -> tuple[str, ...]:
     return () if text in ("none", "(empty list)") else tuple(re.split(r"[|,+ ]+", text))
 
 
-#: Column -> argument of Megatron, and how the column's text is read.
-_ARGUMENTS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
-    "cuda_graph_impl": (
-        "cuda_graph_impl",
-        lambda t: GraphImpl({"enable_cuda_graph": "local"}.get(t, t)).value,
+def _graph_impl(text: str) -> str:
+    return GraphImpl({"enable_cuda_graph": "local"}.get(text, text)).value
+
+
+#: How a column's text is read; the column is named as the argument of Megatron, or as below.
+_READ: Mapping[str, Callable[[str], Any]] = {
+    "cuda_graph_impl": _graph_impl,
+    "cuda_graph_scope": _words,
+    "moe_capacity_factor": float,
+    **dict.fromkeys(
+        (
+            *("cpu_offload_activation_layers", "moe_hybridep_num_sms", "etp"),
+            "num_distributed_optimizer_instances",
+        ),
+        int,
     ),
-    "cuda_graph_scope": ("cuda_graph_scope", _words),
-    "cpu_offload_activation_layers": ("cpu_offloading_num_layers", int),
-    "moe_token_dispatcher": ("moe_token_dispatcher_type", str),
-    "moe_flex_backend": ("moe_flex_dispatcher_backend", str),
-    "moe_hybridep_num_sms": ("moe_hybridep_num_sms", int),
-    "overlap_moe_expert_parallel_comm": ("overlap_moe_expert_parallel_comm", _switch),
-    "delay_wgrad_compute": ("delay_wgrad_compute", _switch),
-    "moe_shared_expert_overlap": ("moe_shared_expert_overlap", _switch),
-    "tp_comm_overlap": ("tp_comm_overlap", _switch),
-    "fp8_recipe": ("fp8_recipe", str),
-    "fp8_param_gather": ("fp8_param_gather", _switch),
-    "fp8_attention": ("fp8_dot_product_attention", _switch),
-    "first_last_layers_bf16": ("first_last_layers_bf16", _switch),
-    "precision_aware_optimizer": ("use_precision_aware_optimizer", _switch),
-    "main_grads_dtype": ("main_grads_dtype", str),
-    "main_params_dtype": ("main_params_dtype", str),
-    "exp_avg_dtype": ("exp_avg_dtype", str),
-    "exp_avg_sq_dtype": ("exp_avg_sq_dtype", str),
-    "num_distributed_optimizer_instances": ("num_distributed_optimizer_instances", int),
-    "optimizer_cpu_offload": ("optimizer_cpu_offload", _switch),
-    "moe_capacity_factor": ("moe_expert_capacity_factor", float),
-    "moe_pad_to_capacity": ("moe_pad_expert_input_to_capacity", _switch),
-    "moe_permute_fusion": ("moe_permute_fusion", _switch),
-    "moe_router_fusion": ("moe_router_fusion", _switch),
-    "te_op_fuser": ("use_transformer_engine_op_fuser", _switch),
-    "paged_stash": ("moe_paged_stash", _switch),
-    "cross_entropy_fusion": ("cross_entropy_loss_fusion", _switch),
-    "cross_entropy_impl": ("cross_entropy_fusion_impl", str),
-    "cp_comm_type": ("cp_comm_type", str),
-    "etp": ("expert_tensor_parallel_size", int),
+    **dict.fromkeys(
+        (
+            *("moe_token_dispatcher", "moe_flex_backend", "fp8_recipe", "cp_comm_type"),
+            *("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
+            "cross_entropy_impl",
+        ),
+        str,
+    ),
+    **dict.fromkeys(
+        (
+            *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "tp_comm_overlap"),
+            *("moe_shared_expert_overlap", "fp8_param_gather", "fp8_attention"),
+            *("first_last_layers_bf16", "precision_aware_optimizer", "optimizer_cpu_offload"),
+            *("moe_pad_to_capacity", "moe_permute_fusion", "moe_router_fusion", "te_op_fuser"),
+            *("paged_stash", "cross_entropy_fusion"),
+        ),
+        _switch,
+    ),
+}
+_ARGUMENTS = {
+    "cpu_offload_activation_layers": "cpu_offloading_num_layers",
+    "moe_token_dispatcher": "moe_token_dispatcher_type",
+    "moe_flex_backend": "moe_flex_dispatcher_backend",
+    "fp8_attention": "fp8_dot_product_attention",
+    "precision_aware_optimizer": "use_precision_aware_optimizer",
+    "moe_capacity_factor": "moe_expert_capacity_factor",
+    "moe_pad_to_capacity": "moe_pad_expert_input_to_capacity",
+    "te_op_fuser": "use_transformer_engine_op_fuser",
+    "paged_stash": "moe_paged_stash",
+    "cross_entropy_fusion": "cross_entropy_loss_fusion",
+    "cross_entropy_impl": "cross_entropy_fusion_impl",
+    "etp": "expert_tensor_parallel_size",
 }
 
 #: Columns that are read, besides those that say of which row, and how surely.
@@ -205,7 +217,7 @@ COLUMNS = (
     "recompute_modules",
     "recompute_method",
     "recompute_num_layers",
-    *_ARGUMENTS,
+    *_READ,
     "grad_reduce_in_fp32",
     "optimizer",
     "fine_grained_offload_modules",
@@ -218,9 +230,9 @@ COLUMNS = (
 
 
 def _flags(said: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    for column, (argument, read) in _ARGUMENTS.items():
+    for column, read in _READ.items():
         if column in said:
-            yield argument, read(said[column])
+            yield _ARGUMENTS.get(column, column), read(said[column])
     if "grad_reduce_in_fp32" in said:
         wide = _switch(said["grad_reduce_in_fp32"])
         yield "accumulate_allreduce_grads_in_fp32", wide
