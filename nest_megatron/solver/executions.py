@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.keys import INSIDE, SHARD
@@ -140,18 +140,6 @@ def _without_graphs(execution: Execution) -> Execution:
     )
 
 
-class ShardExecutions(NamedTuple):
-    """Executions that stand for all that the grids of a shard may have.
-
-    Args:
-        fastest: none is faster than some of these, which Megatron need not accept.
-        least_memory: none takes less memory than some of these: graphs only add to it.
-    """
-
-    fastest: tuple[Execution, ...]
-    least_memory: tuple[Execution, ...]
-
-
 class Executions(Caching):
     """Executions of a job's grids; those that grids share are worked out once.
 
@@ -178,7 +166,9 @@ class Executions(Caching):
             for name in rule.names
             if set(OF_LAYOUT).issuperset(sources(name))
         ]
-        self._facts = tuple(dict.fromkeys((*_SWITCH_OFF, *read)))
+        # Of one execution that no layout and no recomputation changes, no fact matters.
+        varies = self._variants != (_least_of(self._default),) or has_graphs(space)
+        self._facts = tuple(dict.fromkeys((*(_SWITCH_OFF if varies else ()), *read)))
         self._names = tuple(dict.fromkeys(each for name in self._facts for each in sources(name)))
         self._read = facts_reader(self._names)
 
@@ -189,8 +179,11 @@ class Executions(Caching):
         return tuple(facts[name] for name in self._facts)
 
     @cached_by(key)
-    def of_shard(self, shard: PartialLayout) -> ShardExecutions:
-        """The executions of a shard, of whatever pipeline, virtual stages and ZeRO stage."""
+    def fastest(self, shard: PartialLayout) -> tuple[Execution, ...]:
+        """Executions that stand for all of a shard, whatever its pipeline and its ZeRO stage.
+
+        None is faster than some of these, which Megatron need not accept.
+        """
         # Layouts that stand for all that forbid the same; numbers of ranks do not matter.
         dims = dataclasses.replace(shard.dims, pipeline_model_parallel_size=2)
         pipelined = dataclasses.replace(shard, dims=dims)
@@ -200,11 +193,7 @@ class Executions(Caching):
             with_stages_and_zero(pipelined, 1, ZeroStage.NONE),
             with_stages_and_zero(pipelined, 2, ZeroStage.NONE),
         )
-        found = dict.fromkeys(each for grid in layouts for each in self.possible(grid))
-        least = found
-        if self._default.cuda_graph_impl is GraphImpl.NONE:
-            least = dict.fromkeys(map(_without_graphs, found))
-        return ShardExecutions(_together(tuple(found)), tuple(least))
+        return _together([*dict.fromkeys(each for grid in layouts for each in self.possible(grid))])
 
     @cached_by(
         lambda self, grid: (
@@ -346,6 +335,20 @@ def _combinations(space: SearchSpace) -> Iterator[Execution]:
             yield dataclasses.replace(space.execution, **dict(zip(names, chosen, strict=True)))
         except UserInputError:
             continue  # such as a backend of another dispatcher
+
+
+def _least_of(execution: Execution) -> Execution:
+    """What is left of an execution where all that can be is forbidden."""
+    for recompute in (FULL_RECOMPUTE, selective_recompute([RecomputeModule.SHARED_EXPERTS])):
+        grid = PartialLayout(
+            dims=ParallelDims(pipeline_model_parallel_size=2),
+            global_batch_size=1,
+            micro_batch_size=1,
+            sequence_parallel=False,
+            recompute=recompute,
+        )
+        execution = allowed_execution(execution, grid)
+    return execution
 
 
 def _no_more(one: UnitTimes, other: UnitTimes) -> bool:

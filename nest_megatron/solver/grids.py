@@ -108,7 +108,7 @@ class GridSpace(Caching):
 
     def _has_executions(self, grid: PartialLayout) -> bool:
         """Whether Megatron executes layers there, with some recomputation."""
-        has_some = bool(self.executions.of_shard(grid).fastest)
+        has_some = bool(self.executions.fastest(grid))
         if not has_some:
             self.illegal["the execution of layers goes with the layout"] += 1
         return has_some
@@ -161,13 +161,9 @@ class GridSpace(Caching):
             execution=self.space.execution,
         )
 
-    def with_least_memory(self, shard: PartialLayout) -> Iterator[PartialLayout]:
-        """A shard in executions of which some takes as little memory as any that it may have."""
-        return _with_executions(shard, self.executions.of_shard(shard).least_memory)
-
     def fastest(self, shard: PartialLayout) -> Iterator[PartialLayout]:
         """A shard in executions of which some is as fast as any that it may have."""
-        return _with_executions(shard, self.executions.of_shard(shard).fastest)
+        return _with_executions(shard, self.executions.fastest(shard))
 
     def grids(self, shard: PartialLayout) -> Iterator[PartialLayout]:
         """Pipeline sizes and rank orders of a shard that Megatron accepts."""
@@ -296,6 +292,8 @@ class GridSpace(Caching):
             shard.dims.tensor_model_parallel_size * shard.dims.context_parallel_size,
             shard.dims.expert_ranks,
             shard.micro_batch_size,
+            shard.dims.context_parallel_size == 1,  # context ranks are replicas of states
+            tuple(self.zero_stages(shard.dims)),
             self.executions.key(shard),
         )
     )
@@ -344,16 +342,11 @@ class GridSpace(Caching):
         kinds = self.executions.of_family(grid).get(grid.execution, self.executions.kinds)
         return grid.dims.num_chunks, kinds
 
-    def keeping_least(self, grid: PartialLayout | None = None) -> tuple[Recompute, ...]:
-        """Settings than which none keeps less of a layer, or needs less while it is at work.
-
-        Args:
-            grid: whose execution may forbid some; ``None`` is any.
-        """
+    def keeping_least(self, grid: PartialLayout) -> tuple[Recompute, ...]:
+        """Settings than which none keeps less of a layer, or needs less while it is at work."""
         if self.space.recompute is not None:
             return split_block(self.space.recompute)
-        kinds = self.executions.kinds if grid is None else self.settings_key(grid)[1]
-        return self._least_kept(kinds)
+        return self._least_kept(self.settings_key(grid)[1])
 
     @cached_by(lambda _, kinds: kinds)
     def _least_kept(self, kinds: RecomputeKinds) -> tuple[Recompute, ...]:

@@ -1,7 +1,7 @@
 """Lower bounds on the highest memory peak, with no stage problem and no step priced.
 
 A rank that holds a layer takes at least ``w``, what computing one layer again takes, whatever is
-recomputed: the layer's activations are there at once, kept or made anew. Beside it lie the
+recomputed: the layer's activations are there at once, kept or made again. With it lie the
 states of its units and, for each of ``l_r`` micro batches on their way, the inputs of its layers.
 With ``s`` bytes of states and ``a`` of inputs a unit, ``C`` bytes hold at most
 ``(C - w) / (s + l_r a)`` units on rank ``r``, and the ranks together have to hold them all.
@@ -13,7 +13,6 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.fsdp_memory import unsharded_bytes
@@ -28,19 +27,8 @@ from nest_megatron.layout.recompute import Recompute
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.solver.grids import GridSpace
 
-
-class _States(NamedTuple):
-    """States of a pipeline: of each kind one unit, kept and gathered."""
-
-    units: tuple[float, ...]
-    unsharded: tuple[int, ...]
-
-
-class _Activations(NamedTuple):
-    """Of each kind what one unit saves at least, and what it takes beside that at work."""
-
-    saved: tuple[float, ...]
-    working: tuple[float, ...]
+#: Two figures for each kind of unit.
+_PerKind = tuple[Sequence[float], Sequence[float]]
 
 
 def _pipeline_key(_: object, dims: ParallelDims, zero: ZeroStage) -> tuple[object, ...]:
@@ -68,32 +56,12 @@ class MemoryBounds(Caching):
     @cached_by(lambda _, shard: STATES.of(shard.dims))
     def of_shard_states(self, shard: PartialLayout) -> float:
         """The same over all pipelines and ZeRO stages of a shard."""
-        pipelines = self._pipelines(shard.dims)
-        return min((self.of_states(dims, zero) for dims, zero in pipelines), default=math.inf)
-
-    def of_shard(self, shard: PartialLayout) -> float:
-        """Activations of at least one micro batch with them, on every rank."""
-        settings = self.grids.keeping_least()
-        each = [self._active(grid, settings) for grid in self.grids.with_least_memory(shard)]
-        least = (tuple(map(min, zip(*ways, strict=True))) for ways in zip(*each, strict=True))
-        active = _Activations(*least)
-        saved = self._sum(active.saved)
-        needs = [math.inf]
-        for dims, zero in self._pipelines(shard.dims):
-            p, states = dims.pipeline_model_parallel_size, self._of_pipeline(dims, zero)
-            beside, without = self._at_work(states, active, p)
-            needed = beside + (self._sum(states.units) + saved - without) / p
-            needs.append(max(self.of_states(dims, zero), needed))
-        return min(needs) - 2 * self._num_units
-
-    @cached_by(STATES)
-    def _pipelines(self, dims: ParallelDims) -> list[tuple[ParallelDims, ZeroStage]]:
-        """Each size and ZeRO stage of a pipeline that shards of these degrees may have."""
-        return [
-            (pipeline, zero)
-            for pipeline in self.grids.pipelines(dims)
+        needed = (
+            self.of_states(pipeline, zero)
+            for pipeline in self.grids.pipelines(shard.dims)
             for zero in self.grids.zero_stages(pipeline)
-        ]
+        )
+        return min(needed, default=math.inf)
 
     def of_family(self, grid: PartialLayout) -> float:
         """A grid with its virtual stages and ZeRO stage, whatever is recomputed."""
@@ -110,51 +78,38 @@ class MemoryBounds(Caching):
         )
     )
     def under(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> float:
-        """The same under one of some settings; numbers of virtual stages share it."""
-        dims = grid.dims
-        is_plain = dims.virtual_pipeline_model_parallel_size == 1
-        most = grid.num_microbatches if is_plain else dims.pipeline_model_parallel_size
-        live = least_live(dims.pipeline_model_parallel_size, most, is_plain=is_plain)
-        active = self._active(grid, settings)
-        if more := share_kept_early(grid):
-            active = active._replace(saved=tuple((1.0 + more) * saved for saved in active.saved))
-        states = self._of_pipeline(dims, grid.zero)
-        return max(self.of_states(dims, grid.zero), self._peak(states, active, live))
+        """The same under one of some settings; numbers of virtual stages share it.
 
-    def _peak(self, states: _States, active: _Activations, live: Counter[int]) -> float:
-        """Any weights of the units give a bound; these are near the best.
-
-        Args:
-            live: on how many ranks how many micro batches are on their way.
+        Any weights of the units give a bound; these are near the best.
         """
-        p = live.total()
-        beside, without = self._at_work(states, active, p)
+        dims, p = grid.dims, grid.dims.pipeline_model_parallel_size
+        is_plain = dims.virtual_pipeline_model_parallel_size == 1
+        live = least_live(p, grid.num_microbatches if is_plain else p, is_plain=is_plain)
+        early, (saved, working) = share_kept_early(grid), self._active(grid, settings)
+        states, unsharded = self._of_pipeline(dims, grid.zero)
+        units = [
+            (n, s, (1.0 + early) * a) for n, s, a in zip(self._counts, states, saved, strict=True)
+        ]
+        at_work = [w + u for w, u in zip(working, unsharded, strict=True)]
+        layers = [w for kind, w in zip(self._kinds, at_work, strict=True) if not kind.is_end]
+        layer = max(layers) if p == 1 else min(layers)
         mean_live = sum(count * ranks for count, ranks in live.items()) / p
-        units = list(zip(self._counts, states.units, active.saved, strict=True))
-        weights = [s + mean_live * a for _, s, a in units]
-        weighed = [(w, s, a) for (_, s, a), w in zip(units, weights, strict=True) if w]
-        most = {count: max([w / (s + count * a) for w, s, a in weighed]) for count in live}
-        total = self._sum(weights) - without * max(most.values())
-        spread = beside + total / sum(ranks * most[count] for count, ranks in live.items())
+        weighed = [(n, s + mean_live * a, s, a) for n, s, a in units]
+        most = {count: max([w / (s + count * a) for _, w, s, a in weighed if w]) for count in live}
+        # Few ranks may hold no layer.
+        without = min(self._num_outside, p - 1) * layer
+        total = sum(n * w for n, w, _, _ in weighed) - without * max(most.values())
+        spread = layer + total / sum(ranks * most[count] for count, ranks in live.items())
         one_kind = max(
-            w + u + -(-n // p) * (s + min(live) * a)
-            for (n, s, a), w, u in zip(units, active.working, states.unsharded, strict=True)
+            w + -(-n // p) * (s + min(live) * a)
+            for (n, s, a), w in zip(units, at_work, strict=True)
         )
-        return max(spread, one_kind) - self._num_units * (1 + max(live))
-
-    def _sum(self, each: Sequence[float]) -> float:
-        return sum(count * one for count, one in zip(self._counts, each, strict=True))
-
-    def _at_work(self, states: _States, active: _Activations, p: int) -> tuple[float, float]:
-        """What a layer at work takes on a rank, and on all ranks that may hold none together."""
-        kinds = zip(self._kinds, active.working, states.unsharded, strict=True)
-        at_work = [w + u for kind, w, u in kinds if not kind.is_end]
-        beside = max(at_work) if p == 1 else min(at_work)
-        return beside, min(self._num_outside, p - 1) * beside
+        peak = max(spread, one_kind) - self._num_units * (1 + max(live))
+        return max(self.of_states(dims, grid.zero), peak)
 
     @cached_by(lambda _, grid, settings: (SHARD.of(grid), settings))
-    def _active(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> _Activations:
-        """Saved and at work; embedding and head may have a rank for themselves.
+    def _active(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> _PerKind:
+        """What a unit saves at least, and takes besides at work; ends may have a rank alone.
 
         What sets of modules do not save they need at work, as much as with nothing recomputed.
         """
@@ -165,21 +120,22 @@ class MemoryBounds(Caching):
             saved.append(min(run.saved_bytes for run in runs))
             together = min(run.saved_bytes + run.working_bytes for run in runs)
             working.append(0.0 if kind.is_end else together - saved[-1])
-        return _Activations(tuple(saved), tuple(working))
+        return saved, working
 
     @cached_by(_pipeline_key)
-    def _of_pipeline(self, dims: ParallelDims, zero: ZeroStage) -> _States:
+    def _of_pipeline(self, dims: ParallelDims, zero: ZeroStage) -> _PerKind:
+        """States of a unit that a rank keeps, and those that are gathered at work."""
         settings, structure = self.model.settings, self.model.structure(dims)
         each, stays = stored_bytes(dims, zero, settings)
         rank = structure.on_rank(dims, settings)
         units, unsharded = [], []
         for kind in self._kinds:
-            own = [count for each_kind, count in structure.units if each_kind is kind]
-            units.append(min(each.of_unit(kind, count).total for count in own))
+            counts = [count for each_kind, count in structure.units if each_kind is kind]
+            units.append(min(each.of_unit(kind, count).total for count in counts))
             in_layer = not kind.is_end
-            whole = (unsharded_bytes(c, rank, zero, in_layer=in_layer) for c in own)
+            whole = (unsharded_bytes(c, rank, zero, in_layer=in_layer) for c in counts)
             unsharded.append(0 if stays else min(whole))
-        return _States(units=tuple(units), unsharded=tuple(unsharded))
+        return units, unsharded
 
 
 def share_kept_early(grid: PartialLayout) -> float:

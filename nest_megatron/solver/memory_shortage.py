@@ -19,8 +19,6 @@ from nest_megatron.solver.search import UNLIMITED, Search
 from nest_megatron.solver.space import settings_keeping_least
 from nest_megatron.units import Bytes
 
-_STATES, _SHARD, _FAMILY = range(3)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
@@ -51,8 +49,6 @@ def fits(search: Search, out_of_time: OutOfTime = lambda: False) -> bool:
     for shard in sorted(search.grids.shards(), key=memory.of_shard_states):
         if out_of_time() or memory.of_shard_states(shard) > most:
             return False
-        if memory.of_shard(shard) > most:
-            continue
         for family in _families(search, shard):
             if memory.of_family(family) <= peaks.of(family):
                 stages = StageProblems(search.model, family, peaks.of(family))
@@ -97,20 +93,18 @@ def _by_bound(search: Search) -> Iterator[tuple[float, PartialLayout]]:
     """Families of the space, those first that can lack least memory, with the bound."""
     bounds, most, serial = search.memory, search.most_bytes, itertools.count()
     heap = [
-        (bounds.of_shard_states(shard) - most, next(serial), _STATES, shard)
+        (bounds.of_shard_states(shard) - most, next(serial), True, shard)
         for shard in search.grids.shards()
     ]
     heapq.heapify(heap)
     while heap:
-        missing, _, level, grid = heapq.heappop(heap)
-        if level == _FAMILY:
+        missing, _, is_shard, grid = heapq.heappop(heap)
+        if not is_shard:
             yield missing, grid
-        elif level == _STATES:
-            heapq.heappush(heap, (bounds.of_shard(grid) - most, next(serial), _SHARD, grid))
-        else:
-            for family in _families(search, grid):
-                bound = bounds.of_family(family) - search.peaks.of(family)
-                heapq.heappush(heap, (bound, next(serial), _FAMILY, family))
+            continue
+        for family in _families(search, grid):
+            bound = bounds.of_family(family) - search.peaks.of(family)
+            heapq.heappush(heap, (bound, next(serial), False, family))
 
 
 def _families(search: Search, shard: PartialLayout) -> Iterator[PartialLayout]:

@@ -68,7 +68,6 @@ def test_bounds_are_below_every_candidate(name: str, adapters: Adapters | None) 
                     least = max(
                         memory.of_states(candidate.dims, candidate.zero),
                         memory.of_shard_states(shard),
-                        memory.of_shard(shard),
                         memory.of_family(candidate),
                     )
                     tight = problem._replace(capacity_bytes=int(least) - 1)

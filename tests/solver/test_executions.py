@@ -191,8 +191,7 @@ def test_bounds_hold_whatever_is_chosen(free: dict[str, Any], settings: CostSett
                 roomy = problem._replace(capacity_bytes=UNLIMITED)
                 found = KERNEL(roomy, NO_THRESHOLD, 2_000)
                 assert max(even, bounds.pipelines(candidate, (recompute,))[0]) <= found.iteration
-                least = max(memory.of_shard(shard), memory.of_family(candidate))
-                tight = problem._replace(capacity_bytes=int(least) - 1)
+                tight = problem._replace(capacity_bytes=int(memory.of_family(candidate)) - 1)
                 assert KERNEL(tight, 0, 2_000).status is Status.INFEASIBLE
                 ways.add(family.execution)
     assert len(ways) > 2
