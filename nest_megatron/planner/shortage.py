@@ -327,13 +327,9 @@ def _with_plans(
     """
 
     def remedy(change: str, other: Request) -> Remedy:
-        model = other.cost_model()
-        found = find(
-            replace(
-                other, space=_least_memory(other.space, other.cost_model()), num_alternatives=0
-            ),
-            deadline.within(_PLAN_SHARE * other.max_seconds),
-        )
+        space = _least_memory(other.space, other.cost_model())
+        narrow = replace(other, space=space, num_alternatives=0)
+        found = find(narrow, deadline.within(_PLAN_SHARE * other.max_seconds))
         if found is None:
             return Remedy(change=change)
         return Remedy(
