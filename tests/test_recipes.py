@@ -18,7 +18,7 @@ from nest_megatron.layout import plan_file, rulebook
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.stage_layout import is_uniform
 from nest_megatron.planner import plan
-from nest_megatron.planner.layouts import Prices
+from nest_megatron.planner.layouts import pricing
 from nest_megatron.planner.pins import read_pinned
 from nest_megatron.solver.space import SearchSpace
 from recipes import make
@@ -123,7 +123,7 @@ def test_a_wrong_word_starts_nothing() -> None:
 def test_a_pinned_plan_is_priced_so_today(recipe: make.Recipe, cluster: str) -> None:
     plan = read(recipe.path(cluster)).plan
     job = PlannedJob(plan, None)
-    today, pinned = Prices(job.request(SearchSpace())).of(job.own).predicted, plan.predicted
+    today, pinned = pricing(job.request(SearchSpace()))(job.own).predicted, plan.predicted
     assert (today.iteration_time_s, today.peak_memory_bytes) == (
         pinned.iteration_time_s,
         pinned.peak_memory_bytes,

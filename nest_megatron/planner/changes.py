@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from itertools import combinations
 from typing import Any
 
@@ -19,13 +18,11 @@ from nest_megatron.layout.stage_layout import StagePartition, layout_string, spr
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.planner.layouts import PredictedLayout, Variant, difference, predict
+from nest_megatron.planner.layouts import PredictedLayout, Pricing, Variant, difference, pricing
 from nest_megatron.planner.request import Request
 
 #: Why Megatron refuses a layout, or nothing.
 Refusal = Callable[[Variant], str]
-#: What is expected of a layout, whether Megatron launches it or not.
-_Price = Callable[[Variant], PredictedLayout]
 
 _CHOSEN_DEGREES = tuple(name for name in DEGREES if name != "data_parallel_size")
 _PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
@@ -47,11 +44,7 @@ def changes(request: Request, before: Variant, after: Variant, refusal: Refusal)
         before: a layout that Megatron launches.
         refusal: why Megatron does not launch a layout.
     """
-    between, model = _Between(request.spec, before, after, refusal), cache(request.cost_model)
-
-    def price(variant: Variant) -> PredictedLayout:
-        return predict(request, model(variant.settings), variant.layout)
-
+    between, price = _Between(request.spec, before, after, refusal), pricing(request)
     first, last = price(before), price(after)
     alone = []
     for name in between.names:
@@ -68,7 +61,7 @@ def changes(request: Request, before: Variant, after: Variant, refusal: Refusal)
     )
 
 
-def _in_order(between: _Between, price: _Price, now: PredictedLayout) -> Iterator[LayoutChange]:
+def _in_order(between: _Between, price: Pricing, now: PredictedLayout) -> Iterator[LayoutChange]:
     done: frozenset[str] = frozenset()
     while left := [name for name in between.names if name not in done]:
         taken, rule = _next(between, price, done, left)
@@ -80,7 +73,7 @@ def _in_order(between: _Between, price: _Price, now: PredictedLayout) -> Iterato
 
 
 def _next(
-    between: _Between, price: _Price, done: frozenset[str], left: list[str]
+    between: _Between, price: Pricing, done: frozenset[str], left: list[str]
 ) -> tuple[tuple[str, ...], str]:
     """The choices to change next, and the rule for which it is not one alone."""
     for number in range(1, len(left)):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -332,6 +333,20 @@ class Variant:
 
     settings: CostSettings
     layout: Layout
+
+
+#: Predicts a variant, whether Megatron launches it or not.
+Pricing = Callable[[Variant], PredictedLayout]
+
+
+def pricing(request: Request) -> Pricing:
+    """Predicts variants of a job; those of the same settings share a cost model."""
+    model = cache(request.cost_model)
+
+    def price(variant: Variant) -> PredictedLayout:
+        return predict(request, model(variant.settings), variant.layout)
+
+    return price
 
 
 def difference(other: PredictedLayout, found: PredictedLayout) -> Difference:

@@ -44,7 +44,7 @@ from nest_megatron.model.execution import Execution
 from nest_megatron.plain import to_plain
 from nest_megatron.planner import EndedEarly, NoPlan, Request
 from nest_megatron.planner import plan as find_plan
-from nest_megatron.planner.layouts import Prices, Variant, difference, estimate_for
+from nest_megatron.planner.layouts import Variant, difference, estimate_for, pricing
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.before_after import peak_stage
 from nest_megatron.report.console import Shown
@@ -388,7 +388,7 @@ class PlannedJob:
 
     def versus(self, variant: Variant) -> Versus:
         """The plan beside a layout."""
-        job, prices = self._job, Prices(self._job)
+        job, price = self._job, pricing(self._job)
         own, other = (
             estimate_for(job, each.layout, settings=each.settings) for each in (self.own, variant)
         )
@@ -397,7 +397,7 @@ class PlannedJob:
         return Versus(
             plan=own,
             other=other,
-            difference=difference(prices.of(self.own), prices.of(variant)),
+            difference=difference(price(self.own), price(variant)),
             terms={name: s - before.terms.get(name, 0.0) for name, s in after.terms.items()},
             memory={name: theirs.get(name, 0) - peak.get(name, 0) for name in {**peak, **theirs}},
             notes=tuple(_notes(self._plan, own)),
