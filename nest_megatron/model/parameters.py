@@ -182,7 +182,6 @@ def _adapter_parameters(
 
     Experts of a rank share theirs (``ParallelLinearAdapter`` wraps the grouped product).
     """
-    assert spec.adapters is not None
     shard = LayerShard(
         tensor_model_parallel_size=tp,
         expert_model_parallel_size=ep,
@@ -191,7 +190,7 @@ def _adapter_parameters(
     counts = {False: 0, True: 0}
     for block in spec.unit_blocks(kind):
         for each in adapted_products(block_graph(spec, block, shard), spec, shard):
-            counts[each.operator.part is Part.EXPERTS] += each.parameters(spec.adapters)
+            counts[each.operator.part is Part.EXPERTS] += each.parameters
     return ParameterCount(counts[False], counts[True])
 
 

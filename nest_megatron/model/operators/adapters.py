@@ -63,12 +63,14 @@ _KEPT_INPUTS = ("projection", "cross_projection")
 
 
 class AdaptedProduct(NamedTuple):
-    """A product of one rank beside which an adapter runs: ``rows x inner`` by ``inner x columns``.
+    """A product of one rank with an adapter: ``rows x inner`` by ``inner x columns``.
 
     ``name`` is the adapter's, ``ranks`` the tensor ranks that divide it; another adapter of the
     same operator may have saved the input already (``shares_input``).
     """
 
+    adapters: Adapters
+    shard: LayerShard
     operator: Operator
     name: str
     split: _Split
@@ -78,12 +80,25 @@ class AdaptedProduct(NamedTuple):
     ranks: int
     shares_input: bool
 
-    def parameters(self, adapters: Adapters) -> int:
+    @property
+    def parameters(self) -> int:
         """Of the adapter on one rank: its two products, and DoRA's magnitude of each column."""
         columns = self.columns if self.split is _Split.COLUMNS else self.columns / self.ranks
         inner = self.inner if self.split is _Split.ROWS else self.inner / self.ranks
-        magnitude = self.columns if adapters.scheme is PeftScheme.DORA else 0
-        return round(adapters.dim * (columns + inner) + magnitude)
+        magnitude = self.columns if self.adapters.scheme is PeftScheme.DORA else 0
+        return round(self.adapters.dim * (columns + inner) + magnitude)
+
+    @property
+    def gathers_sequence(self) -> bool:
+        """Whether the output of a row-parallel product is divided over the ranks by tokens."""
+        is_dense = self.operator.part is not Part.EXPERTS
+        return self.split is _Split.ROWS and self.shard.sequence_parallel and is_dense
+
+    @property
+    def out_elements(self) -> float:
+        """Elements of the sum of both outputs."""
+        elements = self.rows * self.columns
+        return elements / self.ranks if self.gathers_sequence else elements
 
 
 def adapted_products(
@@ -100,6 +115,8 @@ def adapted_products(
             of_experts = op.part is Part.EXPERTS
             degree = "expert_tensor_parallel_size" if of_experts else "tensor_model_parallel_size"
             yield AdaptedProduct(
+                adapters=spec.adapters,
+                shard=shard,
                 operator=op,
                 name=path.rpartition(".")[2] if share < 1.0 else op.name,
                 split=split,
@@ -153,10 +170,7 @@ def adapted(
         operators=tuple(frozen_operator(op, has_backward=has_backward) for op in graph.operators),
         collectives=tuple(_without_weight_gradients(graph, has_backward=has_backward)),
     )
-    adapters = (
-        _adapter(product, spec.adapters, shard) for product in adapted_products(graph, spec, shard)
-    )
-    return sum(adapters, frozen)
+    return sum(map(_adapter, adapted_products(graph, spec, shard)), frozen)
 
 
 def _is_trained(op: Operator) -> bool:
@@ -187,8 +201,9 @@ def _without_weight_gradients(
             yield dataclasses.replace(call, hidden_under="")
 
 
-def _adapter(product: AdaptedProduct, adapters: Adapters, shard: LayerShard) -> LayerGraph:
-    op, act = product.operator, shard.activation_bytes
+def _adapter(product: AdaptedProduct) -> LayerGraph:
+    adapters, shard, op = product.adapters, product.shard, product.operator
+    act = shard.activation_bytes
     rows, inner, dim = product.rows, product.inner, float(adapters.dim)
     ranks, is_row = product.ranks, product.split is _Split.ROWS
     narrow = dim if is_row else dim / ranks
@@ -202,44 +217,30 @@ def _adapter(product: AdaptedProduct, adapters: Adapters, shard: LayerShard) -> 
     if pre or not (op.name in _KEPT_INPUTS or product.shares_input):
         saved += rows * inner * act
     if adapters.dropout:
-        saved += rows * inner if pre else _out_elements(product, shard)
+        saved += rows * inner if pre else product.out_elements
     extra = LayerGraph(operators=())
     if adapters.scheme is PeftScheme.DORA:
-        extra = _magnitude(product, adapters, shard)
+        extra = _magnitude(product)
     return extra + LayerGraph(
-        operators=(*products, *_elementwise(product, adapters, shard)),
-        collectives=tuple(_traffic(product, adapters, shard)),
+        operators=(*products, *_elementwise(product)),
+        collectives=tuple(_traffic(product)),
         saved_bytes=((op.part, saved),),
     )
 
 
-def _gathers_sequence(product: AdaptedProduct, shard: LayerShard) -> bool:
-    """Whether what a row-parallel product puts out is divided over the tensor ranks by tokens."""
-    is_dense = product.operator.part is not Part.EXPERTS
-    return product.split is _Split.ROWS and shard.sequence_parallel and is_dense
-
-
-def _out_elements(product: AdaptedProduct, shard: LayerShard) -> float:
-    """Elements of the sum of both outputs."""
-    elements = product.rows * product.columns
-    return elements / product.ranks if _gathers_sequence(product, shard) else elements
-
-
-def _elementwise(
-    product: AdaptedProduct, adapters: Adapters, shard: LayerShard
-) -> Iterator[Operator]:
+def _elementwise(product: AdaptedProduct) -> Iterator[Operator]:
     """Dropout, scaling and sum forward; scaling, and the sum of both data gradients, backward.
 
     What a row-parallel adapter's ranks gathered is put in order by one more copy.
     """
-    act, part = shard.activation_bytes, product.operator.part
-    outputs, inputs = _out_elements(product, shard), product.rows * product.inner
+    act, part = product.shard.activation_bytes, product.operator.part
+    outputs, inputs = product.out_elements, product.rows * product.inner
     forward, backward, kernels = 5 * outputs * act, (2 * outputs + 3 * inputs) * act, 2
     if product.split is not _Split.COLUMNS and product.ranks > 1:
         forward += 2 * product.rows * product.columns * act
         kernels += 1
-    if adapters.dropout:
-        dropped = inputs if adapters.dropout_position == "pre" else outputs
+    if product.adapters.dropout:
+        dropped = inputs if product.adapters.dropout_position == "pre" else outputs
         forward += dropped * (2 * act + 1)
         backward += dropped * (2 * act + 1)
         kernels += 1
@@ -247,9 +248,7 @@ def _elementwise(
     yield streaming(name, part, forward, backward=backward / forward, kernels=kernels)
 
 
-def _traffic(
-    product: AdaptedProduct, adapters: Adapters, shard: LayerShard
-) -> Iterator[LayerCollective]:
+def _traffic(product: AdaptedProduct) -> Iterator[LayerCollective]:
     """Tensor-parallel traffic of an adapter, none of which anything hides.
 
     ``linear_in`` is gathered or summed, and so is its gradient. A row-parallel adapter gathers its
@@ -259,10 +258,11 @@ def _traffic(
     """
     if product.ranks == 1:
         return
-    act, rows, part = shard.activation_bytes, product.rows, product.operator.part
+    adapters, shard, rows = product.adapters, product.shard, product.rows
+    act, part = shard.activation_bytes, product.operator.part
     group = Group.EXPERT_TENSOR if part is Part.EXPERTS else Group.TENSOR
     low, whole = rows * adapters.dim * act, rows * product.columns * act
-    is_row, divided = product.split is _Split.ROWS, _gathers_sequence(product, shard)
+    is_row, divided = product.split is _Split.ROWS, product.gathers_sequence
     calls = [("in", "all_reduce" if is_row else "all_gather", low, False)]
     calls += [("in_grad", "all_reduce", low, True)]
     if divided and adapters.a2a_experimental:
@@ -277,19 +277,19 @@ def _traffic(
         yield LayerCollective(name, part, kind, num_bytes, group=group, backward=backward)
 
 
-def _magnitude(product: AdaptedProduct, adapters: Adapters, shard: LayerShard) -> LayerGraph:
+def _magnitude(product: AdaptedProduct) -> LayerGraph:
     """DoRA's norm of the adapted weight, made in every forward pass, and the product with it.
 
     The product of both matrices is written, the weight added, and the sum read for the norm
     (``DoRALinear._get_weight_norm``); the sum of both outputs stays for the magnitude's gradient.
     """
-    act, part = shard.activation_bytes, product.operator.part
-    weights, outputs = product.inner * product.columns, _out_elements(product, shard)
+    act, part, dim = product.shard.activation_bytes, product.operator.part, product.adapters.dim
+    weights, outputs = product.inner * product.columns, product.out_elements
     norm = Operator(
         name=f"{product.name}_adapter_norm",
         part=part,
         kind=product.operator.kind,
-        flops=2.0 * weights * adapters.dim,
+        flops=2.0 * weights * dim,
         bytes_moved=5 * weights * act,
         num_kernels=3,
         frozen=True,
@@ -298,7 +298,7 @@ def _magnitude(product: AdaptedProduct, adapters: Adapters, shard: LayerShard) -
     scaled = streaming(name, part, 2 * outputs * act, backward=2.0, kernels=1)
     gathered = product.columns if product.split is _Split.ROWS else product.inner
     traffic = LayerCollective(
-        f"{product.name}_adapter.weight", part, "all_gather", gathered * adapters.dim * act
+        f"{product.name}_adapter.weight", part, "all_gather", gathered * dim * act
     )
     return LayerGraph(
         operators=(norm, scaled),
