@@ -110,7 +110,7 @@ def _first_network_level(
         without = shown_names([host.name for host in hosts if host.name not in rates])
         assumed.append(
             f"between hosts: {_rate(level.bandwidth_bytes_per_s)} for each GPU: {cluster.name}"
-            f"{_source(level)}; the adapters of {without} were not seen, or not told apart"
+            f"{_source(level)}; the adapters of {without} were not seen, or cannot be distinguished"
         )
         return level
     slowest = min(rates, key=lambda name: rates[name])
@@ -154,8 +154,8 @@ def _levels_above(
             )
         return [inner, *above]
     usual = tuple(zip(topology.level_names, topology.usual_sizes(), strict=True))
-    told = ", ".join(f"{name} of {size} hosts" for name, size in usual)
-    seen.append(f"groups of hosts, by their usual size: {told}: {topology.source}")
+    listed = ", ".join(f"{name} of {size} hosts" for name, size in usual)
+    seen.append(f"groups of hosts, by their usual size: {listed}: {topology.source}")
     first = topology.level_names[0]
     shares = [
         topology.uplink_shares.get(names[0]) for host in hosts if (names := topology.of(host.name))

@@ -228,8 +228,8 @@ def output_of(words: Sequence[str], *, timeout_s: Seconds = TIMEOUT_S) -> str:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_S)
     if process.returncode:
-        told = (errors.strip() or printed.strip()).splitlines()
-        last = f": {told[-1].strip()}" if told else ""
+        lines = (errors.strip() or printed.strip()).splitlines()
+        last = f": {lines[-1].strip()}" if lines else ""
         raise _failed(words, f"it ended with code {process.returncode}{last}")
     return printed
 
@@ -296,9 +296,9 @@ def this_host(name: str | None = None) -> Host:
         name: as others call it; that of Slurm, or its own, if not given.
     """
     gpus, unseen = _seen(local_gpus)
-    matrix, told = (None, "")
+    matrix, unseen_matrix = (None, "")
     if gpus is not None:
-        matrix, told = _seen(
+        matrix, unseen_matrix = _seen(
             lambda: parse_gpu_matrix(output_of(["nvidia-smi", "topo", "-m"], timeout_s=_MATRIX_S))
         )
     return Host(
@@ -307,7 +307,7 @@ def this_host(name: str | None = None) -> Host:
         nvlinks=None if matrix is None else matrix.nvlinks,
         adapters=() if gpus is None else gpu_adapters(adapters_of_host(), matrix, gpus.count),
         groups=groups_of_task(os.environ),
-        unseen=tuple(filter(None, (unseen, told))),
+        unseen=tuple(filter(None, (unseen, unseen_matrix))),
     )
 
 
@@ -324,7 +324,7 @@ def gpu_adapters(
     """The adapters that carry the traffic of GPUs: those on a PCIe switch with one.
 
     Where none is, those of the rate and layer that most have, if each serves as many GPUs as the
-    others; storage has adapters, too, and where these cannot be told apart nothing was seen.
+    others; storage has adapters, too, and where these cannot be distinguished nothing was seen.
     """
     near = [each for each in adapters if matrix and each.name in matrix.near_adapters]
     if near:

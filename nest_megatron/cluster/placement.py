@@ -70,11 +70,11 @@ def on_hosts(cluster: Cluster, groups: Groups) -> Cluster:
         )
     between = cluster.levels[1:-1]
     if any(len(names) != len(between) for names in groups):
-        told = ", ".join(level.name for level in between) or "none"
+        listed = ", ".join(level.name for level in between) or "none"
         raise UserInputError(
             "groups of hosts",
             len(groups[0]),
-            f"{cluster.name} has {len(between)} levels between node and outermost one ({told})",
+            f"{cluster.name} has {len(between)} levels between node and outermost one ({listed})",
             "Give each host so many groups, innermost first, or a cluster with these levels.",
         )
     kept, inner = [cluster.levels[0]], 1
@@ -96,13 +96,13 @@ def describe_groups(groups: Groups, level_names: Sequence[str]) -> str:
     >>> describe_groups([("a",)] * 6 + [("b",)] * 10, ["leaf"])
     '16 hosts in 2 groups of level leaf (10, 6)'
     """
-    told = []
+    listed = []
     for k, name in enumerate(level_names):
         sizes = sorted(Counter(names[k:] for names in groups).values(), reverse=True)
         more = ", ..." if len(sizes) > 8 else ""
         shown = ", ".join(map(str, sizes[:8])) + more
-        told.append(f"{len(sizes)} group{'s' * (len(sizes) > 1)} of level {name} ({shown})")
-    return f"{len(groups)} hosts in {' and '.join(told) or 'one network'}"
+        listed.append(f"{len(sizes)} group{'s' * (len(sizes) > 1)} of level {name} ({shown})")
+    return f"{len(groups)} hosts in {' and '.join(listed) or 'one network'}"
 
 
 class Launcher(Name):
@@ -127,7 +127,7 @@ def launch_file(launcher: Launcher, hosts: Sequence[str], per_host: int) -> str:
 
 
 def torchrun_words(num_hosts: int, per_host: int) -> list[str]:
-    """How torchrun is told the size of a job, on each host."""
+    """The size of a job as torchrun takes it, on each host."""
     return ["torchrun", "--nproc-per-node", str(per_host), "--nnodes", str(num_hosts)]
 
 

@@ -51,7 +51,7 @@ _FAMILIES = (
 
 @frozen
 class Output:
-    """What one saved output told: its file's name, the program, and what of it is known."""
+    """What one saved output says: its file's name, the program, and what of it is known."""
 
     file: str
     program: str
@@ -422,8 +422,8 @@ def _unused_adapters(hosts: Sequence[Host], own: Mapping[str, Host]) -> str:
     if any(host.adapters for host in without):
         return ""
     return (
-        "those of GPUs cannot be told from those of storage; add nvidia-smi topo -m of the same "
-        "host"
+        "those of GPUs cannot be distinguished from those of storage; add nvidia-smi topo -m of "
+        "the same host"
     )
 
 

@@ -123,7 +123,7 @@ class BlockTimes(Caching):
     def _shape(
         self, block: LayerBlock, places: GroupPlaces, shard: LayerShard
     ) -> tuple[object, ...]:
-        """What a block's graph depends on beside how it is carried out.
+        """What a block's graph depends on, apart from its execution.
 
         Without experts it is no expert degree. Where no token meets another, of micro batch and
         context size only their number matters. Measured times follow: ``profile.lookup.point_of``

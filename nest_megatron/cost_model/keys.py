@@ -64,7 +64,7 @@ UnitKey = tuple[object, ...]
 
 
 def dense_shape(places: GroupPlaces, shard: LayerShard) -> tuple[object, ...]:
-    """What a block without experts depends on beside how it is carried out."""
+    """What a block without experts depends on, apart from its execution."""
     return (
         *places[:2],
         shard.tensor_model_parallel_size,

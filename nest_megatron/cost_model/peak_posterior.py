@@ -261,8 +261,8 @@ def _censored(
 ) -> list[tuple[float, float]]:
     """The observations that stand for scores above bounds, each a value and the variance of noise.
 
-    Each in turn is told of the others, and the joint distribution of it, by an update of rank one
-    (Rasmussen and Williams 2006, algorithm 3.5).
+    Each in turn is updated from the others, and the joint distribution from it, by a step of rank
+    one (Rasmussen and Williams 2006, algorithm 3.5).
     """
     sites = [(0.0, math.inf)] * len(bounds)
     for _ in range(_ROUNDS):
@@ -275,9 +275,9 @@ def _censored(
             sites[number], moved = (value, noise), max(moved, more)
             precision = 1.0 / noise - 1.0 / noise_before
             pull = value / noise - before / noise_before - precision * mean[number]
-            told = 1.0 + precision * column[number]
-            mean = [each + pull / told * part for each, part in zip(mean, column, strict=True)]
-            parts = [precision / told * part for part in column]
+            gain = 1.0 + precision * column[number]
+            mean = [each + pull / gain * part for each, part in zip(mean, column, strict=True)]
+            parts = [precision / gain * part for part in column]
             covariance = [
                 [each - own * part for each, part in zip(row, parts, strict=True)]
                 for row, own in zip(covariance, column, strict=True)
@@ -301,11 +301,11 @@ def _truncated(
     scale = 1.0 / math.sqrt(precision)
     least = min(30.0, (bound - others) / scale)
     ratio = _NORMAL.pdf(least) / (0.5 * math.erfc(least / math.sqrt(2.0)))
-    told_mean = others + scale * ratio
-    told_variance = max(1e-9, scale**2 * (1.0 - ratio * (ratio - least)))
-    told = max(1.0 / _FLAT, 1.0 / told_variance - precision)
+    new_mean = others + scale * ratio
+    new_variance = max(1e-9, scale**2 * (1.0 - ratio * (ratio - least)))
+    added = max(1.0 / _FLAT, 1.0 / new_variance - precision)
     return (
-        (told_mean / told_variance - others * precision) / told,
-        1.0 / told,
-        abs(told_mean - mean),
+        (new_mean / new_variance - others * precision) / added,
+        1.0 / added,
+        abs(new_mean - mean),
     )

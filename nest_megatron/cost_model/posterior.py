@@ -98,7 +98,7 @@ class Posterior(Caching):
         """What is known of a plan of a job then; the plan itself where nothing was measured.
 
         Args:
-            plan: what is predicted of it; what it was told by another posterior is left out.
+            plan: what is predicted of it; what another posterior says of it is left out.
         """
         plan = plan.prior
         if not self.observations:

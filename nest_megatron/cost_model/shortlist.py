@@ -60,8 +60,8 @@ NETWORK = frozenset(
 #: Scale of the error that a measured network leaves: fitted levels are within 10 % of what they
 #: were fitted to (docs/accuracy.md).
 _NETWORK_NOISE = 0.1 / DEVIATION
-#: Runs that are told beside profiles, and the least gain: a tenth of a per cent is printed.
-_RUNS_TOLD, _LEAST_GAIN = 2, 5e-4
+#: Runs that are named after profiles, and the least gain: a tenth of a per cent is printed.
+_MOST_RUNS, _LEAST_GAIN = 2, 5e-4
 
 
 @frozen
@@ -123,7 +123,7 @@ def measurements(
     effects = [*_profiles(plans, profiles), *_runs(covariances)]
     found = [(_gain(logs, axes), profile, plan, axes) for profile, plan, axes in effects]
     found = sorted((each for each in found if each[0] >= _LEAST_GAIN), key=lambda each: -each[0])
-    runs = [plan for _, _, plan, _ in found if plan is not None][:_RUNS_TOLD]
+    runs = [plan for _, _, plan, _ in found if plan is not None][:_MOST_RUNS]
     return tuple(
         Measurement(
             profile=profile,

@@ -259,9 +259,9 @@ def _calibration(
 def _site_peaks(plans: Iterable[list[RunRecord]]) -> Iterator[SitePeak]:
     """The highest peak of each plan, and where one of its runs ran out of memory, that it did."""
     for plan in plans:
-        told = [each for each in plan if _teaches_memory(each)]
+        runs = [each for each in plan if _teaches_memory(each)]
         for ran_out in (False, True):
-            own = [each for each in told if (each.outcome is Outcome.OUT_OF_MEMORY) == ran_out]
+            own = [each for each in runs if (each.outcome is Outcome.OUT_OF_MEMORY) == ran_out]
             if own:
                 last = own[-1]
                 yield SitePeak(

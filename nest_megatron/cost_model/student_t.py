@@ -6,7 +6,7 @@ import math
 from statistics import NormalDist
 
 #: Of a step's error; of 1, 1.25, 1.5, 1.75, 2 and 3 the one with which left-out runs are most
-#: probable, scales fitted anew (``tools/calibration/uncertainty.py``).
+#: probable, scales fitted again (``tools/calibration/uncertainty.py``).
 DEGREES_OF_FREEDOM = 2
 
 

@@ -1,4 +1,4 @@
-"""Targets that plans are made for, by ``targets.toml``, and what some cannot be told."""
+"""Targets that plans are made for, by ``targets.toml``, and what some cannot express."""
 
 from __future__ import annotations
 

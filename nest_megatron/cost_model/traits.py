@@ -80,7 +80,7 @@ class ExecutionTraits:
             ``--no-fp8-wgrad``, nor in torchao).
         fp8_weight_copies: layouts of a weight that GEMMs in fp8 need (``formats.fp8_layouts``).
         fp8_transpose_cache: transposes of fp8 weights stay between micro batches (not with
-            ``disable_parameter_transpose_cache``, where the backward pass makes them anew).
+            ``disable_parameter_transpose_cache``, where the backward pass makes them again).
         keep_fp8_transpose_cache: Megatron-FSDP keeps the transposes of gathered fp8 weights.
         gradient_bytes: width of the gradients that replicas reduce.
         keeps_narrow_gradients: gradients as wide as weights stay beside those that are accumulated

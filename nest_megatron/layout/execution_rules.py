@@ -1,4 +1,4 @@
-"""Which layouts a way of carrying out layers goes with.
+"""Which layouts an execution of layers goes with.
 
 Source: ``TransformerConfig.__post_init__`` (0.16.1 :1144, :1232, :1852-1912; 0.20 :3002-3076),
 ``MoEFlexTokenDispatcher``.
@@ -48,7 +48,7 @@ _OLDER = ("moe_enable_deepep", "enable_cuda_graph", "external_cuda_graph")
 
 
 def execution_arguments(execution: Execution, version: str) -> dict[str, Any]:
-    """Megatron's arguments of both releases, and their values that have layers carried out so.
+    """Megatron's arguments of both releases, and their values for an execution of layers.
 
     Before 0.18 a graph of the whole step is a scope of its own graphs (0.16.1 args:1432).
     """

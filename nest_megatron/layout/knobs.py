@@ -24,7 +24,7 @@ from nest_megatron.names import Name
 from nest_megatron.plain import frozen
 
 #: Fields of ``Execution`` that packed sequences leave no room for. The schedule of two micro
-#: batches is not told where sequences begin (``forward_step`` of ``pretrain_gpt.py`` and of
+#: batches does not know where sequences begin (``forward_step`` of ``pretrain_gpt.py`` and of
 #: Megatron-Bridge's ``gpt_step.py``); of attention only the ring takes them in every release of
 #: Transformer Engine (``context_parallel.py``, ``thd``).
 _CLOSED_BY_PACKS = frozenset(
@@ -244,7 +244,7 @@ class KnobConditions:
         has_fast_link: the link to the host is no PCIe, over which copies outlast recomputing.
         counts_on_host: the host waits for numbers of tokens before their all-to-all
             (``--moe-router-padding-for-fp8``, a capacity factor).
-        can_state: fields of ``Execution`` that the launched job can be told; ``None`` is all.
+        can_state: fields of ``Execution`` that the launched job can have set; ``None`` is all.
         closed: those of them that the job leaves no room for.
     """
 

@@ -1,4 +1,4 @@
-"""How a layer's work is carried out: choices that change time and memory, but no number.
+"""How the work of a layer is executed: choices that change time and memory, but no number.
 
 Fields have Megatron's names and words (``TransformerConfig``, ``ModelParallelConfig``; both
 releases). What changes numbers (formats, the optimizer, capacity factors) belongs to the job and
@@ -68,7 +68,7 @@ OF_LAYERS = (GraphImpl.LOCAL, GraphImpl.TRANSFORMER_ENGINE)
 
 @frozen
 class Execution:
-    """How the work of every layer is carried out (``layout/knobs.py`` says why).
+    """How the work of every layer is executed (``layout/knobs.py`` says why).
 
     Args:
         moe_flex_dispatcher_backend: of the ``flex`` dispatcher, ``None`` with any other.

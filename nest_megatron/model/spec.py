@@ -335,8 +335,8 @@ class TransformerSpec:
         self, field: str, limit: str, fix: str = "Correct the model's description."
     ) -> UserInputError:
         value = getattr(self, field)
-        told = None if dataclasses.is_dataclass(value) else value  # a part has no short text
-        return UserInputError(f"model {self.name}: {field}", told, limit, fix)
+        shown = None if dataclasses.is_dataclass(value) else value  # a part has no short text
+        return UserInputError(f"model {self.name}: {field}", shown, limit, fix)
 
     @property
     def query_groups(self) -> int:

@@ -52,8 +52,8 @@ def test_ports_without_the_matrix_are_named(two: Path) -> None:
     found = of(PORTS, hosts=two)
     assert found.cluster.levels[1].bandwidth_bytes_per_s == 50e9
     assert notes_of(found) == [
-        "ibstat_6.txt (ibstat): its adapters are not used: those of GPUs cannot be told from those "
-        "of storage; add nvidia-smi topo -m of the same host"
+        "ibstat_6.txt (ibstat): its adapters are not used: those of GPUs cannot be distinguished "
+        "from those of storage; add nvidia-smi topo -m of the same host"
     ]
 
 

@@ -91,8 +91,8 @@ def _splits_sequence(spec: TransformerSpec) -> bool:
 def launched_expert_tensor_size(spec: TransformerSpec, dims: ParallelDims) -> int | None:
     """What ``--expert-tensor-parallel-size`` must be, ``None`` where the flag is not needed.
 
-    Megatron builds the expert grid for dense models too, with etp = tp unless told otherwise; under
-    the second rank order that fails with cp > 1 unless etp * ep = tp * cp (ps:811).
+    Megatron builds the expert grid for dense models too, with etp = tp unless a flag says
+    otherwise; in the second rank order that fails with cp > 1 unless etp * ep = tp * cp (ps:811).
     """
     if spec.num_experts is not None:
         return dims.expert_tensor_parallel_size

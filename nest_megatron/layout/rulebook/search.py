@@ -95,7 +95,7 @@ class SearchStep(Caching):
 
     @cached_by(lambda _, execution: execution)
     def _concerned(self, execution: Execution) -> list[_Entry]:
-        """The rules that have something to look at where layers are carried out so."""
+        """The rules that an execution of layers concerns."""
         return [each for each in self._evaluated if each[0].concerns(execution)]
 
 
