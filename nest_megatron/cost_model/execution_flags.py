@@ -8,14 +8,14 @@ Source: megatron-core 0.16.1 and 0.20, ``validate_args`` (widths of gradients), 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.memory_flags import text
 from nest_megatron.cost_model.traits import ExecutionTraits, Fp8Recipe
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.layout.cuda_graphs import cuda_graphs
+from nest_megatron.layout.cuda_graphs import Flags, cuda_graphs
 from nest_megatron.model.execution import (
     ContextTraffic,
     Execution,
@@ -56,7 +56,7 @@ _ALONE = {
 }
 
 
-def execution_traits(flags: Mapping[str, Any], precision: Precision) -> ExecutionTraits:
+def execution_traits(flags: Flags, precision: Precision) -> ExecutionTraits:
     """What a job's flags (``memory_flags.READ``) say of its bytes and its traffic.
 
     Words or types are those that Megatron has before or after its own validation; a number format
@@ -101,7 +101,7 @@ def execution_traits(flags: Mapping[str, Any], precision: Precision) -> Executio
     )
 
 
-def _said_alone(flags: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _said_alone(flags: Flags) -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(ExecutionTraits):
         if field.name in _ALONE:
             value, default = flags.get(_ALONE[field.name]), field.default
@@ -109,7 +109,7 @@ def _said_alone(flags: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield field.name, value is not False if default is True else kind(value or default)
 
 
-def execution_of(flags: Mapping[str, Any]) -> Execution:
+def execution_of(flags: Flags) -> Execution:
     """How a job with these flags carries its layers out; without a dispatcher by ``alltoall``.
 
     Raises:
@@ -151,13 +151,13 @@ _SWITCHES = (
 Member = TypeVar("Member", bound=Name)
 
 
-def _word(flags: Mapping[str, Any], name: str, default: str) -> str:
+def _word(flags: Flags, name: str, default: str) -> str:
     """One of Megatron's words; of one for each layer the first."""
     value = flags.get(name) or default
     return text(value[0] if isinstance(value, list | tuple) else value)
 
 
-def _member(flags: Mapping[str, Any], name: str, kind: type[Member], default: str) -> Member:
+def _member(flags: Flags, name: str, kind: type[Member], default: str) -> Member:
     word = _word(flags, name, default)
     if word not in tuple(kind):
         raise UserInputError(
@@ -169,7 +169,7 @@ def _member(flags: Mapping[str, Any], name: str, kind: type[Member], default: st
     return kind(word)
 
 
-def time_notes(flags: Mapping[str, Any]) -> tuple[str, ...]:
+def time_notes(flags: Flags) -> tuple[str, ...]:
     """What flags do to the time of a step that is not priced, one sentence each."""
     notes = []
     if flags.get("optimizer_cpu_offload"):
@@ -207,7 +207,7 @@ def time_notes(flags: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _recipe(flags: Mapping[str, Any], precision: Precision) -> Fp8Recipe:
+def _recipe(flags: Flags, precision: Precision) -> Fp8Recipe:
     if precision is Precision.NVFP4:
         return Fp8Recipe.NVFP4
     if text(flags.get("fp8_recipe")) == Fp8Recipe.NVFP4:
@@ -220,7 +220,7 @@ def _recipe(flags: Mapping[str, Any], precision: Precision) -> Fp8Recipe:
     return _member(flags, "fp8_recipe", Fp8Recipe, "delayed")
 
 
-def _quantized_weights(flags: Mapping[str, Any], precision: Precision) -> bool:
+def _quantized_weights(flags: Flags, precision: Precision) -> bool:
     """Whether weights are below 16 bits alone (``fp4_param`` is 0.16.1's name).
 
     Megatron turns ``--fp8-param-gather`` off under PyTorch's FSDP2 (0.16.1 args:625; 0.20 :1051).
@@ -231,7 +231,7 @@ def _quantized_weights(flags: Mapping[str, Any], precision: Precision) -> bool:
     return precision is Precision.NVFP4 and bool(asked)
 
 
-def _width(flags: Mapping[str, Any], name: str, default: str) -> int:
+def _width(flags: Flags, name: str, default: str) -> int:
     word = _word(flags, name, default)
     if word not in _WIDTHS:
         raise UserInputError(
@@ -243,7 +243,7 @@ def _width(flags: Mapping[str, Any], name: str, default: str) -> int:
     return _WIDTHS[word]
 
 
-def _gradient_bytes(flags: Mapping[str, Any], precision: Precision, params: int) -> int:
+def _gradient_bytes(flags: Flags, precision: Precision, params: int) -> int:
     """Width of ``DistributedDataParallel``'s gradient buffer (``grad_reduce_in_fp32``).
 
     With ``--bf16`` it is float32 unless one of two flags says otherwise, with ``--fp16`` 16-bit
@@ -266,7 +266,7 @@ def _gradient_bytes(flags: Mapping[str, Any], precision: Precision, params: int)
     return params if narrow or flags.get("grad_reduce_in_bf16") else _FP32
 
 
-def _reduce_bytes(flags: Mapping[str, Any]) -> int:
+def _reduce_bytes(flags: Flags) -> int:
     """Width in which Megatron-FSDP of 0.20 reduces gradients, where a flag says it."""
     name = "megatron_fsdp_grad_comm_dtype"
     if not flags.get("use_megatron_fsdp") or text(flags.get(name) or "auto") == "auto":
@@ -274,7 +274,7 @@ def _reduce_bytes(flags: Mapping[str, Any]) -> int:
     return _width(flags, name, "auto")
 
 
-def _is_fused(flags: Mapping[str, Any], params: int) -> bool:
+def _is_fused(flags: Flags, params: int) -> bool:
     """Whether attention saves no score matrix: fused kernels take 16-bit numbers alone."""
     unfused = _word(flags, "attention_backend", "auto") in ("unfused", "local")
     local = _word(flags, "transformer_impl", "transformer_engine") == "local"
@@ -282,7 +282,7 @@ def _is_fused(flags: Mapping[str, Any], params: int) -> bool:
 
 
 def _optimizer_bytes(
-    flags: Mapping[str, Any], precision: Precision, params: int, on_device: float
+    flags: Flags, precision: Precision, params: int, on_device: float
 ) -> tuple[float, float | None]:
     """States of one parameter on the device, and those of a matrix where they differ.
 
@@ -310,7 +310,7 @@ def _optimizer_bytes(
     return _master_bytes(flags, precision, params) + moments, None
 
 
-def _master_bytes(flags: Mapping[str, Any], precision: Precision, params: int) -> float:
+def _master_bytes(flags: Flags, precision: Precision, params: int) -> float:
     """A master weight under the precision-aware optimizer.
 
     ``FusedAdam`` stores of a float32 master weight the 16 bits that a bf16 weight lacks
@@ -331,7 +331,7 @@ def _master_bytes(flags: Mapping[str, Any], precision: Precision, params: int) -
     return 2.0 if completes else float(width)
 
 
-def _moved_share(flags: Mapping[str, Any]) -> float:
+def _moved_share(flags: Flags) -> float:
     if not flags.get("optimizer_cpu_offload"):
         return 0.0
     fraction = flags.get("optimizer_offload_fraction")

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 from nest_megatron.documents import packaged
+from nest_megatron.layout.cuda_graphs import Flags
 
 _TABLE = packaged(__package__, "memory_flags.toml")
 #: Argument -> its values that change nothing. Any other value makes memory uncertain.
@@ -22,14 +22,14 @@ OPTIMIZERS = ("adam", "sgd", "muon", "dist_muon", "lion")
 _OFF = (None, False, 0, "", "none")
 
 
-def memory_flags(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def memory_flags(values: Flags) -> Flags:
     """What a job says of all that its memory depends on beside the layout."""
     said = {name: values.get(name) for name in READ}
     plain = {k: v for k, v in said.items() if v is not None and not isinstance(v, Mapping)}
     return MappingProxyType(plain)
 
 
-def not_modelled(flags: Mapping[str, Any]) -> tuple[str, ...]:
+def not_modelled(flags: Flags) -> tuple[str, ...]:
     """Flags of a job whose effect on memory is not known here, as they are typed.
 
     >>> not_modelled({"fine_grained_activation_offloading": True, "bf16": True})

@@ -21,6 +21,7 @@ from nest_megatron.cost_model.execution_flags import execution_of, execution_tra
 from nest_megatron.cost_model.formats import fp8_layouts
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits
+from nest_megatron.layout.cuda_graphs import Flags
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import TransformerSpec
@@ -29,7 +30,7 @@ from nest_megatron.plain import frozen
 #: Entry of ``calibration/frameworks.yaml`` for what switches of ``Execution`` do in all of them.
 EXECUTION = "execution"
 
-_NO_FLAGS: Mapping[str, Any] = MappingProxyType({})
+_NO_FLAGS: Flags = MappingProxyType({})
 
 
 @frozen
@@ -114,7 +115,7 @@ class Target:
         self,
         accelerator: str,
         precision: Precision,
-        said: Mapping[str, Any] = _NO_FLAGS,
+        said: Flags = _NO_FLAGS,
         spec: TransformerSpec | None = None,
     ) -> dict[str, Any]:
         """The arguments of a job that says some of them itself, by Megatron's names.
@@ -132,7 +133,7 @@ class Target:
         self,
         accelerator: str,
         precision: Precision,
-        flags: Mapping[str, Any] = _NO_FLAGS,
+        flags: Flags = _NO_FLAGS,
         spec: TransformerSpec | None = None,
         **fields: object,
     ) -> CostSettings:
@@ -159,7 +160,7 @@ class Target:
         self,
         accelerator: str,
         precision: Precision,
-        flags: Mapping[str, Any] = _NO_FLAGS,
+        flags: Flags = _NO_FLAGS,
         spec: TransformerSpec | None = None,
     ) -> Execution:
         """How a job that runs on it carries its layers out; arguments as of ``settings``."""

@@ -14,7 +14,9 @@ from nest_megatron.model.execution import Execution, GraphImpl
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import frozen
 
-#: Megatron's arguments and configuration fields that ask for graphs, both releases'.
+#: Megatron's arguments by name, or fields of a framework's configuration.
+Flags = Mapping[str, Any]
+#: Those that request graphs, of both releases.
 FIELDS = (
     "cuda_graph_impl",
     "enable_cuda_graph",
@@ -66,7 +68,7 @@ def kept_modules(
     return frozenset(module for module, refused in forbidden.items() if refused)
 
 
-def cuda_graphs(values: Mapping[str, Any]) -> CudaGraphs | None:
+def cuda_graphs(values: Flags) -> CudaGraphs | None:
     """The graphs that a job asks for, in any spelling; ``None`` for none.
 
     Args:

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.layout.cuda_graphs import Flags
 from nest_megatron.layout.zero import ZeroStage
 
 HOPPER = r"G?H\d"
@@ -38,7 +38,7 @@ class NumericKnob:
     changes: str
     family: str
     _: KW_ONLY
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Flags = field(default_factory=dict)
     precisions: tuple[Precision, ...] = (Precision.BF16, Precision.FP8, Precision.NVFP4)
     precision: Precision | None = None
     devices: str = ""
@@ -48,7 +48,7 @@ class NumericKnob:
     instead_of: tuple[str, ...] = ()
 
     def is_for(
-        self, flags: Mapping[str, Any], precision: Precision, accelerator: str, *, has_experts: bool
+        self, flags: Flags, precision: Precision, accelerator: str, *, has_experts: bool
     ) -> bool:
         """Whether a job with these flags could make the choice, and has not."""
         adam = str(flags.get("optimizer") or "adam") == "adam"
@@ -71,7 +71,7 @@ class NumericKnob:
         )
 
 
-def refused_together(flags: Mapping[str, Any], knobs: Iterable[NumericKnob]) -> bool:
+def refused_together(flags: Flags, knobs: Iterable[NumericKnob]) -> bool:
     """Whether Megatron refuses some choices beside each other or a job's flags.
 
     An offloaded optimizer takes fp8 weights of delayed scaling alone (0.16.1 args:1195).

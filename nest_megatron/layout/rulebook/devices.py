@@ -11,9 +11,9 @@ import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
 
 from nest_megatron.cluster.records import Cluster
+from nest_megatron.layout.cuda_graphs import Flags
 from nest_megatron.layout.rulebook.facts import Facts, Rule, release_number, violations
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import PLAIN, Execution
@@ -217,7 +217,7 @@ STATE_FORMATS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_
 _OFFLOADS = "optimizer_cpu_offload"
 
 
-def _narrow_states(options: Mapping[str, Any]) -> dict[str, object]:
+def _narrow_states(options: Flags) -> dict[str, object]:
     """Options that need the optimizer to be aware of precision."""
     narrow = {name: options.get(name) or "fp32" for name in STATE_FORMATS}
     found = {name: word for name, word in narrow.items() if word != "fp32"}

@@ -14,7 +14,7 @@ from typing import Any
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.batch_schedule import BatchSchedule
-from nest_megatron.layout.cuda_graphs import CudaGraphs, kept_modules
+from nest_megatron.layout.cuda_graphs import CudaGraphs, Flags, kept_modules
 from nest_megatron.layout.dims import SHORT_DEGREES, ParallelDims
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import RecomputeGranularity, RecomputeModule
@@ -142,7 +142,7 @@ class LaunchRequest(PartialLayout):
     version: str = DEFAULT_VERSION
     batch_schedule: BatchSchedule | None = None
     even_stages: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Flags = field(default_factory=dict)
     accelerator: str = ""
 
     def __post_init__(self) -> None:

@@ -7,10 +7,11 @@ named in the changes, with its reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.layout.cuda_graphs import Flags
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import RecomputeModule
 from nest_megatron.layout.rulebook.devices import AWARE, initializes_on_meta_device
@@ -424,7 +425,7 @@ _LENGTHS = {
 _FRACTION = "lr_warmup_fraction"
 
 
-def _of_another_length(options: Mapping[str, Any], release: Release) -> tuple[str, ...]:
+def _of_another_length(options: Flags, release: Release) -> tuple[str, ...]:
     """The first option that does not go with the length of the run, and the one that it is beside.
 
     Before 0.17 it is looked at with ``--skip-train``, too.
@@ -441,7 +442,7 @@ def _of_another_length(options: Mapping[str, Any], release: Release) -> tuple[st
 
 
 #: What PyTorch's FSDP2 does not go with, with its words and the mend.
-_UNFIT_FOR_TORCH_FSDP2: tuple[tuple[Callable[[Mapping[str, Any]], Any], str, str], ...] = (
+_UNFIT_FOR_TORCH_FSDP2: tuple[tuple[Callable[[Flags], Any], str, str], ...] = (
     (
         lambda options: options.get("use_distributed_optimizer"),
         "beside --use-distributed-optimizer",
@@ -466,7 +467,7 @@ _UNFIT_FOR_TORCH_FSDP2: tuple[tuple[Callable[[Mapping[str, Any]], Any], str, str
 )
 
 
-def _unfit_for_torch_fsdp2(options: Mapping[str, Any]) -> tuple[str, ...]:
+def _unfit_for_torch_fsdp2(options: Flags) -> tuple[str, ...]:
     """The words and the mend of the first that Megatron refuses; empty if it takes all."""
     if not options.get("use_torch_fsdp2"):
         return ()
@@ -508,7 +509,7 @@ COMMAND_RULES = (
 
 
 def contradicted(
-    plan: ParallelPlan, options: Mapping[str, Any], version: str = DEFAULT_VERSION
+    plan: ParallelPlan, options: Flags, version: str = DEFAULT_VERSION
 ) -> dict[str, str]:
     """Options among the user's that the plan contradicts, with the reason for each."""
     request = LaunchRequest.of(
