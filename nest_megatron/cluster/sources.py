@@ -241,16 +241,19 @@ def parse_kubernetes_nodes(text: str) -> Sources:
     """
     what = "kubectl get nodes -o json"
     try:
-        items = parse_json(text, what)["items"]
-        labels = {str(n["metadata"]["name"]): dict(n["metadata"].get("labels", {})) for n in items}
-        with_gpus = [str(n["metadata"]["name"]) for n in items if _has_gpus(n)]
+        nodes = {str(n["metadata"]["name"]): n for n in parse_json(text, what)["items"]}
+        labels = {name: dict(n["metadata"].get("labels", {})) for name, n in nodes.items()}
+        with_gpus = [name for name, node in nodes.items() if _has_gpus(node)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserInputError(
             what, None, f"it is no list of nodes ({error})", "Save its output again."
         ) from error
     divided = {name: slices for name, each in labels.items() if (slices := _slices(each))}
-    whole = {name: each for name, each in labels.items() if name not in divided}
-    gpus = {name: found for name, each in whole.items() if (found := _labelled_gpus(each))}
+    gpus = {
+        name: found
+        for name, each in labels.items()
+        if name not in divided and (found := _labelled_gpus(each))
+    }
     if not gpus and not divided:
         raise UserInputError(
             what,

@@ -157,9 +157,10 @@ def violations(plan: ParallelPlan, file: PolicyFile) -> Iterator[PolicyError]:
     found = plan.predicted
     reserve = float(plan.provenance.settings.get("memory_reserve_bytes", 0.0))
     free = 1 - (found.peak_memory_bytes + reserve) / plan.cluster.accelerator.memory_bytes
-    if free < rules.least_memory_free - 1e-9:
-        limit = f"plans leave at least {rules.least_memory_free:.1%} of a GPU free"
-        yield file.broken("plan.least_memory_free", "free memory", f"{free:.1%}", limit)
-    if found.mfu < rules.least_mfu:
-        limit = f"the least predicted MFU is {rules.least_mfu:.1%}"
-        yield file.broken("plan.least_mfu", "MFU", f"{found.mfu:.1%}", limit)
+    for rule, what, share, words in (
+        ("least_memory_free", "free memory", free, "plans leave at least {:.1%} of a GPU free"),
+        ("least_mfu", "MFU", found.mfu, "the least predicted MFU is {:.1%}"),
+    ):
+        least = getattr(rules, rule)
+        if share < least - 1e-9:
+            yield file.broken(f"plan.{rule}", what, f"{share:.1%}", words.format(least))
