@@ -17,10 +17,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from itertools import pairwise
-from operator import mul
 from statistics import NormalDist
 
-from nest_megatron.cost_model.cholesky import Matrix, cholesky, solve_lower
+from nest_megatron.cost_model.cholesky import Matrix, cholesky, dot, solve_lower
 from nest_megatron.cost_model.device_memory import PeakError, PeakErrors, peak_error
 from nest_megatron.cost_model.features import coordinates, distance
 from nest_megatron.cost_model.model import CostModel
@@ -153,15 +152,15 @@ class PeakPosterior:
         explained = solve_lower(self._root, common)
         return LearnedPeakError(
             prior=plan.error,
-            mean=math.fsum(map(mul, explained, self._values)),
-            deviation=math.sqrt(max(OWN, 1.0 - math.fsum(part * part for part in explained))),
+            mean=dot(explained, self._values),
+            deviation=math.sqrt(max(OWN, 1.0 - dot(explained, explained))),
         )
 
     def parts(self, plan: PredictedPeak, job: object) -> dict[str, float]:
         """The mean score of a plan of a job, in what each of its parts (``PARTS``) adds to it."""
         shared = [_shared(plan, job, self._versions, run) for run in self.runs]
         return {
-            name: math.fsum(map(mul, solve_lower(self._root, covariances), self._values))
+            name: dot(solve_lower(self._root, covariances), self._values)
             for name, covariances in zip(PARTS, zip(*shared, strict=True), strict=True)
         }
 
@@ -245,12 +244,9 @@ def _given(
     solved = solve_lower(root, [values[each] for each in measured])
     known = [solve_lower(root, [joint[each][j] for j in measured]) for each in censored]
     return (
-        [math.fsum(map(mul, parts, solved)) for parts in known],
+        [dot(parts, solved) for parts in known],
         [
-            [
-                joint[a][b] - math.fsum(map(mul, of_a, of_b))
-                for b, of_b in zip(censored, known, strict=True)
-            ]
+            [joint[a][b] - dot(of_a, of_b) for b, of_b in zip(censored, known, strict=True)]
             for a, of_a in zip(censored, known, strict=True)
         ],
     )

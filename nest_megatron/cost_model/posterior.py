@@ -21,11 +21,10 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from operator import mul
 
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cluster.records import Precision
-from nest_megatron.cost_model.cholesky import Matrix, cholesky, solve_lower
+from nest_megatron.cost_model.cholesky import Matrix, cholesky, dot, solve_lower
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.student_t import DEGREES_OF_FREEDOM, deviation
 from nest_megatron.cost_model.uncertainty import (
@@ -112,7 +111,7 @@ class Posterior(Caching):
         )
         return dataclasses.replace(
             plan,
-            median_s=plan.median_s * math.exp(math.fsum(map(mul, explained, self._errors))),
+            median_s=plan.median_s * math.exp(dot(explained, self._errors)),
             learned=Learned(
                 predicted_s=plan.median_s,
                 explained=explained,
@@ -126,8 +125,8 @@ class Posterior(Caching):
         """Error of a mechanism's price: its mean and standard deviation, of the logarithm."""
         scale = self.observations[0].predictive.scales.mechanisms[mechanism]
         known = self._by_mechanism[mechanism]
-        left = max(0.0, scale**2 - math.fsum(part * part for part in known))
-        return math.fsum(map(mul, known, self._errors)), deviation() * math.sqrt(left)
+        left = max(0.0, scale**2 - dot(known, known))
+        return dot(known, self._errors), deviation() * math.sqrt(left)
 
     @cached_by(lambda _, job: job)
     def _factor(self, job: object) -> float:
@@ -135,7 +134,7 @@ class Posterior(Caching):
         own = [run for run in self.observations if run.job == job]
         others = [run for run in self.observations if run.job != job]
         errors = _conditioned([*others, *own])[1][len(others) :]
-        square = math.fsum(error * error for error in errors)
+        square = dot(errors, errors)
         return (DEGREES_OF_FREEDOM + square) / (DEGREES_OF_FREEDOM + len(own))
 
     @functools.cached_property

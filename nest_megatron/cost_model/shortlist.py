@@ -14,7 +14,7 @@ import random
 from collections.abc import Iterator, Sequence
 from operator import mul, or_
 
-from nest_megatron.cost_model.cholesky import JITTER, Matrix, cholesky
+from nest_megatron.cost_model.cholesky import JITTER, Matrix, cholesky, dot
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.uncertainty import (
     DEVIATION,
@@ -190,7 +190,7 @@ def _gain(logs: Sequence[float], axes: _Axes) -> float:
 
 def _size_after(logs: Sequence[float], covariances: Matrix, axes: _Axes, level: float) -> float:
     left = [
-        [value - math.fsum(map(mul, a, b)) for value, b in zip(row, axes, strict=True)]
+        [value - dot(a, b) for value, b in zip(row, axes, strict=True)]
         for row, a in zip(covariances, axes, strict=True)
     ]
     sizes = []

@@ -21,12 +21,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from operator import mul
 from statistics import NormalDist
 from typing import Any
 
 from nest_megatron.catalogue_files import catalogue_entry
-from nest_megatron.cost_model.cholesky import cholesky, solve_lower
+from nest_megatron.cost_model.cholesky import cholesky, dot, solve_lower
 from nest_megatron.cost_model.features import (
     Feature,
     Runs,
@@ -138,7 +137,7 @@ class Predictive:
         if known is None:
             return math.hypot(*by_mechanism, self.job_scale, self.layout_scale, RUN_NOISE)
         error = math.hypot(*by_mechanism, self.job_scale, self.layout_scale) ** 2
-        left = max(0.0, error - math.fsum(part * part for part in known.explained))
+        left = max(0.0, error - dot(known.explained, known.explained))
         return math.sqrt(known.factor * (left + RUN_NOISE**2))
 
     @property
@@ -207,7 +206,7 @@ def covariance(a: Predictive, b: Predictive) -> float:
     error, own = shared_error(a, b), layout_error(a, b)
     if a.learned is None or b.learned is None:
         return DEVIATION**2 * (error + own)
-    explained = math.fsum(map(mul, a.learned.explained, b.learned.explained))
+    explained = dot(a.learned.explained, b.learned.explained)
     left = error + own + a.job_scale * b.job_scale - explained
     return DEVIATION**2 * a.learned.factor * left
 
@@ -224,10 +223,10 @@ def price_effects(
     """
     scales, learned = plan.scales.mechanisms, plan.learned
     known = [learned.mechanisms[each] if learned else () for each in mechanisms]
-    outcomes = [[-math.fsum(map(mul, a, b)) for b in known] for a in known]
+    outcomes = [[-dot(a, b) for b in known] for a in known]
     common = [
         plan.shares.get(each, 0.0) * scales[each] ** 2
-        - math.fsum(map(mul, learned.explained if learned else (), axes))
+        - dot(learned.explained if learned else (), axes)
         for each, axes in zip(mechanisms, known, strict=True)
     ]
     for number, each in enumerate(mechanisms):
