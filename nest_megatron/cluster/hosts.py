@@ -10,6 +10,7 @@ import subprocess
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -61,10 +62,11 @@ def parse_gpu_matrix(text: str) -> GpuMatrix:
     Raises:
         UserInputError: for a text without the matrix.
     """
-    lines = [_ESCAPES.sub("", line) for line in text.splitlines()]
+    text = _ESCAPES.sub("", text)
+    lines = text.splitlines()
     header = next((line.split() for line in lines if re.match(r"\s+GPU0\b", line)), [])
     columns = [name for name in header if re.fullmatch(r"(GPU|NIC|mlx\d_)\d+", name)]
-    legend = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(lines), re.MULTILINE))
+    legend = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)", text, re.MULTILINE))
     rows = {
         words[0]: dict(zip(columns, words[1:], strict=False))
         for words in map(str.split, lines)
@@ -73,19 +75,15 @@ def parse_gpu_matrix(text: str) -> GpuMatrix:
     gpus = [name for name in columns if name.startswith("GPU")]
     if not gpus or not rows:
         raise unreadable("nvidia-smi topo -m", "it has no matrix of GPUs")
-    cells = [row[gpu] for gpu in gpus for own, row in rows.items() if own != gpu and gpu in row]
+    cells = [row[gpu] for gpu in gpus for name, row in rows.items() if name != gpu and gpu in row]
+    links = [re.fullmatch(r"NV(\d+)", cell) for cell in cells]
     nics = [name for name in columns if not name.startswith("GPU")]
     near = [nic for nic in nics if any(row.get(nic) in _NEAR for row in rows.values())]
     return GpuMatrix(
         num_gpus=len(gpus),
-        nvlinks=min((_links(cell) for cell in cells), default=0),
+        nvlinks=min((int(link[1]) if link else 0 for link in links), default=0),
         near_adapters=tuple(legend.get(nic, nic) for nic in near),
     )
-
-
-def _links(cell: str) -> int:
-    found = re.fullmatch(r"NV(\d+)", cell)
-    return int(found[1]) if found else 0
 
 
 def parse_gpu_list(text: str) -> tuple[str, ...]:
@@ -329,13 +327,14 @@ def gpu_adapters(
     near = [each for each in adapters if matrix and each.name in matrix.near_adapters]
     if near:
         return tuple(near)
-    kinds = Counter((each.rate_bits_per_s, each.link_layer) for each in adapters)
+    kind_of = attrgetter("rate_bits_per_s", "link_layer")
+    kinds = Counter(map(kind_of, adapters))
     if not kinds:
         return ()
     usual, count = kinds.most_common(1)[0]
     if num_gpus % count and count % num_gpus:
         return ()
-    return tuple(each for each in adapters if (each.rate_bits_per_s, each.link_layer) == usual)
+    return tuple(each for each in adapters if kind_of(each) == usual)
 
 
 def kinds(hosts: Sequence[Host]) -> list[tuple[LocalGpus, list[str]]]:

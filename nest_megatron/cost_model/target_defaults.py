@@ -140,46 +140,46 @@ OFFLOADS_OF_THE_JOB: Mapping[str, str] = {
 }
 #: What the search for a job leaves as it is: it may switch it off, but not on.
 OF_THE_JOB = frozenset({*GRAPHS_OF_THE_JOB, *OFFLOADS_OF_THE_JOB})
-_STATES_IN = (
-    "{0}.use_precision_aware_optimizer=True {0}.exp_avg_dtype=torch.{1} "
-    "{0}.exp_avg_sq_dtype=torch.{1}"
-)
-_GRADIENTS, _WEIGHTS = "--grad-reduce-in-bf16", "--fp8-param-gather"
-_STATES = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
-_HOST = "--optimizer-cpu-offload --use-precision-aware-optimizer"
-_FP8_STATES = _STATES.replace("bf16", "fp8")
-_CAPACITY = "--moe-expert-capacity-factor 1.0"
-_FP4 = "--fp4-format e2m1 --fp4-recipe nvfp4"
-_FP8 = {
-    f"--fp8-format {each} --fp8-recipe {recipe}": (each, recipe)
-    for each, recipe in (("hybrid", "tensorwise"), ("e4m3", "blockwise"), ("e4m3", "mxfp8"))
+#: Flags of ``NUMERIC_KNOBS`` -> what a user of a recipe sets in their place, by part of it.
+_FIELDS = {
+    "--grad-reduce-in-bf16": "{precision}.grad_reduce_in_fp32=False",
+    "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16": (
+        "{optimizer}.use_precision_aware_optimizer=True {optimizer}.exp_avg_dtype=torch.bfloat16 "
+        "{optimizer}.exp_avg_sq_dtype=torch.bfloat16"
+    ),
+    "--use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp8": (
+        "{optimizer}.use_precision_aware_optimizer=True {optimizer}.exp_avg_dtype=torch.uint8 "
+        "{optimizer}.exp_avg_sq_dtype=torch.uint8"
+    ),
+    "--optimizer-cpu-offload --use-precision-aware-optimizer": (
+        "{optimizer}.optimizer_cpu_offload=True {optimizer}.use_precision_aware_optimizer=True"
+    ),
+    "--fp8-param-gather": "{precision}.fp8_param_gather=True",
+    "--moe-expert-capacity-factor 1.0": "{model}.moe_expert_capacity_factor=1.0",
+    "--fp8-format hybrid --fp8-recipe tensorwise": (
+        "{precision}.fp8=hybrid {precision}.fp8_recipe=tensorwise"
+    ),
+    "--fp8-format e4m3 --fp8-recipe blockwise": (
+        "{precision}.fp8=e4m3 {precision}.fp8_recipe=blockwise"
+    ),
+    "--fp8-format e4m3 --fp8-recipe mxfp8": "{precision}.fp8=e4m3 {precision}.fp8_recipe=mxfp8",
+    "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather": (
+        "{precision}.fp8=hybrid {precision}.fp8_recipe=tensorwise {precision}.fp8_param_gather=True"
+    ),
+    "--fp4-format e2m1 --fp4-recipe nvfp4": "{precision}.fp4=e2m1 {precision}.fp4_recipe=nvfp4",
 }
-_TENSORWISE = next(iter(_FP8))
 
 
-def _in(precision: str, optimizer: str, model: str) -> dict[str, str]:
-    """What a user sets in the place of flags, where each configuration lies."""
-    formats = {
-        flags: f"{precision}.fp8={each} {precision}.fp8_recipe={recipe}"
-        for flags, (each, recipe) in _FP8.items()
-    }
-    return {
-        _GRADIENTS: f"{precision}.grad_reduce_in_fp32=False",
-        _STATES: _STATES_IN.format(optimizer, "bfloat16"),
-        _FP8_STATES: _STATES_IN.format(optimizer, "uint8"),
-        _HOST: f"{optimizer}.optimizer_cpu_offload=True "
-        f"{optimizer}.use_precision_aware_optimizer=True",
-        _WEIGHTS: f"{precision}.fp8_param_gather=True",
-        _CAPACITY: f"{model}.moe_expert_capacity_factor=1.0",
-        **formats,
-        f"{_TENSORWISE} {_WEIGHTS}": f"{formats[_TENSORWISE]} {precision}.fp8_param_gather=True",
-        _FP4: f"{precision}.fp4=e2m1 {precision}.fp4_recipe=nvfp4",
-    }
+def _numeric_fields(precision: str, optimizer: str, model: str) -> dict[str, str]:
+    parts = {"precision": precision, "optimizer": optimizer, "model": model}
+    return {flags: words.format(**parts) for flags, words in _FIELDS.items()}
 
 
-_IN_BRIDGE = _in("mixed_precision", "optimizer", "model")
 #: Framework (``Target.fitted``) -> what its user sets in the place of flags of ``NUMERIC_KNOBS``.
 NUMERIC_FIELDS: Mapping[str, Mapping[str, str]] = {
-    NEMO.fitted: _in("trainer.plugins", "optim.config", "model.config"),
-    **{target.fitted: _IN_BRIDGE for target in BRIDGE},
+    NEMO.fitted: _numeric_fields("trainer.plugins", "optim.config", "model.config"),
+    **dict.fromkeys(
+        (target.fitted for target in BRIDGE),
+        _numeric_fields("mixed_precision", "optimizer", "model"),
+    ),
 }
