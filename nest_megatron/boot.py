@@ -1,6 +1,6 @@
 """What a process does at its start when its command line holds ``+nest=...``.
 
-The ``.pth`` file beside the package imports this module in such processes alone, and the runner
+The ``.pth`` file next to the package imports this module in such processes alone, and the runner
 (``python -m nest_megatron SCRIPT``) does so itself. It watches for a few modules of Megatron and
 calls ``nest_megatron.integrations.megatron_lm.hook`` as they load; until then it imports nothing
 and leaves ``sys.argv`` alone, so that a launcher such as ``torchrun`` passes the words on
@@ -78,7 +78,7 @@ def _handler(name: str) -> Callable[..., None]:
 
 
 def _call_after(spec: ModuleSpec, handler: Callable[..., None]) -> None:
-    """Run a handler behind the loader's own ``exec_module``."""
+    """Run a handler behind the loader's ``exec_module``."""
     loader = spec.loader
     assert loader is not None
     execute = loader.exec_module

@@ -1,4 +1,4 @@
-"""The one way to work a value out once, beside ``functools`` for functions of hashable arguments.
+"""The one way to work a value out once, with ``functools`` for functions of hashable arguments.
 
 An object keeps the values of its methods by *keys*: the fields of their arguments that the values
 depend on. A search asks for thousands of layouts that differ in none of them.
@@ -71,7 +71,7 @@ def cached_by(
     [Callable[Concatenate[_Owner, _Arguments], _Value]],
     Callable[Concatenate[_Owner, _Arguments], _Value],
 ]:
-    """Work a method out once for each key of its arguments, which are given by place.
+    """Work a method out once for each key of its arguments, which are passed by place.
 
     Args:
         key: of a method's only argument; or a function that takes what the method takes, and gives

@@ -60,7 +60,7 @@ def catalogue_names(group: str, root: Traversable | None = None) -> tuple[str, .
 
     Args:
         group: ``model``, ``cluster`` or ``accelerator``.
-        root: directory of the groups; the installed catalogue if not given.
+        root: directory of the groups; the installed catalogue by default.
 
     Raises:
         UserInputError: if there is no such group.

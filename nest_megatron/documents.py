@@ -85,7 +85,7 @@ JSON = CSV = Limits(num_bytes=MAX_BYTES, num_nodes=2_000_000)
 
 
 def packaged(package: str, name: str) -> Any:
-    """What a TOML, YAML or JSON file of one of our own packages holds."""
+    """What a TOML, YAML or JSON file of one of our packages holds."""
     text = importlib.resources.files(package).joinpath(name).read_text(encoding="utf-8")
     if name.endswith(".toml"):
         return tomllib.loads(text)
@@ -182,7 +182,7 @@ def parse_json(
 
     Args:
         what, name: the kind of text and where it lies, for errors.
-        limits: ``JSON`` if not given.
+        limits: ``JSON`` by default.
 
     Raises:
         UserInputError: if it is no JSON, repeats a key, or is beyond the limits.

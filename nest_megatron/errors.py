@@ -1,7 +1,7 @@
 """The error tree.
 
-Every error a user can cause says what is wrong, the value that was given, the limit it broke and
-the fix. ``assert`` is kept for invariants of our own.
+Every error a user can cause says what is wrong, the value, the limit that it breaks and
+the fix. ``assert`` is kept for our invariants.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class UserInputError(NestError, ValueError):
     Args:
         what: the thing that is wrong, in the user's words (``cluster.num_gpus``); its start, where
             it is long.
-        value: the value that was given; the start of a long text.
+        value: the value; the start of a long text.
         limit: the rule it breaks.
         fix: what to type instead.
     """
@@ -158,7 +158,7 @@ def require_known(
     """Refuse a name that is none of those known; the error says the nearest.
 
     Args:
-        limit: the rule; that it is one of the known names, if not given.
+        limit: the rule; by default that it is one of the known names.
 
     Raises:
         UserInputError: for any other name.

@@ -57,7 +57,7 @@ def require_new(path: Path, what: str) -> None:
 def write_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> None:
     """Write a file in one step: readers see the old file or the new one.
 
-    A link is followed: the file that it names is written anew, the link stays. ``-`` is standard
+    A link is followed: the file that it names is written again, the link stays. ``-`` is standard
     output.
 
     Args:
@@ -102,7 +102,7 @@ def append_line(path: Path, line: bytes, *, mode: int | None = None) -> None:
 
     Args:
         line: with its end.
-        mode: rights of a new file, whatever the umask; those of any new file if not given.
+        mode: rights of a new file, whatever the umask; by default those of any new file.
 
     Raises:
         OSError: if the line is not there as a whole.
@@ -226,7 +226,7 @@ _standard_output: ContextVar[TextIO | None] = ContextVar("standard_output", defa
 
 @contextlib.contextmanager
 def reserved_standard_output() -> Iterator[None]:
-    """Keep standard output for the file named ``-``; what is told goes to standard error."""
+    """Keep standard output for the file named ``-``; other output goes to standard error."""
     token = _standard_output.set(sys.stdout)
     try:
         with contextlib.redirect_stdout(sys.stderr):

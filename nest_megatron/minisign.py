@@ -1,8 +1,8 @@
 """Detached signatures in minisign's format: Ed25519 over the BLAKE2b hash of a file.
 
 What is signed here ``minisign -V`` verifies, and what ``minisign -S`` signs is verified here. The
-package ``py-minisign`` reads, writes and verifies the files. Here is what a launch needs beside
-that: which of several trusted keys signed a file, why none did, and which keys nobody may trust.
+package ``py-minisign`` reads, writes and verifies the files. Here is what a launch needs as well
+as that: which of several trusted keys signed a file, why none did, and which keys nobody may trust.
 
 Source: https://jedisct1.github.io/minisign, which describes the files.
 """
@@ -102,7 +102,7 @@ def sign(content: bytes, key: SecretKey, comment: str) -> Signature:
 
 
 def verify(content: bytes, signature: Signature, keys: Iterable[PublicKey]) -> PublicKey:
-    """The key, of those given, that signed a content and the signature's comment.
+    """The key, of some, that signed a content and the signature's comment.
 
     Raises:
         SignatureError: if none of them did.
@@ -181,7 +181,7 @@ def read_secret(text: str, ask_password: Callable[[], str], name: str) -> Secret
         ask_password: called where the key is encrypted.
 
     Raises:
-        UserInputError: if it is none, or the password is not its own.
+        UserInputError: if it is none, or the password is wrong.
     """
     package = _package()
     try:

@@ -1,4 +1,4 @@
-"""Optional packages, and this package's own compiled modules: what is there, what to install."""
+"""Optional packages, and this package's compiled modules: what is there, what to install."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def from_plain(kind: type[Record], value: object, where: str = "", source: Sourc
 
     Raises:
         UserInputError: for a missing or unknown key, a value of the wrong type, or a number that
-            is not finite; the record's own checks run as well.
+            is not finite; the record's checks run as well.
     """
     return cast(Record, _read(kind, value, where, source))
 

@@ -173,7 +173,7 @@ def _dry_run(options: TuneOptions) -> int:
         show_json(dry_run_document(known, runs, stop))
         return OK
     head = "The runs, if each measures what is predicted of it"
-    show(head, runs_table(runs), f"They end because {stop.reason}.", "", said)
+    show(head, runs_table(runs), f"They end because {stop}.", "", said)
     return OK
 
 

@@ -21,8 +21,8 @@ def profile(arguments: Sequence[str]) -> int:
     if _FROM not in arguments:
         return main(["profile", *arguments])
     first = arguments.index(_FROM)
-    own, command = arguments[:first], arguments[first + 1 :]
-    if own or not names_script(command):
+    before, command = arguments[:first], arguments[first + 1 :]
+    if before or not names_script(command):
         print_to_stderr(
             "error: --from is followed by a training script and its flags, and nothing stands "
             "before it.\n       "

@@ -90,7 +90,7 @@ def _other_implementations(job: TimedJob, times: LayerTimes | None) -> Iterator[
 
 
 def times_of(provenance: str, spec: TransformerSpec) -> LayerTimes | None:
-    """The times that a plan was made with, by its own words (``Provenance.profile``).
+    """The times that a plan was made with, as it names them (``Provenance.profile``).
 
     ``None`` for a plan without any, and where a profile of its is not here any more.
     """
@@ -155,14 +155,14 @@ def _named(job: TimedJob, name: str) -> _Choice:
         )
     if not (found := machine_differences(profile.machine, job)):
         return LayerTimes(spec=job.spec, profiles=(profile,)), ()
-    note = f"Profile {name} is used as asked for, although it is of another machine: "
+    note = f"Profile {name} is used as requested, although it is of another machine: "
     foreign = dataclasses.replace(profile, imported=True)
     times = LayerTimes(spec=job.spec, profiles=(foreign,))
     return times, (f"{note}{', '.join(found)}.",)
 
 
 def _matching(job: TimedJob) -> _Choice:
-    own: list[LayerProfile] = []
+    here: list[LayerProfile] = []
     foreign: list[LayerProfile] = []
     shipped: list[LayerProfile] = []
     broken, unused = [], []
@@ -183,8 +183,8 @@ def _matching(job: TimedJob) -> _Choice:
             fix = f"{typed_setting('profile.name')}={profile.name} uses it all the same"
             unused.append(f"Profile {profile.name} is not used: {', '.join(found)}; {fix}.")
         else:
-            (shipped if entry.shipped else foreign if profile.imported else own).append(profile)
-    chosen = (*_newest(own), *(_newest(foreign) or _newest(shipped)))
+            (shipped if entry.shipped else foreign if profile.imported else here).append(profile)
+    chosen = (*_newest(here), *(_newest(foreign) or _newest(shipped)))
     if not chosen:
         return None, (*broken, *unused)
     return LayerTimes(spec=job.spec, profiles=chosen), tuple(broken)

@@ -42,7 +42,7 @@ class DeviceClock(HostClock):
         return event
 
     def read(self, marks: Sequence[Sequence[Any]]) -> list[tuple[Seconds, ...]]:
-        """The same, once the device has done all that was asked of it."""
+        """The same, once the device has done all of its work."""
         import torch
 
         torch.cuda.synchronize()

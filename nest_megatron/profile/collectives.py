@@ -67,7 +67,7 @@ class Caller:
             )
         on_gpu = self.backend == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
-        #: Of one call; NCCL ends the process then, gloo's is torch's own.
+        #: Of one call; NCCL ends the process then, gloo's is torch's.
         self._timeout = LIMIT if on_gpu else None
 
     def versions(self) -> dict[str, str]:
@@ -77,13 +77,13 @@ class Caller:
             found |= {**nccl_version(), "cuda": str(self._torch.version.cuda)}
         return found
 
-    def own_group(self, groups: Iterable[Sequence[int]]) -> Any:
+    def group_of_rank(self, groups: Iterable[Sequence[int]]) -> Any:
         """This rank's of several groups; every rank makes every group, in the same order."""
-        own = None
+        found = None
         for ranks in groups:
             group = self._dist.new_group(list(ranks), timeout=self._timeout, backend=self.backend)
-            own = group if self.rank in ranks else own
-        return own
+            found = group if self.rank in ranks else found
+        return found
 
     def try_out(self, kind: CollectiveKind) -> str | None:
         """Why a kind cannot be measured here; nothing if it can."""
@@ -229,10 +229,10 @@ def measure(
 
     caller = Caller(world)
     patterns = _patterns(hosts, dist.get_world_size(world))
-    own = [caller.own_group(pattern.groups) for pattern in patterns]
+    groups = [caller.group_of_rank(pattern.groups) for pattern in patterns]
     reasons = {kind: caller.try_out(kind) for kind in CollectiveKind}
     usable = [kind for kind, reason in reasons.items() if reason is None]
-    run = _Run(caller=caller, patterns=patterns, groups=own, seconds=max_seconds)
+    run = _Run(caller=caller, patterns=patterns, groups=groups, seconds=max_seconds)
     samples, notes = run.all_of(_tasks(patterns, usable, sizes))
     if caller.rank:
         return None
@@ -328,8 +328,8 @@ class _Run:
         needed = time.monotonic() - begun + sum(map(least, left_out))
         # the shortest message by itself tells its latency alone
         is_told = all(len(rates.get((t.pattern, t.kind), [])) > 1 for t in left_out)
-        told = _notes(len(todo), left_out, too_large, self.seconds, needed if is_told else None)
-        return samples, list(told)
+        notes = _notes(len(todo), left_out, too_large, self.seconds, needed if is_told else None)
+        return samples, list(notes)
 
     def _one(self, task: _Task, budget: float) -> CollectiveSample | None:
         """A task's sample; nothing where a rank has too little memory for it."""

@@ -1,4 +1,4 @@
-"""Times layer blocks of a model, built from megatron-core's own modules, on this device.
+"""Times layer blocks of a model, built from megatron-core's modules, on this device.
 
 A block is built with the real shapes of one rank, in a process group whose other ranks do not
 exist: what it would communicate costs nothing here. Routing is balanced. Nothing waits for the
@@ -55,7 +55,7 @@ class Measuring:
         max_seconds: no further pass is begun after so long with one block.
         steady: spread at which the passes so far are enough.
         changes: fields of megatron-core's configuration that the job sets otherwise.
-        make_layers: makes the layers as the job's own script does, instead of the implementation's.
+        make_layers: makes the layers as the job's script does, instead of the implementation's.
     """
 
     where: Where
@@ -96,7 +96,7 @@ def _repeated_block(timing: Timing, copies: int) -> Timing:
     if copies == 1:
         return timing
     repeated: tuple[str, ...] = ("forward_s", "backward_s", "recompute_s", "saved_bytes")
-    if timing.block is LayerBlock.MTP:  # each has its own weights; the head is the same each time
+    if timing.block is LayerBlock.MTP:  # each has other weights; the head is the same each time
         repeated += ("optimizer_s", "parameters")
     more = {name: copies * getattr(timing, name) for name in repeated}
     return dataclasses.replace(timing, **more)
@@ -226,14 +226,14 @@ def _saved_bytes(unit: Unit, inputs: Sequence[Any]) -> int:
     import torch
 
     first, *shared = inputs
-    own = [*unit.module.parameters(), *unit.module.buffers()]
-    own += [tensor for tensor in shared if tensor is not None]
-    known = {tensor.untyped_storage().data_ptr() for tensor in own}
+    known = [*unit.module.parameters(), *unit.module.buffers()]
+    known += [tensor for tensor in shared if tensor is not None]
+    weights = {tensor.untyped_storage().data_ptr() for tensor in known}
     kept: dict[int, Any] = {first.untyped_storage().data_ptr(): first.untyped_storage()}
 
     def keep(tensor: Any) -> Any:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
+        if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage
         return tensor.detach()  # the tensor itself would hold its graph, and all memory, for good
 

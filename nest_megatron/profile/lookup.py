@@ -1,4 +1,4 @@
-"""Which timings speak for a block in a shape: its own, or its neighbours' with weights.
+"""Which timings speak for a block in a shape: its timing, or its neighbours' with weights.
 
 Where a shape was not measured, the ratio of measured to analytic time is carried over from the
 nearest measured shapes of the same block, at most ``NUM_NEIGHBOURS``. The axes of shapes are the
@@ -44,7 +44,7 @@ class LayerTimes:
     """Timings for a model's layers.
 
     Args:
-        profiles: the most trusted first. A shape's own timing wins over an interpolation, and what
+        profiles: the most trusted first. A shape's timing wins over an interpolation, and what
             was measured here over both of what was imported.
     """
 
@@ -97,7 +97,7 @@ class _Table(NamedTuple):
     places: tuple[tuple[tuple[float, ...], Timing], ...]
 
     def nearest(self, point: Point) -> tuple[Neighbour, ...]:
-        """The nearest timings by weight; the shape's own alone, if it is there."""
+        """The nearest timings by weight; the shape's alone, if it is there."""
         if point in self.exact:
             return (Neighbour(self.exact[point], 1.0),)
         here = _place(point)

@@ -48,7 +48,7 @@ _OLD_BODY = (*_BODY[:3], "error")
 _PER_ITERATION = ("i_min", "i_max", "i_p99", "i_cv%")
 #: The last column of some tables; a timestamp has two words.
 _LAST = "timestamp"
-#: How far figures that belong together may lie apart, beside the rounding of what is printed.
+#: How far figures that belong together may lie apart, on top of the rounding of what is printed.
 _SHARE = 0.01
 _KINDS = {kind.value.replace("_", ""): kind for kind in CollectiveKind}
 #: What mpirun --tag-output and srun --label put before each line.
@@ -83,7 +83,7 @@ def read_logs(logs: Iterable[tuple[str, str]], kind: CollectiveKind | None = Non
     """Read several logs, each a name and a text.
 
     Args:
-        kind: of runs that do not print their name; from the file's name if not given.
+        kind: of runs that do not print their name; from the file's name by default.
 
     Raises:
         ProfileError: naming the file, the line and what was expected there.
@@ -251,7 +251,7 @@ class _Log:
         )
 
     def _checked_size(self, words: list[str], kind: CollectiveKind, num_ranks: int) -> int:
-        """The size, which must be that of all elements: told per rank by some collectives."""
+        """The size, which must be that of all elements: some collectives count per rank."""
         for word, name in zip(words, ("size", "count"), strict=False):
             if not (word.isascii() and word.isdecimal() and len(word) <= _MAX_DIGITS):
                 raise self._wrong(f"{name} is a whole number, not {word}")

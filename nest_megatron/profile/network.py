@@ -110,10 +110,10 @@ class LevelFit:
 
     @property
     def measured_kinds(self) -> tuple[CollectiveKind, ...]:
-        """Kinds that have a bandwidth from the samples, an all-reduce by whichever way it took."""
+        """Kinds that have a bandwidth from the samples, an all-reduce however it was done."""
         summed = self.reduction_efficiency or self.tree_efficiency
-        told = {*self.efficiency, *([CollectiveKind.ALL_REDUCE] if summed else [])}
-        return tuple(kind for kind in CollectiveKind if kind in told)
+        known = {*self.efficiency, *([CollectiveKind.ALL_REDUCE] if summed else [])}
+        return tuple(kind for kind in CollectiveKind if kind in known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,10 +96,10 @@ def fit_levels(samples: Sequence[CollectiveSample], levels: Sequence[NetworkLeve
         raise _too_few("any level", "there are no samples")
     known, fits, notes = list(levels), list[LevelFit](), list[str]()
     for index, level in enumerate(levels):
-        own = [each for each in samples if outermost(each.shape) == index]
-        if own:
-            _require_enough(level.name, own)
-            known[index], fit, said = _fit_level(index, own, known)
+        mine = [each for each in samples if outermost(each.shape) == index]
+        if mine:
+            _require_enough(level.name, mine)
+            known[index], fit, said = _fit_level(index, mine, known)
             notes += said
             fits += [] if fit is None else [fit]
     if not fits:
@@ -128,9 +128,9 @@ def _no_faster(outer: NetworkLevel, inner: NetworkLevel) -> NetworkLevel:
     }
     changed: dict[str, Any] = {"efficiency": shares}
     for name in ("reduction_efficiency", "tree_efficiency"):
-        own, most = getattr(outer, name), getattr(inner, name)
-        if own is not None and most is not None:
-            changed[name] = min(own, scale * most)
+        rate, most = getattr(outer, name), getattr(inner, name)
+        if rate is not None and most is not None:
+            changed[name] = min(rate, scale * most)
     return dataclasses.replace(outer, **changed)
 
 
@@ -164,52 +164,52 @@ def outermost(shape: Sequence[int]) -> int:
 
 
 def _fit_level(
-    index: int, own: Sequence[CollectiveSample], levels: Sequence[NetworkLevel]
+    index: int, mine: Sequence[CollectiveSample], levels: Sequence[NetworkLevel]
 ) -> tuple[NetworkLevel, LevelFit | None, list[str]]:
     level = levels[index]
-    sends = {each.shape[index] > 2 for each in own if each.kind is CollectiveKind.SEND_RECV}
-    if sends == {True}:  # what a chain loses beside a single send cannot be told
+    sends = {each.shape[index] > 2 for each in mine if each.kind is CollectiveKind.SEND_RECV}
+    if sends == {True}:  # what a chain loses against a single send is not known
         level = dataclasses.replace(level, chain_share=1.0)
-    figures = [*_figures(level, index, own)]
+    figures = [*_figures(level, index, mine)]
     if sends == {True, False}:
         figures.append(_figure("chain_share", level.chain_share))
 
     def logs(numbers: Sequence[float]) -> list[float]:
         changed = (*levels[:index], _put(level, figures, numbers), *levels[index + 1 :])
-        return [math.log(predicted(each, changed) / each.seconds) for each in own]
+        return [math.log(predicted(each, changed) / each.seconds) for each in mine]
 
     def residuals(numbers: Sequence[float]) -> list[float]:
         pull = [_PULL * (n - f.start) for n, f in zip(numbers, figures, strict=True)]
         return [_softened(log) for log in logs(numbers)] + pull
 
     numbers = _least_squares(residuals, figures)
-    told = {
+    changes = {
         figure.field: _sensitivity(logs, numbers, at, figure.high)
         for at, figure in enumerate(figures)
         if figure.is_rate
     }
-    untold = {name for name, change in told.items() if change < _TELLS}
-    if untold == told.keys():
-        largest = max(each.message_bytes for each in own)
+    unknown = {name for name, change in changes.items() if change < _TELLS}
+    if unknown == changes.keys():
+        largest = max(each.message_bytes for each in mine)
         note = (
             f"{level.name}: even the largest message of {largest} bytes spends most of its time "
             "elsewhere than on this level's bandwidth, so nothing of it was fitted"
         )
         return level, None, [note]
     numbers = [
-        figure.start if figure.field in untold else number
+        figure.start if figure.field in unknown else number
         for figure, number in zip(figures, numbers, strict=True)
     ]
     _require_possible(level, figures, numbers)
     new = _put(level, figures, numbers)
-    fit = _record(new, own, logs(numbers), {*told} - untold)
-    return new, fit, list(_notes(fit, own))
+    fit = _record(new, mine, logs(numbers), {*changes} - unknown)
+    return new, fit, list(_notes(fit, mine))
 
 
-def _notes(fit: LevelFit, own: Sequence[CollectiveSample]) -> Iterator[str]:
-    for kind in kinds_of(own):
+def _notes(fit: LevelFit, mine: Sequence[CollectiveSample]) -> Iterator[str]:
+    for kind in kinds_of(mine):
         if kind not in fit.measured_kinds:
-            most = max(each.message_bytes for each in own if each.kind is kind)
+            most = max(each.message_bytes for each in mine if each.kind is kind)
             yield (
                 f"{fit.name}: {kind} up to {most} bytes does not tell its bandwidth, which stays "
                 "as it was."
@@ -259,14 +259,16 @@ def _sensitivity(
     return max(abs(new - old) / _STEP for new, old in zip(moved, logs(numbers), strict=True))
 
 
-def _figures(level: NetworkLevel, index: int, own: Sequence[CollectiveSample]) -> Iterator[_Figure]:
-    quickest = min(own, key=lambda each: each.seconds)
+def _figures(
+    level: NetworkLevel, index: int, mine: Sequence[CollectiveSample]
+) -> Iterator[_Figure]:
+    quickest = min(mine, key=lambda each: each.seconds)
     half = quickest.seconds / 2
     hops = num_hops(quickest.kind, quickest.shape)
     yield _figure("latency_s", level.latency_s or half / hops)
     yield _figure("startup_s", level.startup_s or half)
     yield _figure("ramp", level.ramp)
-    kinds = kinds_of(own)
+    kinds = kinds_of(mine)
     for kind in kinds:
         yield _figure(kind, level.efficiency.get(kind, DEFAULT_EFFICIENCY))
     if CollectiveKind.ALL_REDUCE in kinds:  # in the switch, or else by a tree between nodes
@@ -289,22 +291,27 @@ def _softened(log: float) -> float:
 
 
 def _record(
-    level: NetworkLevel, own: Sequence[CollectiveSample], logs: Sequence[float], told: set[str]
+    level: NetworkLevel,
+    mine: Sequence[CollectiveSample],
+    logs: Sequence[float],
+    found: set[str],
 ) -> LevelFit:
-    kinds = kinds_of(own)
-    pairs = list(zip(own, logs, strict=True))
-    sizes = [each.message_bytes for each in own]
+    kinds = kinds_of(mine)
+    pairs = list(zip(mine, logs, strict=True))
+    sizes = [each.message_bytes for each in mine]
     shared: dict[str, Any] = {name: getattr(level, name) for name in _SHARED}
     return LevelFit(
         name=level.name,
-        efficiency={kind: level.efficiency[kind] for kind in kinds if kind in told},
+        efficiency={kind: level.efficiency[kind] for kind in kinds if kind in found},
         residual=_rms(logs),
         residuals={k: _rms([log for each, log in pairs if each.kind is k]) for k in kinds},
-        num_samples=len(own),
+        num_samples=len(mine),
         smallest_bytes=min(sizes),
         largest_bytes=max(sizes),
-        reduction_efficiency=level.reduction_efficiency if "reduction_efficiency" in told else None,
-        tree_efficiency=level.tree_efficiency if "tree_efficiency" in told else None,
+        reduction_efficiency=level.reduction_efficiency
+        if "reduction_efficiency" in found
+        else None,
+        tree_efficiency=level.tree_efficiency if "tree_efficiency" in found else None,
         **shared,
     )
 
@@ -312,7 +319,7 @@ def _record(
 def _unknown(name: str, index: int, samples: Sequence[CollectiveSample]) -> NetworkLevel:
     """A level of which only the samples tell: as fast as if the fastest were all bandwidth.
 
-    One without samples of its own takes no time.
+    One without samples takes no time.
     """
     nothing = NetworkLevel(
         name=name,
@@ -321,9 +328,9 @@ def _unknown(name: str, index: int, samples: Sequence[CollectiveSample]) -> Netw
         latency_s=0.0,
         efficiency=dict.fromkeys(CollectiveKind, 1.0),
     )
-    own = [each for each in samples if outermost(each.shape) == index]
-    rates = (_least_rate(each, index, nothing) for each in own)
-    if not own:
+    mine = [each for each in samples if outermost(each.shape) == index]
+    rates = (_least_rate(each, index, nothing) for each in mine)
+    if not mine:
         return nothing
     return dataclasses.replace(
         nothing,
@@ -336,15 +343,15 @@ def _least_rate(sample: CollectiveSample, index: int, level: NetworkLevel) -> fl
     """Bytes per second that must have passed the level at least, all others taking no time."""
     faster = dataclasses.replace(level, bandwidth_bytes_per_s=1e6 * level.bandwidth_bytes_per_s)
     levels = [level if each == index else faster for each in range(len(sample.shape))]
-    large = 1e6 * level.bandwidth_bytes_per_s  # beside which pieces of a tree take no time
+    large = 1e6 * level.bandwidth_bytes_per_s  # so that pieces of a tree take no time
     seconds = collective_time(sample.kind, large, sample.shape, levels)
     return sample.message_bytes * seconds / 1e6 / sample.seconds
 
 
-def _require_enough(level: str, own: Sequence[CollectiveSample]) -> None:
-    sizes = sorted({each.message_bytes for each in own})
-    if len(own) < MIN_SAMPLES or len(sizes) < MIN_SIZES:
-        raise _too_few(level, f"{len(own)} samples of {len(sizes)} sizes are too few to fit it")
+def _require_enough(level: str, mine: Sequence[CollectiveSample]) -> None:
+    sizes = sorted({each.message_bytes for each in mine})
+    if len(mine) < MIN_SAMPLES or len(sizes) < MIN_SIZES:
+        raise _too_few(level, f"{len(mine)} samples of {len(sizes)} sizes are too few to fit it")
     if sizes[-1] < MIN_RANGE * sizes[0]:
         raise _too_few(level, f"its sizes range from {sizes[0]} to {sizes[-1]} bytes only")
 

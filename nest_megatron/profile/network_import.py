@@ -45,7 +45,7 @@ def read_measurements(paths: Sequence[Path], kind: CollectiveKind | None) -> Net
     """One profile of all files: logs of nccl-tests, or a profile that was measured.
 
     Raises:
-        UserInputError: for a file that is neither, or a profile beside other files.
+        UserInputError: for a file that is neither, or a profile together with other files.
     """
     texts = [(str(path), read_text(path, "measurements")) for path in paths]
     found = [network.load(text, name) for name, text in texts if network.is_profile(text)]
@@ -96,7 +96,11 @@ def fit_network(profile: NetworkProfile, described: Cluster | None) -> FittedNet
 
 
 def _other_devices(profile: NetworkProfile, cluster: Cluster) -> tuple[str, ...]:
-    """Devices that were measured and are not a cluster's, in a note where its GPU is an own one."""
+    """Notes on devices that were measured and are not those of a cluster.
+
+    Raises:
+        UserInputError: if the cluster's GPU is one of the catalogue.
+    """
     others = [name for name in profile.devices if not is_same_product(cluster.accelerator, name)]
     if not others:
         return ()
@@ -125,7 +129,7 @@ def cluster_yaml(cluster: Cluster, defaults: Sequence[Any] = ()) -> str:
     """A cluster's fields as YAML.
 
     Args:
-        defaults: names the accelerator in Hydra's way; its figures are written out where it is
+        defaults: names the accelerator as Hydra does; its figures are written out where it is
             empty.
     """
     fields: dict[str, Any] = to_plain(cluster)

@@ -64,8 +64,9 @@ class Source(Name):
 class Timing:
     """One block in one shape, on one rank, for one micro batch.
 
-    Times are of the device's own work: collectives are taken out while measuring, because the cost
-    model prices them by where the group lies. The sequence length is that of the profile's model.
+    Times are of the device's work alone: collectives are taken out while measuring, because the
+    cost model prices them by where the group lies. The sequence length is that of the profile's
+    model.
 
     Args:
         recompute_s: a forward pass without its activations and the forward pass again, for
@@ -122,7 +123,7 @@ class Machine:
     """What the blocks ran on; ``None`` is not installed, or not known.
 
     Args:
-        graphics_mhz, memory_mhz: clocks as they were found; told, never compared.
+        graphics_mhz, memory_mhz: clocks as they were found; shown, never compared.
     """
 
     device_name: str
@@ -258,7 +259,7 @@ _SHAPING = (
     "multi_latent_attention",
 )
 _OF_EXPERTS = ("num_experts", "moe_router_topk", "moe_shared_expert_intermediate_size")
-#: Fields of a machine that two profiles must share to be one; clocks are told only.
+#: Fields of a machine that two profiles must share to be one; clocks are only shown.
 COMPARED = (
     "device_name",
     "memory_bytes",

@@ -94,7 +94,7 @@ def divides(spec: TransformerSpec, tp: int) -> bool:
 
 
 def tasks_of(spec: TransformerSpec, shards: Sequence[LayerShard]) -> tuple[Task, ...]:
-    """What the given shards need timed, the first shards' blocks first, each shape once.
+    """What shards need timed, the first shards' blocks first, each shape once.
 
     Attention under context parallelism is left out: one rank by itself sees no other's keys.
     """

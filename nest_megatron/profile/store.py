@@ -177,13 +177,13 @@ def _differing(
     profile: LayerProfile, derived: Mapping[str, object], sums: Mapping[object, object]
 ) -> list[str]:
     expected, fields = _sums(profile), _fields(profile)
-    own, told = expected.pop("timings"), sums.get("timings")
+    timings, written = expected.pop("timings"), sums.get("timings")
     wrong = [key for key, value in derived.items() if value != fields[key]]
     wrong += [key for key, value in expected.items() if sums.get(key) != value]
-    if not isinstance(told, list) or len(told) != len(own):
+    if not isinstance(written, list) or len(written) != len(timings):
         wrong.append("timings")
     else:
-        wrong += [f"timings[{i}]" for i in range(len(own)) if own[i] != told[i]]
+        wrong += [f"timings[{i}]" for i in range(len(timings)) if timings[i] != written[i]]
     wrong += [str(key) for key in sums if key not in (*expected, "timings")]
     return list(dict.fromkeys(wrong))
 
@@ -233,9 +233,8 @@ class Entry:
 
 def profiles_folder() -> Path:
     """The folder of the store; it need not exist."""
-    asked = os.environ.get(FOLDER_VARIABLE)
-    if asked:
-        return expanded(Path(asked), FOLDER_VARIABLE)
+    if named := os.environ.get(FOLDER_VARIABLE):
+        return expanded(Path(named), FOLDER_VARIABLE)
     return user_folder("cache") / "profiles"
 
 

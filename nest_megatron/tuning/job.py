@@ -61,7 +61,7 @@ class RunCommand:
 
     @property
     def starts_ranks(self) -> bool:
-        """Whether the user's own launcher starts ranks on every host (``srun``, ``mpirun``)."""
+        """Whether the user's launcher starts ranks on every host (``srun``, ``mpirun``)."""
         return bool(self.launcher) and not self.is_torchrun and not _is_python(self.launcher[0])
 
     @property
@@ -76,7 +76,7 @@ def run_command(
     """The command of a short run of a pinned plan.
 
     Args:
-        command: the user's own; the flags of the plan are those of its ``launch``.
+        command: the user's; the flags of the plan are those of its ``launch``.
         pinned: the plan's file.
         iterations: steps to watch; one more begins, which ends the last of them.
         history: the file that the run's record is added to.
@@ -127,7 +127,7 @@ def meets(launcher: tuple[str, ...]) -> bool:
 
 
 def _once(launcher: tuple[str, ...]) -> tuple[str, ...]:
-    """Torchrun without restarts: a run that fails has told what there is to know."""
+    """Torchrun without restarts: a run that fails would fail again."""
     restarts = any(word.replace("_", "-").startswith("--max-restarts") for word in launcher)
     return (*launcher, "--max-restarts=0") if restarts else launcher
 
@@ -190,7 +190,7 @@ def read_tuned(
     """Read a command and rank its plans.
 
     Args:
-        trials: ids of the tuning's own runs, which a calibration of the site may hold since then
+        trials: ids of the tuning's runs, which a calibration of the site may hold since then
             and would count twice.
         begun_s: when its ``search.max_seconds`` began (``time.monotonic``); ``None`` is now.
 

@@ -81,7 +81,7 @@ def step_words(command: RunCommand, environment: Mapping[str, str]) -> list[str]
             "this process runs in no Slurm allocation (SLURM_JOB_ID is not set)",
             "Run it inside sbatch or salloc, or give --launcher submitit.",
         )
-    if command.starts_ranks:  # the user's own srun
+    if command.starts_ranks:  # the user's srun
         return command.words()
     tasks = 1 if command.is_torchrun else command.gpus_per_node
     sizes = [f"--nodes={command.num_nodes}", f"--ntasks-per-node={tasks}"]
@@ -121,7 +121,7 @@ def run_by_submitit(
     try:
         code = job.result()
     except submitit.core.utils.UncompletedJobError:
-        code = 1  # its own log, beside the output, says why
+        code = 1  # the job's log, next to the output, says why
     except BaseException:
         job.cancel()
         raise
@@ -131,7 +131,7 @@ def run_by_submitit(
 def run_by_nemo_run(
     command: RunCommand, timeout_s: Seconds, output: Path, *, executor: str
 ) -> Ended:
-    """Run an experiment of NeMo-Run: the script of a command under NeMo-Run's own torchrun.
+    """Run an experiment of NeMo-Run: the script of a command under NeMo-Run's torchrun.
 
     Args:
         executor: name of a factory, or a file that NeMo-Run can load.
@@ -156,10 +156,10 @@ def run_on_host(command: RunCommand, timeout_s: Seconds, output: Path) -> int | 
     if command.starts_ranks or "SLURM_JOB_ID" not in os.environ:
         return run_locally(command, timeout_s, output).code
     words = step_words(command, os.environ)
-    own = words[words.index("--kill-on-bad-exit=1") + 1 :]
+    ranks = words[words.index("--kill-on-bad-exit=1") + 1 :]
     first = os.environ.get("SLURM_NODEID", "0") == "0"
     path = output if first else output.with_suffix(f".{os.environ['SLURM_NODEID']}.txt")
-    return run_process(own, command.variables(), timeout_s, path).code
+    return run_process(ranks, command.variables(), timeout_s, path).code
 
 
 def launcher_named(name: str, options: Sequence[str], command: RunCommand) -> Launcher:
@@ -171,7 +171,7 @@ def launcher_named(name: str, options: Sequence[str], command: RunCommand) -> La
     Raises:
         UserInputError: for an unknown one, or one whose package is not installed.
     """
-    given = read_options(name, options)
+    found = read_options(name, options)
     if name == "auto":
         in_allocation = "SLURM_JOB_ID" in os.environ and command.num_nodes > 1
         name = "srun" if in_allocation and not command.starts_ranks else "local"
@@ -183,10 +183,10 @@ def launcher_named(name: str, options: Sequence[str], command: RunCommand) -> La
                 "submitit is not installed here",
                 "pip install submitit, or give --launcher srun inside an allocation.",
             )
-        cluster = given.pop("cluster", None)
-        return partial(run_by_submitit, options=given, cluster=cluster)
+        cluster = found.pop("cluster", None)
+        return partial(run_by_submitit, options=found, cluster=cluster)
     if name == "nemo_run":
-        return partial(run_by_nemo_run, executor=str(given["executor"]))
+        return partial(run_by_nemo_run, executor=str(found["executor"]))
     return run_as_step if name == "srun" else run_locally
 
 
@@ -197,22 +197,22 @@ def read_options(name: str, options: Sequence[str]) -> dict[str, Any]:
         UserInputError: for a launcher that is not known, and options that it does not take.
     """
     require_known("--launcher", name, LAUNCHERS)
-    given = _pairs(options)
-    if given and name not in ("submitit", "nemo_run"):
+    found = _pairs(options)
+    if found and name not in ("submitit", "nemo_run"):
         raise UserInputError(
             "--launcher-option",
             options[0],
             "options are those of submitit and NeMo-Run",
             "Leave them out, or add --launcher submitit or nemo_run.",
         )
-    if name == "nemo_run" and given.keys() != {"executor"}:
+    if name == "nemo_run" and found.keys() != {"executor"}:
         raise UserInputError(
             "--launcher-option",
             list(options),
-            "NeMo-Run is told one executor, and nothing else",
+            "NeMo-Run takes one executor, and nothing else",
             "Give --launcher-option executor=NAME, or a .yaml file.",
         )
-    return given
+    return found
 
 
 def _pairs(options: Iterable[str]) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def run_process(
     """
     begun = time.monotonic()
     with output.open("wb") as stream, open_locked(running_file(output.parent)) as lock:
-        assert lock is not None, "a run's folder is its own"
+        assert lock is not None, "no two runs share a folder"
         try:
             child = subprocess.Popen(
                 words,

@@ -21,7 +21,7 @@ from nest_megatron.report.tables import (
     word_columns,
 )
 from nest_megatron.report.words import narrow_words
-from nest_megatron.tuning.selection import Known, NextRun, Stop, candidate_words, chosen
+from nest_megatron.tuning.selection import Known, NextRun, candidate_words, chosen
 from nest_megatron.tuning.session import State, Trial
 from nest_megatron.tuning.tuner import Tuned, outcome_words
 from nest_megatron.units import Seconds, format_duration, format_seconds
@@ -29,7 +29,7 @@ from nest_megatron.units import Seconds, format_duration, format_seconds
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-#: A mechanism is told of where its error is known better by this share, or has moved by this share
+#: A mechanism is reported where its error is known better by this share, or has moved by this share
 #: of its standard deviation.
 _BETTER, _MOVED = 0.05, 0.25
 
@@ -103,7 +103,7 @@ def _cost(seconds: Seconds, gpus: int) -> str:
     return f"{format_duration(seconds)} ({gpus * seconds / 3600:.2g} GPU-hours)"
 
 
-def dry_run_document(known: Known, runs: Sequence[NextRun], stop: Stop) -> Mapping[str, Any]:
+def dry_run_document(known: Known, runs: Sequence[NextRun], stop: str) -> Mapping[str, Any]:
     """What ``--dry-run --json`` prints."""
     seconds = sum(run.seconds for run in runs)
     return {
@@ -118,7 +118,7 @@ def dry_run_document(known: Known, runs: Sequence[NextRun], stop: Stop) -> Mappi
         ],
         "seconds": seconds,
         "gpu_hours": known.ranked.model.cluster.num_gpus * seconds / 3600,
-        "stop": stop.reason,
+        "stop": stop,
     }
 
 
@@ -135,10 +135,10 @@ def runs_table(runs: Sequence[NextRun]) -> RenderableType:
 
 
 def tuned_report(tuned: Tuned, trials: Sequence[Trial], plan: Path | None) -> Iterator[Any]:
-    """Everything that is told at the end."""
+    """Everything that is reported at the end."""
     known, taken = tuned.known, chosen(tuned.known)
     yield from (heading("Runs"), _trials_table(trials), "")
-    yield indented(f"The runs end because {tuned.stop.reason}.")
+    yield indented(f"The runs end because {tuned.stop}.")
     yield from _lessons_report(known)
     yield heading("The plan")
     if taken is None or plan is None:
@@ -234,7 +234,7 @@ def tuned_document(
     known, taken = tuned.known, chosen(tuned.known)
     return {
         "folder": str(folder),
-        "stop": tuned.stop.reason,
+        "stop": tuned.stop,
         "plan": None if plan is None else str(plan),
         "chosen": None if taken is None else _candidate_document(known, taken),
         "without_runs": _candidate_document(known, known.ranked.candidates[0]),

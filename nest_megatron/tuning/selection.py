@@ -45,12 +45,6 @@ class NextRun(NamedTuple):
     seconds: Seconds
 
 
-class Stop(NamedTuple):
-    """Why there is no next run."""
-
-    reason: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
     """What is thought of a job's plans after some runs.
@@ -59,8 +53,8 @@ class Known:
         steps_s: of the plans that were measured.
         peaks_bytes: highest measured peaks of plans' tensors, as far as runs say.
         failed: plans that failed, and whether for want of memory.
-        starts_s: how long each run took beside its steps.
-        num_steps: of the whole job, which a faster plan is worth; ``None`` where it does not say.
+        starts_s: how long each run took besides its steps.
+        num_steps: of the whole job, which a faster plan shortens; ``None`` where it does not say.
     """
 
     ranked: Ranked
@@ -104,7 +98,7 @@ class Known:
 
     @property
     def posterior(self) -> Posterior:
-        """The errors of predictions, given these runs and those of the site's calibration."""
+        """The errors of predictions, with these runs and those of the site's calibration."""
         steps = self.predicted
         site = self.ranked.request.site
         before = Posterior() if site is None else site.posterior
@@ -117,7 +111,7 @@ class Known:
 
     @property
     def peak_posterior(self) -> PeakPosterior:
-        """The errors of predicted peaks, given the same runs, and those that ran out of memory."""
+        """The errors of predicted peaks, with the same runs, and those that ran out of memory."""
         peaks, model, site = self.ranked.peaks, self.ranked.model, self.ranked.request.site
         bounds = [(plan, peak, False) for plan, peak in self.peaks_bytes.items()]
         short = (plan for plan, out_of_memory in self.failed.items() if out_of_memory)
@@ -172,7 +166,7 @@ class Known:
 def chosen(known: Known) -> Candidate | None:
     """The plan to take: of those that tie with the fastest allowed one, one that was measured.
 
-    The chance to run out of memory that is allowed, and the tie, are the planner's own
+    The chance to run out of memory that is allowed, and the tie, are the planner's
     (``planner.choice``).
     """
     candidates, request = known.candidates(), known.ranked.request
@@ -182,7 +176,7 @@ def chosen(known: Known) -> Candidate | None:
     return min(tied, key=lambda each: (each.solved not in known.steps_s, each.step_s))
 
 
-def next_run(known: Known, budget: int) -> NextRun | Stop:
+def next_run(known: Known, budget: int) -> NextRun | str:
     """The run that promises most per minute, or why none does.
 
     The first is of the plan that would be launched without runs, so that what they change is known
@@ -194,38 +188,38 @@ def next_run(known: Known, budget: int) -> NextRun | Stop:
     plans = known.candidates()
     ran = {*known.steps_s, *known.failed}
     if budget < 1:
-        return Stop("the budget is spent")
+        return "the budget is spent"
     if not plans:
-        return Stop("no plan is left that could run")
+        return "no plan is left that could run"
     if not ran:
         return NextRun(plans[0], 0.0, known.run_s(plans[0]))
     if known.steps_s and len(shortlist([each.step for each in plans], SURE).plans) == 1:
-        return Stop(f"one plan is as fast as the fastest with a chance of {SURE:.0%}")
+        return f"one plan is as fast as the fastest with a chance of {SURE:.0%}"
     runs = [
         NextRun(each, (1 - each.out_of_memory) * gain, known.run_s(each))
         for each, gain in zip(plans, run_gains([each.step for each in plans]), strict=True)
         if each.solved not in ran
     ]
     if not runs:
-        return Stop("every plan that could be the fastest has run")
+        return "every plan that could be the fastest has run"
     best = max(runs, key=lambda run: run.gain / run.seconds)
-    if known.steps_s and not _is_worth(known, best):
-        return Stop("no run is expected to save the job more time than it takes")
+    if known.steps_s and not _saves_time(known, best):
+        return "no run is expected to save the job more time than it takes"
     return best
 
 
-def _is_worth(known: Known, run: NextRun) -> bool:
-    """Whether a run is expected to save at least its own time in the whole job."""
+def _saves_time(known: Known, run: NextRun) -> bool:
+    """Whether a run is expected to save the whole job at least the time that it takes."""
     if known.num_steps is None:
         return run.gain > 0.0
     step_s = min(known.steps_s.values())
     return run.gain * known.num_steps * step_s > run.seconds
 
 
-def expected_runs(known: Known, budget: int) -> tuple[list[NextRun], Stop]:
+def expected_runs(known: Known, budget: int) -> tuple[list[NextRun], str]:
     """The runs that follow if each measures what is predicted of it, and what ends them."""
     runs: list[NextRun] = []
-    while not isinstance(found := next_run(known, budget - len(runs)), Stop):
+    while not isinstance(found := next_run(known, budget - len(runs)), str):
         runs.append(found)
         known = known.measured(found.candidate.solved, found.candidate.step.median_s, None)
     return runs, found

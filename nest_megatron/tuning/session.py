@@ -40,7 +40,7 @@ from nest_megatron.version import __version__
 
 
 class State(Name):
-    """How far a run is. ``repeated``: it was killed with this program before it told anything."""
+    """How far a run is. ``repeated``: it was killed with this program before it recorded a step."""
 
     STARTED = "started"
     MEASURED = "measured"
@@ -169,12 +169,12 @@ def measured(trial: Trial, record: RunRecord) -> Trial:
 
 def in_history(record: RunRecord, trial: Trial) -> RunRecord:
     """The record of a run that has ended, for the site's history."""
-    told = dataclasses.replace(record, trial=True)
+    known = dataclasses.replace(record, trial=True)
     if record.outcome is not Outcome.STARTED or trial.failure is None:
-        return told
+        return known
     ended = {Failure.OUT_OF_MEMORY: Outcome.OUT_OF_MEMORY, Failure.TIMEOUT: Outcome.KILLED}
     outcome = ended.get(trial.failure, Outcome.FAILED)
-    return dataclasses.replace(told, outcome=outcome, error=trial.reason)
+    return dataclasses.replace(known, outcome=outcome, error=trial.reason)
 
 
 def last_lines(output: Path) -> list[str]:
@@ -191,16 +191,16 @@ def _failure(lines: Iterable[str]) -> tuple[Failure, str | None]:
     >>> _failure(["[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried ..."])[0]
     <Failure.OUT_OF_MEMORY: 'out_of_memory'>
     """
-    told = [line.strip() for line in lines if not _CONSEQUENCES.search(line)]
+    shown = [line.strip() for line in lines if not _CONSEQUENCES.search(line)]
     for failure, sign in _SIGNS:
-        at = next((k for k, line in enumerate(told) if re.search(sign, line, re.IGNORECASE)), None)
+        at = next((k for k, line in enumerate(shown) if re.search(sign, line, re.IGNORECASE)), None)
         if at is not None:
-            ends = told[at:] if _STOPS in told[at] else ()  # our own error stands behind this line
-            own = (re.search(r"\berror: (.+?)\.?$", line) for line in ends)
-            reason = next((error[1] for error in own if error), told[at])
+            ends = shown[at:] if _STOPS in shown[at] else ()  # our error stands behind this line
+            ours = (re.search(r"\berror: (.+?)\.?$", line) for line in ends)
+            reason = next((error[1] for error in ours if error), shown[at])
             return failure, reason[:300]
-    errors = [line for line in told if re.search(r"\w(Error|Exception)\b|^error: ", line)]
-    said = errors or told
+    errors = [line for line in shown if re.search(r"\w(Error|Exception)\b|^error: ", line)]
+    said = errors or shown
     return Failure.OTHER, said[-1][:300] if said else None
 
 
@@ -260,7 +260,7 @@ class Session:
 
 @contextlib.contextmanager
 def new_session(folder: Path, request: TuneRequest) -> Iterator[Session]:
-    """Begin a tuning in a folder of its own.
+    """Begin a tuning in a new folder.
 
     Raises:
         UserInputError: if the folder has one, or another process holds it.
@@ -307,7 +307,7 @@ def resumed_session(folder: Path) -> Iterator[Session]:
                 _OPTION,
                 str(folder),
                 f"nest-megatron {began} began it, and this is {__version__}",
-                "Begin anew: predictions of two versions are not compared.",
+                "Begin again: predictions of two versions are not compared.",
             )
         yield Session(folder, request, trials)
 
@@ -321,7 +321,7 @@ def _read(journal: Path) -> tuple[TuneRequest, dict[int, Trial]]:
         except ValueError:
             warn_once(f"{journal}: line {number} is cut off, and is passed over.")
     if not documents:
-        raise UserInputError(_OPTION, str(journal), limit="it is empty", fix="Begin anew.")
+        raise UserInputError(_OPTION, str(journal), limit="it is empty", fix="Begin again.")
     trials = (from_plain(Trial, each, "journal:") for each in documents[1:])
     return from_plain(TuneRequest, documents[0], "journal:"), {
         trial.number: trial for trial in trials

@@ -18,7 +18,7 @@ from nest_megatron.planner import describe_grid
 from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.tuning.job import RunCommand, TunedJob
 from nest_megatron.tuning.launchers import Launcher, running_file
-from nest_megatron.tuning.selection import Known, NextRun, Stop, candidate_words, next_run
+from nest_megatron.tuning.selection import Known, NextRun, candidate_words, next_run
 from nest_megatron.tuning.session import (
     Ended,
     Failure,
@@ -42,10 +42,10 @@ _HISTORY, _OUTPUT, _PLAN = "record.jsonl", "output.txt", "plan.yaml"
 
 
 class Tuned(NamedTuple):
-    """How a tuning ended."""
+    """How a tuning ended, and why."""
 
     known: Known
-    stop: Stop
+    stop: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Tuner:
 
     Args:
         launcher_of: the launcher for a command.
-        tell: told what happens, one sentence at a time.
+        tell: called with what happens, one sentence at a time.
     """
 
     session: Session
@@ -63,14 +63,14 @@ class Tuner:
     tell: Callable[[str], None]
 
     def run(self) -> Tuned:
-        """Run until the budget is spent or nothing is left to learn that is worth its time.
+        """Run until the budget is spent or nothing is left to learn that pays for its time.
 
         Raises:
             KeyboardInterrupt: if the user interrupts; it says how to go on.
         """
         self.settle()
         try:
-            while not isinstance(found := self._next(self.known()), Stop):
+            while not isinstance(found := self._next(self.known()), str):
                 self._run(found)
         except KeyboardInterrupt as error:
             resume = f"nest-megatron tune --resume {shlex.quote(str(self.session.folder))}"
@@ -95,7 +95,7 @@ class Tuner:
                 known = known.without(self._solved(trial), out_of_memory=short)
         return known
 
-    def _next(self, known: Known) -> NextRun | Stop:
+    def _next(self, known: Known) -> NextRun | str:
         counted = [trial for trial in self.session.trials if trial.counts]
         failed = [
             trial
@@ -107,9 +107,9 @@ class Tuner:
             return found
         last = f"{failed[-1].reason} ({self.session.path(failed[-1], _OUTPUT)})"
         if len(failed) >= _HOPELESS:
-            return Stop(f"the job itself fails: {last}")
-        if isinstance(found, Stop):
-            return Stop(f"{found.reason}, and nothing was measured: {last}")
+            return f"the job itself fails: {last}"
+        if isinstance(found, str):
+            return f"{found}, and nothing was measured: {last}"
         return found
 
     def _run(self, run: NextRun) -> None:
@@ -184,7 +184,7 @@ class Tuner:
             if each.solved.layout == layout:
                 return each.solved
         limit = "planned again, this job has no such plan"
-        fix = "Begin anew, with the command, settings and profiles of now."
+        fix = "Begin again, with the command, settings and profiles of now."
         raise UserInputError("tune", describe_grid(layout), limit, fix)
 
 
