@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -46,7 +47,7 @@ BASELINES = (
     Baseline("aceso", "relieves the bottleneck (Aceso)", aceso.find),
     Baseline("autoconfigurator", "table of degrees, all measured (NeMo)", autoconfigurator.find),
 )
-#: Our own search, which every comparison is relative to.
+#: Our search, which every comparison is relative to.
 NEST = "nest"
 PLANNERS = (NEST, *(baseline.name for baseline in BASELINES))
 
@@ -122,18 +123,18 @@ def compare(
 
 
 def _ours(request: Request) -> Compared:
-    """Our own answer: what ``plan`` answers."""
+    """Our answer: what ``plan`` answers."""
     found = plan(replace(request, remedies=False))
-    own = found if isinstance(found, ParallelPlan) else None
-    terms = {} if own is None else mean_terms(request.cost_model(), own.layout)
+    ours = found if isinstance(found, ParallelPlan) else None
+    terms = {} if ours is None else mean_terms(request.cost_model(), ours.layout)
     return Compared(
         name=NEST,
         title="this project: exact, aware of network and memory",
-        plan=own,
+        plan=ours,
         reason=_our_reason(found),
         candidates=found.search.candidates,
         search_s=found.search.seconds,
-        relative_throughput=None if own is None else 1.0,
+        relative_throughput=None if ours is None else 1.0,
         terms=terms,
         differences=dict.fromkeys(terms, 0.0),
         ended_early=isinstance(found, EndedEarly),
@@ -208,7 +209,7 @@ def _theirs(request: Request, ours: Compared, baseline: Baseline) -> Compared:
 
 
 def baselines_named(names: Iterable[str]) -> tuple[Baseline, ...]:
-    """The baselines of some names, in the order given.
+    """The baselines of some names, in their order.
 
     Raises:
         UserInputError: for a name that is none, with the list.
@@ -226,13 +227,12 @@ def split_planners(overrides: Sequence[str]) -> tuple[tuple[str, ...], list[str]
     >>> split_planners(["model=llama3_8b", "planners=[nest, mist]"])
     (('nest', 'mist'), ['model=llama3_8b'])
     """
-    given = [text for text in overrides if text.partition("=")[0] == "planners"]
-    rest = [text for text in overrides if text not in given]
-    if not given:
+    rest = [text for text in overrides if text.partition("=")[0] != "planners"]
+    listed = [text.partition("=")[2] for text in overrides if text not in rest]
+    if not listed:
         return PLANNERS, rest
-    text = given[-1].partition("=")[2].strip().strip("[]()")
-    names = tuple(name.strip().strip("'\"") for name in text.split(",") if name.strip())
-    if not names:
+    words = re.split(r"[\s,'\"\[\]()]+", listed[-1])
+    if not (names := tuple(filter(None, words))):
         fix = f"Name some of {', '.join(PLANNERS)}, or leave it out for all."
-        raise UserInputError("planners", given[-1].partition("=")[2], "it names no planner", fix)
+        raise UserInputError("planners", listed[-1], "it names no planner", fix)
     return names, rest

@@ -156,7 +156,7 @@ def _plain_row(row: Compared) -> dict[str, Any]:
 
 
 _TRAFFIC = ("tp_communication", "cp_communication", "ep_communication")
-#: Shares of the throughput of ``nest`` that are told apart from it.
+#: Below this share of the throughput of ``nest`` a planner is slower.
 _EQUAL = 0.9995
 _HTML = ".html"
 #: Columns of the page; the figures are behind the reasons.
@@ -320,8 +320,8 @@ def _draw_row(axes: Any, row: Compared, at: int, scale: float) -> None:
             axes.text(left + width / 2, at, words, color=ink_on(TERM_COLOURS[name]), **place)
         left += width
     share, step = row.relative_throughput, format_seconds(row.plan.predicted.iteration_time_s)
-    told = step if share is None else f"{step}   {100 * share:.1f} %"
-    axes.text(left + 0.08, at, told, va="center", fontsize=8, fontweight="bold")
+    words = step if share is None else f"{step}   {100 * share:.1f} %"
+    axes.text(left + 0.08, at, words, va="center", fontsize=8, fontweight="bold")
     parts = (f"{tokens_per_s(row.plan):,.0f} tokens/s", *layout_lines(row.plan))
     under = ", ".join((*parts, f"found in {row.search_s:.2f} s"))
     axes.text(0, at + 0.3, under, va="top", fontsize=6.5, color=SOFT)

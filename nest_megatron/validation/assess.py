@@ -177,7 +177,7 @@ def _balanced(problem: PipelineProblem) -> StagePartition:
 def iteration_ticks(problem: PipelineProblem, partition: StagePartition) -> Ticks:
     """Iteration time of a partition, whether it fits in memory or not.
 
-    The stage solver judges it: asked for the one partition, it simulates the one schedule.
+    The stage solver judges it: of one partition it simulates the one schedule.
     """
     unbounded = problem._replace(capacity_bytes=_NO_LIMIT)
     try:
@@ -230,8 +230,7 @@ class Assessor(Caching):
 
     def judge(self, file: RowFile) -> Judged:
         """Every row of a file, on both bases."""
-        stated = tuple(self.outcomes(file, Basis.AS_STATED))
-        planned = tuple(self.outcomes(file, Basis.AS_PLANNED))
+        stated, planned = (tuple(self.outcomes(file, basis)) for basis in Basis)
         return Judged(file=file, as_stated=stated, as_planned=planned)
 
     def outcomes(self, file: RowFile, basis: Basis) -> Iterator[RowOutcome]:
@@ -333,7 +332,7 @@ def _work(job: RowJob, prediction: RowPrediction) -> StepWork:
     )
 
 
-#: What PyTorch's allocator holds at its peak over what it has given out. SimuMax prints both for
+#: What PyTorch's allocator holds at its peak over what it has handed out. SimuMax prints both for
 #: one node of B200: 1.03 to 1.08 times; jobs of 2021 and 2022 lie higher.
 _RESERVED, _CACHED = 1.06, 1.2
 

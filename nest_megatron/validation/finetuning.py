@@ -76,7 +76,7 @@ _COMPILED = {
     ("performance-summary.mdx", "c0e4fe1b"): "eager",
 }
 #: Pages whose runs of fine-tuning pack SQuAD: by their script (``performance_mode`` of NeMo's
-#: ``finetune_recipe``), or in their own words (NVIDIA/NeMo @ 070a0bb and 9f27fd5).
+#: ``finetune_recipe``), or as they say (NVIDIA/NeMo @ 070a0bb and 9f27fd5).
 _PACKED_PAGES = frozenset(
     (
         "llama3/finetuning/README_8b.md",
@@ -126,8 +126,8 @@ def with_packs(
     """
     timed = row.get("iter_time_s", "").strip() or row.get("tokens_per_s_per_gpu", "").strip()
     tuned = _TUNED.search(f"{row.get('section', '')} {row.get('task', '')}")
-    stated = _PACKED_WORDS.search(row.get("ambiguity", ""))
-    packed = stated or (tuned and _page(row) in _PACKED_PAGES)
+    said = _PACKED_WORDS.search(row.get("ambiguity", ""))
+    packed = said or (tuned and _page(row) in _PACKED_PAGES)
     if not (timed and packed):
         return settings, ()
     found = lengths_from_moments(_SQUAD_TOKENS, _SQUAD_DEVIATION, seq_length, packed=True)

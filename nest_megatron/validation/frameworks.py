@@ -327,7 +327,7 @@ _MEGATRON_LM_DEV = _over(
     name="megatron_lm_dev",
     framework="Megatron-LM, dev branch",
 )
-#: The page's table of overlaps has runs with "zero overlap" beside those that other tables repeat.
+#: The page's table of overlaps has runs with "zero overlap" next to those that other tables repeat.
 _PAI = _over(
     TARGETS["megatron_lm_0.16"],
     *_defaults(

@@ -161,8 +161,8 @@ def _grid(
     batch, micro = _batch(row, dims, notes, split=split)
     if whole(row, "vp") is None:
         dims = _in_whole_rounds(dims, batch // (micro * dims.data_parallel_size), notes)
-    stated = whole(row, "seq_parallel")
-    sequence_parallel = flags.get("sequence_parallel") if stated is None else stated
+    said = whole(row, "seq_parallel")
+    sequence_parallel = flags.get("sequence_parallel") if said is None else said
     return PartialLayout(
         dims=dims,
         global_batch_size=batch,
@@ -191,7 +191,7 @@ def _dims(
 
 
 def dims_of(row: Row, gpus: int, *, virtual: int, etp: int | None = None) -> ParallelDims:
-    """The degrees of a row; the expert-tensor size is the tensor size if not given."""
+    """The degrees of a row; the expert-tensor size is the tensor size by default."""
     tp, pp, cp, ep = (whole(row, column) or 1 for column in ("tp", "pp", "cp", "ep"))
     replicas, rest = divmod(gpus, tp * pp * cp)
     if rest or not replicas:
@@ -211,24 +211,24 @@ def dims_of(row: Row, gpus: int, *, virtual: int, etp: int | None = None) -> Par
 def _virtual(
     row: Row, spec: TransformerSpec, pp: int, flags: Mapping[str, Any], notes: list[str]
 ) -> int:
-    given = whole(row, "vp")
+    said = whole(row, "vp")
     if pp == 1:
         return 1
     interleaves = flags.get("num_layers_per_virtual_pipeline_stage") == 1
-    if given is None and interleaves and spec.num_layers % pp == 0:
+    if said is None and interleaves and spec.num_layers % pp == 0:
         notes.append("one layer in each virtual stage")
         return spec.num_layers // pp
-    return max(1, given or 1)
+    return max(1, said or 1)
 
 
 def _pipeline_runs(row: Row, grid: PartialLayout) -> int:
     """Local batches in a step, of a framework whose pipeline runs over one at a time."""
     named = re.search(r"\bLBS (\d+)", row.get("ambiguity", ""))
     local = int(named[1]) if named else whole(row, "mbs")
-    own = grid.global_batch_size // grid.dims.data_parallel_size
-    if grid.dims.pipeline_model_parallel_size == 1 or not local or own % local:
+    batch = grid.global_batch_size // grid.dims.data_parallel_size
+    if grid.dims.pipeline_model_parallel_size == 1 or not local or batch % local:
         return 1
-    return own // local
+    return batch // local
 
 
 def _in_whole_rounds(dims: ParallelDims, microbatches: int, notes: list[str]) -> ParallelDims:
@@ -273,12 +273,10 @@ def _assumed_steps(row: Row, ranks: int, notes: list[str]) -> int:
 
 
 def _zero(row: Row, flags: Mapping[str, Any]) -> ZeroStage:
-    given = whole(row, "zero")
-    if given is not None:
-        return ZeroStage(min(given, 3))
-    if _is_sharded(row):
-        return ZeroStage.WEIGHTS
-    if flags.get("data_parallel_sharding_strategy") == STRATEGIES[ZeroStage.WEIGHTS]:
+    said, weights = whole(row, "zero"), STRATEGIES[ZeroStage.WEIGHTS]
+    if said is not None:
+        return ZeroStage(min(said, 3))
+    if _is_sharded(row) or flags.get("data_parallel_sharding_strategy") == weights:
         return ZeroStage.WEIGHTS
     shards = flags.get("use_distributed_optimizer")
     return ZeroStage.OPTIMIZER if shards else ZeroStage.NONE
@@ -289,7 +287,7 @@ def _is_sharded(row: Row) -> bool:
 
 
 def _beside_fsdp(row: Row, target: Target) -> dict[str, Any]:
-    """What the guide of Megatron-FSDP recommends beside it, which its developers' runs follow.
+    """What the guide of Megatron-FSDP recommends with it, which its developers' runs follow.
 
     Source: Megatron-LM docs/discussions/megatron-fsdp-user-guide, "Recommended Configurations".
     """

@@ -68,8 +68,8 @@ def _blackwell(gpu: str) -> tuple[str, tuple[str, ...]]:
     >>> _blackwell("Blackwell ~184 GiB")[0]
     'gb200_186gb'
     """
-    stated = re.search(r"([\d.]+)\s*GiB", gpu)
-    size = float(stated[1]) * GIB if stated else 0.0
+    printed = re.search(r"([\d.]+)\s*GiB", gpu)
+    size = float(printed[1]) * GIB if printed else 0.0
     near = [name for name in _BLACKWELL if abs(accelerator(name).memory_bytes - size) < GIB]
     if len(near) != 1:
         raise RefusedRowError("unknown GPU", f"{gpu!r} names no one part of the catalogue")
@@ -123,7 +123,7 @@ class Adapters:
     Args:
         technology: name in links.yaml, or ``None`` if it is not said.
         count: adapters of one node, or ``None`` if it is not said.
-        per_gpu: each GPU has one of its own.
+        per_gpu: each GPU has one.
         bytes_per_s: rate of one adapter in one direction, or ``None``.
         node_bytes_per_s: rate of all adapters of a node, where only that is said.
         reduces: the switches form sums (SHARP).

@@ -143,12 +143,12 @@ def _extra(row: Mapping[str, str]) -> Mapping[str, object]:
 
 
 def _expert_layers(row: Mapping[str, str], extra: Mapping[str, object]) -> dict[str, object]:
-    stated = extra.get("moe_layer_freq")
+    pattern = extra.get("moe_layer_freq")
     layers, dense = _size(row, "layers"), _size(row, "dense_layers")
-    if isinstance(stated, int | list):
-        return {"moe_layer_freq": stated}
-    if isinstance(stated, str):
-        return {"moe_layer_freq": re.sub(r"^.*lambda:|\)$|\s", "", stated)}
+    if isinstance(pattern, int | list):
+        return {"moe_layer_freq": pattern}
+    if isinstance(pattern, str):
+        return {"moe_layer_freq": re.sub(r"^.*lambda:|\)$|\s", "", pattern)}
     if layers is not None and dense is not None:
         return {"moe_layer_freq": [0] * dense + [1] * (layers - dense)}
     return {}
@@ -308,9 +308,8 @@ def _layers(row: Mapping[str, str], name: ModelName, hidden: int, vocab: int) ->
 
     A layer of four times the hidden size holds ``12 * hidden**2`` parameters.
     """
-    stated = whole(row, "layers") or name.num_layers
-    if stated:
-        return stated, ""
+    if said := whole(row, "layers") or name.num_layers:
+        return said, ""
     text = row.get("params_b") or ""
     size = size_in_billions(text.replace(".", "p") + "b")
     refused = RefusedRowError("number of layers not stated", f"{row.get('model', '')!r} of {text}B")

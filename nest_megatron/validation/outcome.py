@@ -1,6 +1,6 @@
 """What became of one row of measurements, and the regimes that rows are scored in.
 
-Predictions are wrong in different ways in different regimes. A run may belong to several of them,
+Predictions err differently in different regimes. A run may belong to several of them,
 or to none but ``dense`` or ``moe``.
 """
 
@@ -148,19 +148,19 @@ Pair = tuple[RowOutcome, RowOutcome]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A file and what became of its rows, predicted both ways, in the order of the file."""
+    """A file and what became of its rows, predicted on both bases, in the order of the file."""
 
     file: RowFile
     as_stated: Sequence[RowOutcome]
     as_planned: Sequence[RowOutcome]
 
     def on(self, basis: Basis) -> Sequence[RowOutcome]:
-        """The outcomes of one way."""
+        """The outcomes of one basis."""
         return self.as_stated if basis is Basis.AS_STATED else self.as_planned
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """Each row both ways."""
+        """Each row on both bases."""
         return tuple(zip(self.as_stated, self.as_planned, strict=True))
 
 
@@ -183,7 +183,7 @@ class Regime:
         name: in ``--json``.
         definition: which rows belong, for people.
         reason: why they are scored apart.
-        holds: whether a row belongs; asked of the row as it is stated, predicted or refused.
+        holds: whether a row belongs, as it is stated, predicted or refused.
     """
 
     name: str

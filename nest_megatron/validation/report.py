@@ -317,13 +317,13 @@ class RiskBin:
 def risk_bin(data: Iterable[RowOutcome], low: float = 0.0, high: float = 1.0) -> RiskBin:
     """The runs of one range of chances, and how many of them did run out of memory."""
     pairs = [(each.risk or 0.0, each.out_of_memory) for each in data]
-    own = [pair for pair in pairs if low <= pair[0] < high or pair[0] == high == 1.0]
+    inside = [pair for pair in pairs if low <= pair[0] < high or pair[0] == high == 1.0]
     return RiskBin(
         low=low,
         high=high,
-        runs=len(own),
-        out_of_memory=sum(ran_out for _, ran_out in own),
-        expected=sum(chance for chance, _ in own),
+        runs=len(inside),
+        out_of_memory=sum(ran_out for _, ran_out in inside),
+        expected=sum(chance for chance, _ in inside),
     )
 
 
@@ -334,7 +334,7 @@ def risks_by_regime(files: Iterable[Judged]) -> dict[str, RiskBin]:
     guess, which they show to be wrong where they were expected to run out.
     """
     runs = {n: [o for o, _ in pairs] for n, pairs in pairs_by_regime(files).items()}
-    risks = {name: risk_bin(memory_tests(own)) for name, own in runs.items()}
+    risks = {name: risk_bin(memory_tests(found)) for name, found in runs.items()}
     risks["recompute not stated"] = risk_bin(memory_tests(runs["all"], stated=False))
     return {name: each for name, each in risks.items() if each.runs}
 

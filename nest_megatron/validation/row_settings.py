@@ -1,6 +1,6 @@
 """Settings of the recipes behind rows of measurements, and what a job may have been without them.
 
-``row_settings.csv`` beside a file names rows of throughput (``row_id``), how sure its values are
+``row_settings.csv`` next to a file names rows of throughput (``row_id``), how sure its values are
 (``confidence``, ``layout_matches``), and what the recipe set, in columns that become arguments of
 Megatron here.
 """
@@ -49,7 +49,7 @@ class RowSettings:
     """What the recipe of a row set.
 
     Args:
-        certain: read from the recipe of the row's own release and layout, whatever its batch and
+        certain: read from the recipe of the row's release and layout, whatever its batch and
             its number of GPUs. Otherwise its recomputation and its execution are one more thing
             that the run may have been.
         flags: by Megatron's names.
@@ -269,7 +269,7 @@ def _recompute(said: Mapping[str, str]) -> Recompute | None:
 #: Columns, what they may say in words, and the settings that it means.
 Said = tuple[str, str, Mapping[str, object]]
 
-#: How layers are carried out, which a plan chooses.
+#: The execution of layers, which a plan chooses.
 WORDS: tuple[Said, ...] = tuple(
     ("section ambiguity", pattern, flags)
     for pattern, flags in (
@@ -312,7 +312,7 @@ FORMATS: tuple[Said, ...] = (
         },
     ),
 )
-#: Settings of the cost model. Frozen weights have no use of 16-bit ones beside those in fp8, and
+#: Settings of the cost model. Frozen weights have no use of 16-bit ones where they are in fp8, and
 #: recipes do without the cache of their transposes (NeMo:
 #: ``scripts/performance/llm/mlperf_lora_llama2_70b.py``).
 TRAITS: tuple[Said, ...] = (
@@ -330,7 +330,7 @@ TRAITS: tuple[Said, ...] = (
         r"megatron-?deepspeed.*; bf16",
         {"gradient_bytes": 4, "keeps_narrow_gradients": True, "optimizer_bytes": 12},
     ),
-    # Transformer Engine's; measured peaks are those of Megatron's own
+    # Transformer Engine's; measured peaks are those of Megatron's
     ("ambiguity", r"\bfused cross entropy", {"loss_traffic_bytes": 10}),
 )
 
@@ -429,8 +429,8 @@ _SETTING = re.compile(r"none|full|selective|per-op|offload|attn|norm|act\b|mlp|m
 
 def states_recompute(row: Row) -> bool:
     """Whether a row says what is recomputed."""
-    stated = row.get("recompute", "").strip().lower()
-    return bool(_SETTING.search(stated)) and not stated.startswith("not stated")
+    said = row.get("recompute", "").strip().lower()
+    return bool(_SETTING.search(said)) and not said.startswith("not stated")
 
 
 def _leaves_modules_out(row: Row, spec: TransformerSpec) -> bool:
@@ -467,10 +467,10 @@ def _recomputes(
     # A run that ended out of memory did not look for a setting that fits.
     if ran_out_of_memory(row):
         return (grid.recompute,)
-    own = () if recipe.recompute is None else (recipe.recompute,)
+    named = () if recipe.recompute is None else (recipe.recompute,)
     if not spec.is_moe and keeps_dense:
-        return tuple(dict.fromkeys((NO_RECOMPUTE, *own)))
+        return tuple(dict.fromkeys((NO_RECOMPUTE, *named)))
     modules = (*_EXPERTS, *(_LATENT if spec.multi_latent_attention else ()))
     some = tuple(map(selective_recompute, modules))
     usual = (grid.recompute, *some) if is_selective else (NO_RECOMPUTE, *some, FULL_RECOMPUTE)
-    return tuple(dict.fromkeys((*usual, *own)))
+    return tuple(dict.fromkeys((*usual, *named)))

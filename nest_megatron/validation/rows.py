@@ -1,4 +1,4 @@
-"""Files of public measurements, told apart by their columns, and what a row measured."""
+"""Files of public measurements, known by their columns, and what a row measured."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RowKind(Name):
     COLLECTIVES = "comm_collectives"
 
 
-#: Settings of the recipes behind rows, beside their file, and what stands before a column of it in
+#: Settings of the recipes behind rows, next to their file, and what stands before a column of it in
 #: a row that it is joined to.
 SETTINGS_FILE, SETTING = "row_settings.csv", "row_settings."
 
@@ -64,7 +64,7 @@ class RowFile:
 
 
 def read_rows(path: Path) -> RowFile:
-    """Read a file of measurements, joined to the settings beside it (``row_settings.csv``).
+    """Read a file of measurements, joined to the settings next to it (``row_settings.csv``).
 
     Raises:
         UserInputError: if it is missing, empty, no table, or of no known kind.
@@ -81,29 +81,29 @@ def read_rows(path: Path) -> RowFile:
 
 
 def _joined(path: Path, rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Rows of a file with the settings that the file beside it has for them.
+    """Rows of a file with the settings that the file next to it has for them.
 
     A row is named by its ``throughput_row`` or its ``row_id``.
 
     Raises:
         UserInputError: if the file of settings cannot be read.
     """
-    beside = path.with_name(SETTINGS_FILE)
-    if not beside.is_file():
+    settings = path.with_name(SETTINGS_FILE)
+    if not settings.is_file():
         return rows
-    names, table = read_csv(beside, SETTINGS_FILE)
+    names, table = read_csv(settings, SETTINGS_FILE)
     if not {"row_id", "confidence"} <= set(names):
         raise UserInputError(
             SETTINGS_FILE,
-            str(beside),
+            str(settings),
             limit="it has no columns row_id and confidence",
             fix="docs/accuracy.md lists the columns; move the file away if it is another one.",
         )
     known = {row["row_id"]: row for row in table if row["confidence"]}
-    settings = [known.get(row.get("throughput_row") or row.get("row_id", ""), {}) for row in rows]
+    found = [known.get(row.get("throughput_row") or row.get("row_id", ""), {}) for row in rows]
     return [
-        {**row, **{f"{SETTING}{name}": text for name, text in found.items()}}
-        for row, found in zip(rows, settings, strict=True)
+        {**row, **{f"{SETTING}{name}": text for name, text in each.items()}}
+        for row, each in zip(rows, found, strict=True)
     ]
 
 
@@ -303,7 +303,7 @@ def ran_out_of_memory(row: Row) -> bool:
 
 
 #: Printed time and printed rate of one row may differ by this factor: sources count the operations
-#: of attention and of recomputation in several ways.
+#: of attention and of recomputation differently.
 _TOLERATED = 2.5
 
 

@@ -2,7 +2,7 @@
 
 Choices are judged on jobs that were measured in at least two layouts, as if these were all plans
 that a search found: the nominal choice has the shortest predicted step, the default one is the
-planner's own.
+planner's.
 """
 
 from __future__ import annotations

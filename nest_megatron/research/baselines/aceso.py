@@ -11,7 +11,7 @@ the micro batch, the layers recomputed, layers to a neighbouring stage). The fir
 better is taken; where no single primitive helps, the search goes on from the best of their results
 for up to ``HOPS`` steps. States are never priced twice.
 
-Left out: tensor degrees and recomputation of its own for each stage, which Megatron does not
+Left out: tensor degrees and recomputation for each stage, which Megatron does not
 launch. Given to it beyond the paper: raising and lowering expert parallelism. It has no ZeRO, no
 context parallelism and no virtual stages.
 
@@ -148,7 +148,7 @@ class _Climb:
         return [self.layouts.recomputed(grid, setting) for setting in found]
 
     def _other_shards(self, grid: PartialLayout, name: str, direction: int) -> list[PartialLayout]:
-        """The next larger or smaller value of one field; the experts' own degree may follow."""
+        """The next larger or smaller value of one field; the experts' tensor degree may follow."""
         now = shard_of(grid)
         steps = {
             shard: (getattr(shard, name) - getattr(now, name)) * direction

@@ -10,7 +10,7 @@ then chosen for the shortest step, again without memory. There is one pipeline o
 the replicas of a stage lie inside its sub-mesh. Only the finished candidate is checked against
 memory and dropped if it does not fit; whatever else that sub-mesh could have held is not tried.
 
-Left out: a sharding of its own for each operator and sub-meshes of different size, which Megatron
+Left out: a sharding for each operator and sub-meshes of different size, which Megatron
 does not launch. The integer program over shardings is an exhaustive choice here. No ZeRO, no
 context parallelism, no virtual stages; recomputation is the user's switch there, and both settings
 are tried.

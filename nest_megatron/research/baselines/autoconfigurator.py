@@ -16,7 +16,7 @@ pipeline alone), models with latent attention refused. It offers 40 and 80 GB; a
 or more counts as the second.
 
 Different here: a model's size is its number of parameters, where the tool reads Mixtral 8x7B as
-7 B; virtual stages are at most as many as our own space allows.
+7 B; virtual stages are at most as many as our space allows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a baseline is given and answers; networks and partitions as methods see them."""
+"""The question and the answer of a baseline; networks and partitions as methods see them."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class ComparisonJob:
     """A job to plan on the real cluster; its stage partition is for the planners to choose.
 
     Args:
-        space: what our own search may choose among; a baseline restricts it further.
+        space: what our search may choose among; a baseline restricts it further.
         peaks: the largest peaks of plans on the real cluster, by their chance to run out of memory.
-        out_of_time: asked by exact searches; once true they stop with the best so far.
+        out_of_time: called by exact searches; once true they stop with the best so far.
     """
 
     model: CostModel
@@ -79,9 +79,9 @@ class ComparisonJob:
                 yield from grids.families(grid)
 
     def all_or_no_recompute(self) -> tuple[Recompute, ...]:
-        """Both ends of recomputation, or the user's own setting."""
-        own = self.space.recompute
-        return (NO_RECOMPUTE, FULL_RECOMPUTE) if own is None else (own,)
+        """Both ends of recomputation, or the user's setting."""
+        fixed = self.space.recompute
+        return (NO_RECOMPUTE, FULL_RECOMPUTE) if fixed is None else (fixed,)
 
     def problem(self, grid: PartialLayout) -> PipelineProblem:
         """The stage problem of a grid on the real cluster, under the limit of its memory."""
@@ -162,7 +162,7 @@ def restricted(
 
     Args:
         without: degrees that the method does not have; they are 1 unless the user fixes them.
-        zero_stages, rank_orders: those that the method has; the user's own if these exclude all.
+        zero_stages, rank_orders: those that the method has; the user's if these exclude all.
         recompute: the one setting to try, if the user fixes none.
     """
     space, cluster = job.space, job.model.cluster

@@ -82,11 +82,11 @@ def _from_recipe(job: ComparisonJob, recipe: Recipe) -> SolvedLayout | None:
     for name, value in recipe.degrees.items():
         if space.fixed.get(name, value) != value or value > space.limits.get(name, value):
             return None
-    own = replace(space, fixed={**space.fixed, **recipe.degrees})
+    fixed = replace(space, fixed={**space.fixed, **recipe.degrees})
     return fastest(
         _laid_out(job, grid, recompute)
-        for grid in job.families(restricted(replace(job, space=own), zero_stages=_ZERO))
-        for recompute in job.grids(own).recompute_settings(grid)
+        for grid in job.families(restricted(replace(job, space=fixed), zero_stages=_ZERO))
+        for recompute in job.grids(fixed).recompute_settings(grid)
     )
 
 
@@ -156,7 +156,7 @@ def _experts_in_node(grids: list[PartialLayout], node: int) -> list[PartialLayou
 
 
 def _ladder(job: ComparisonJob, grids: list[PartialLayout]) -> list[Recompute]:
-    """Recompute settings to try, the user's own if one is fixed."""
+    """Recompute settings to try, the user's if one is fixed."""
     if job.space.recompute is not None:
         return [job.space.recompute]
     allowed = job.grids(job.space).recompute_settings(grids[0]) if grids else ()
@@ -199,7 +199,7 @@ class Recipe:
 def published(spec: TransformerSpec, cluster: Cluster, precision: Precision) -> list[Recipe]:
     """Recipes for the model at its sequence length on such GPUs, the nearest first.
 
-    The job's own number format comes before others, then the nearest number of GPUs counts, then
+    The job's number format comes before others, then the nearest number of GPUs counts, then
     the newest.
     """
     near = [

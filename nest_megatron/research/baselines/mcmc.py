@@ -9,8 +9,8 @@ stages, ZeRO, recomputation, one layer's stage), prices the result with the full
 included, and moves there if it is faster, or with a probability that falls exponentially with the
 loss if it is not. The best of all states that fit is the answer.
 
-Left out: a sharding of its own for each operator, which Megatron does not launch, and TopoOpt's
-search for the network itself. Given to it beyond the papers: every dimension of our own space, so
+Left out: a sharding for each operator, which Megatron does not launch, and TopoOpt's
+search for the network itself. Added to it: every dimension of our space, so
 that what it loses is lost by the walk. Neither paper says how memory counts; here a state that
 lacks a tenth of the memory counts as ``1 + MEMORY_PENALTY / 10`` times as slow, so that the walk
 finds its way to where states fit.
@@ -64,7 +64,7 @@ def find(job: ComparisonJob, *, seeds: int = SEEDS, steps: int = STEPS) -> Basel
 
 
 class _Walk:
-    """One random walk; it draws from its own generator alone."""
+    """One random walk, which draws from one generator alone."""
 
     def __init__(self, layouts: Layouts, starts: list[PartialLayout], rng: random.Random) -> None:
         self.layouts = layouts
@@ -72,7 +72,7 @@ class _Walk:
         self.state = layouts.state(self._with_some_recompute(rng.choice(starts)))
 
     def run(self, steps: int) -> SolvedLayout | None:
-        """The best state that fits on the way."""
+        """The best state of the walk that fits."""
         best = self.state.plan
         for _ in range(steps):
             proposed = self._propose()
@@ -94,7 +94,7 @@ class _Walk:
         grid, move = self.state.grid, self.rng.randrange(4)
         if move == 0:
             partitions = []
-            # virtual stages stay balanced, as Megatron's own are
+            # virtual stages stay balanced, as Megatron's are
             if grid.dims.virtual_pipeline_model_parallel_size == 1:
                 partitions = shifted(self.layouts.job.model.spec.num_layers, self.state.boundaries)
             return self.layouts.state(grid, self.rng.choice(partitions)) if partitions else None
@@ -106,7 +106,7 @@ class _Walk:
         return self.layouts.state(self.layouts.recomputed(self.rng.choice(grids), grid.recompute))
 
     def _other_shards(self) -> list[PartialLayout]:
-        """One of the degrees or the micro batch changes; the experts' own degree may follow."""
+        """One of the degrees or the micro batch changes; the experts' tensor degree may follow."""
         others = self.layouts.one_step_from(shard_of(self.state.grid))
         if not others:
             return []

@@ -11,7 +11,7 @@ Mist: Zhu et al., "Mist: Efficient Distributed Training of Large Language Models
 Memory-Parallelism Co-Optimization" (EuroSys 2025). Kept: ZeRO stage, recomputation down to the
 number of layers, micro batch, degrees of data, tensor and pipeline parallelism and uneven stages,
 all searched together under the memory limit. As in the paper, links are no part of what its search
-places. Left out: offloading to the host, a ZeRO stage and a recomputation of its own for each
+places. Left out: offloading to the host, a ZeRO stage and a recomputation for each
 stage, which Megatron does not launch, and ZeRO 2 and 3 with a pipeline, for the same reason. Its
 hierarchical mixed-integer program is replaced by our exact search over the same choices, which
 finds no worse. Given to it beyond the paper: expert degrees.

@@ -74,9 +74,9 @@ class Layouts:
     """The layouts of a space.
 
     Attributes:
-        shards: one grid that stands for each way to divide a layer.
+        shards: one grid for each division of a layer.
         families: every pipeline, rank order and ZeRO stage on a shard.
-        one_step_from: shards with another degree or micro batch, whatever the experts' own degree.
+        one_step_from: shards with another degree or micro batch, whatever the expert-tensor one.
     """
 
     def __init__(self, job: ComparisonJob, space: SearchSpace) -> None:
@@ -105,7 +105,7 @@ class Layouts:
         return replace(grid, recompute=wanted if wanted in settings else settings[0])
 
     def state(self, grid: PartialLayout, boundaries: Boundaries | None = None) -> State:
-        """A grid with a partition, the balanced one if none is given, and its price."""
+        """A grid with a partition, the balanced one by default, and its price."""
         spec = self.job.model.spec
         return self._priced(grid, boundaries or balanced_partition(spec, grid.dims.num_chunks))
 

@@ -322,7 +322,7 @@ def named_baseline(
 def baseline_placement(
     instance: Instance, name: str, baseline: FixedPlan, rule: ArtifactRule = AS_ARTIFACT
 ) -> StagePlacement:
-    """A fixed plan as stages: its own boundaries, or ceil(layers / p) layers a stage.
+    """A fixed plan as stages: its boundaries, or ceil(layers / p) layers a stage.
 
     Raises:
         UserInputError: where a stage is left empty or the instance lacks the degree;

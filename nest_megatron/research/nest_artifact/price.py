@@ -29,7 +29,7 @@ class Optimizer(Enum):
 
     @property
     def state_bytes_per_weight_byte(self) -> float:
-        """Adam keeps momentum, variance and a copy in float32 beside weights in 16 bits."""
+        """Adam keeps momentum, variance and a copy in float32 of weights in 16 bits."""
         return 6.0 if self is Optimizer.ADAM else 0.0
 
 
@@ -97,7 +97,7 @@ class FixedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """What the artifact's solver is given: chains by tensor degree, fixed plans by name.
+    """What the artifact's solver reads: chains by tensor degree, fixed plans by name.
 
     Args:
         num_micro_batches: of one batch, over all pipelines.
@@ -162,7 +162,7 @@ class ArtifactRule:
         sync_counts_lower_levels_again: from the third network level up, what lower levels took is
             added once more. Off: each level counts once.
         pipeline_bandwidth_never_rises: between stages no level is faster than the one below it.
-            Off: the bandwidths as given, which the sum over replicas always uses.
+            Off: the bandwidths as they are, which the sum over replicas always uses.
         baselines_last_stage_first: the stages of a baseline are costed in reversed order, so that
             the last one recomputes, stashes most and is the one whose weights are summed. Off: in
             the order of any other plan.
@@ -210,7 +210,7 @@ class StageLink:
     """A network level between two stages.
 
     Args:
-        factor: how often the way is made (up and down above the first level), times 1,000 where
+        factor: how often the link is crossed (up and down above the first level), times 1,000 where
             links are in milliseconds.
     """
 
@@ -258,7 +258,7 @@ def stage_time(
 ) -> float:
     """Forward and backward of a stage for one micro batch.
 
-    Inputs and gradients arrive from time 0 on, beside a recomputed forward pass.
+    Inputs and gradients arrive from time 0 on, during a recomputed forward pass.
 
     Args:
         links: to the stage before it and to the one after it.

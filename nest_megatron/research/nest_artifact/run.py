@@ -74,19 +74,19 @@ def run_evaluate(
     without: Sequence[str],
     as_json: bool,
 ) -> int:
-    """Price a plan that is given."""
+    """Price a plan."""
     rule = rule_without(without)
     instance = read_instance(path)
-    placement, given = _placement(instance, placement_path, baseline, rule)
+    placement, written = _placement(instance, placement_path, baseline, rule)
     priced = price(instance, placement, rule)
     code = NOTHING_FITS if priced.refusals else OK
     if as_json:
         plain = _plain(instance, placement, priced, rule)
-        show_json({**plain, "refusals": priced.refusals, "given_time_per_batch": given})
+        show_json({**plain, "refusals": priced.refusals, "given_time_per_batch": written})
         return code
     _show(instance, placement, priced, rule)
-    if given is not None:
-        say(f"\nIts file gives {given:.10g}; here it is {priced.time / given:.10g} of that.")
+    if written is not None:
+        say(f"\nIts file gives {written:.10g}; here it is {priced.time / written:.10g} of that.")
     return code
 
 

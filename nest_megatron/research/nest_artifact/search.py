@@ -1,4 +1,4 @@
-"""The best plan of the artifact's own space: tensor degree, depth, replicas and stage boundaries.
+"""The best plan of the artifact's space: tensor degree, depth, replicas and stage boundaries.
 
 Exact: for every tensor degree and depth the boundary table holds the least bottleneck for each
 first stage (whose weights are what the sum over replicas depends on; where a rule sums the heaviest
@@ -96,7 +96,7 @@ def boundary_table(
     Args:
         most_weight_bytes: stages with more weights are left out.
         compiled: whether the kernel or the reference answers; they agree bit for bit. The kernel
-            where it is built, if not given.
+            where it is built, by default.
     """
     num_stages, num_layers = deepest(instance, tp), len(instance.chains[tp].layers)
     size = (num_stages + 1) * (num_layers + 1)
@@ -278,10 +278,10 @@ def _improvements(
     chain, deepest_here = instance.chains[tp], deepest(instance, tp)
     for most in _most_weights(chain, rule) if deepest_here else ():
         table = boundary_table(instance, tp, rule, most_weight_bytes=most, compiled=compiled)
-        # what replicas sum, by where the first stage ends: its own weights, or the most allowed
+        # what replicas sum, by where the first stage ends: its weights, or the most allowed
         weights = (layer.weight_bytes for layer in chain.layers)
-        own = accumulate(weights, initial=0.0)
-        summed = [most if most < math.inf else num_bytes for num_bytes in own]
+        first = accumulate(weights, initial=0.0)
+        summed = [most if most < math.inf else num_bytes for num_bytes in first]
         fronts = [_front(table.first_stages(depth), summed) for depth in range(deepest_here + 1)]
         if not any(fronts):
             return  # with lighter stages there are no boundaries either
@@ -296,7 +296,7 @@ def _most_weights(chain: Chain, rule: ArtifactRule) -> list[float]:
     """What the heaviest stage may weigh, in turns: anything, where only the first one is summed.
 
     Otherwise every weight that a stage can have: the best plan is among those with stages no
-    heavier than its own heaviest.
+    heavier than its heaviest.
     """
     if rule.sync_first_stage_only:
         return [math.inf]

@@ -1,4 +1,4 @@
-"""What is asked for: a model on a cluster, and what the recurrence may choose (``research.*``)."""
+"""The question: a model on a cluster, and what the recurrence may choose (``research.*``)."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ _FIXED = (
 
 
 def split_research(texts: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
-    """Overrides of the job, and the recurrence's own settings.
+    """Overrides of the job, and the recurrence's settings.
 
     Raises:
         UserInputError: for a key or a value that does not exist, naming the nearest.
@@ -155,9 +155,9 @@ def split_research(texts: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def research_job(
-    composed: Settings, given: Mapping[str, Any]
+    composed: Settings, chosen: Mapping[str, Any]
 ) -> tuple[ResearchJob, tuple[str, ...]]:
-    """The job for the recurrence with its own settings, and what was assumed.
+    """The job for the recurrence with its settings, and what was assumed.
 
     Raises:
         UserInputError: if something is missing or wrong, or fixed that the recurrence has not.
@@ -170,7 +170,7 @@ def research_job(
     request = request_of(composed, SearchSpace())
     limits = {name: getattr(composed.search, f"max_{name}") for name in _FIXED}
     choices = ResearchChoices(
-        **given,
+        **chosen,
         fixed=_fixed(composed),
         limits={name: value for name, value in limits.items() if value is not None},
     )
@@ -207,7 +207,7 @@ _LIMITS = {"context_parallel_size": 8, "expert_model_parallel_size": 64, "micro_
 class Strategy:
     """Degrees of a stage, spelled as Megatron spells them.
 
-    Each expert rank works on tokens of its own, so a micro batch of the pipeline has
+    Each expert rank works on other tokens, so a micro batch of the pipeline has
     ``micro_batch_size * expert_model_parallel_size`` sequences.
     """
 

@@ -4,7 +4,7 @@ Memory is counted by one of two rules. The paper's (its section 3.3, as its arti
 ``2 W + O + A + (s - 1) S`` with weights and gradients of 2 bytes a parameter, Adam's states of 12
 bytes or none for SGD, the activations ``A`` of one micro batch, and for every further one in flight
 ``S``: all of ``A``, or where the stage is recomputed its input alone. All of the device may be
-used. Ours: what Megatron holds (``cost_model/memory.py``), each layer saving its own input where it
+used. Ours: what Megatron holds (``cost_model/memory.py``), each layer saving its input where it
 is recomputed, with the working memory of the largest layer, in what the reserve and margin leave.
 """
 
@@ -100,7 +100,7 @@ class LayerPrices:
         return tuple(map(_Layer, spec.layer_kinds(), counts))
 
     def least(self, strategy: Strategy) -> tuple[Ticks, ...]:
-        """What each layer takes at least: its own work, without any traffic.
+        """What each layer takes at least: its work, without any traffic.
 
         Rounded down by a tick for each direction that is rounded by itself elsewhere.
         """
@@ -171,7 +171,7 @@ class LayerPrices:
         return NodeTimes(forward=forward, recompute=recompute, backward=backward, sync=sync)
 
     def _each(self, strategy: Strategy, price: Callable[[_Layer], Value]) -> tuple[Value, ...]:
-        """A price for every layer, each distinct one asked for once."""
+        """A price for every layer, each distinct one priced once."""
         distinct, numbers = self._distinct(strategy)
         known = [price(layer) for layer in distinct]
         return tuple(known[number] for number in numbers)

@@ -174,7 +174,7 @@ class ZeroOption:
     """A strategy with one ZeRO setting.
 
     Args:
-        num_devices: of a stage, in units of the problem; ``zero_degree`` times the strategy's own.
+        num_devices: of a stage, in units of the problem; ``zero_degree`` times the strategy's.
         static_bytes: of each node on one device, for as long as training runs.
         reserved_bytes: on a device whatever the stage's nodes are.
         times_at: for each first device of a stage, which of ``times`` holds there.
@@ -210,7 +210,7 @@ class CheckpointPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedStrategy:
-    """A way to divide layers over the devices of a stage.
+    """A division of layers over the devices of a stage.
 
     Args:
         label: for tables.

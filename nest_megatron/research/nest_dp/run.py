@@ -33,11 +33,11 @@ from nest_megatron.units import Bytes, Seconds, counted, format_gib, format_seco
 
 def run_nest_plan(*, overrides: Sequence[str], config_dir: Path | None, as_json: bool) -> int:
     """Find the recurrence's best plan and print it."""
-    own, given = split_research(overrides)
-    settings = parse(own)
+    of_job, choices = split_research(overrides)
+    settings = parse(of_job)
     refuse_sweeps(settings)
     composed = compose(settings, config_dir)
-    job, notes = research_job(composed, given)
+    job, notes = research_job(composed, choices)
     backend = read_backend(composed.search.backend)
     compiled = has_kernel() if backend is None else backend is Backend.KERNEL
     started = time.perf_counter()

@@ -340,7 +340,7 @@ def _no_solution(pricer: Pricer, found: Sequence[Case]) -> NoSolution:
 
 
 def _shortage(pricer: Pricer, case: Case) -> tuple[Bytes, str, str]:
-    """What the layer that is worst off lacks in a stage of its own, the last, at its best."""
+    """What the layer that is worst off lacks alone in the last stage, at its best."""
     problem = pricer.problem(case, 1)
     names = problem.downsets.dag.names
     return max(
@@ -372,7 +372,7 @@ def best_pipeline(
 
     Args:
         compiled: whether the kernel or the reference fills the tables; they agree bit for bit. The
-            kernel where it is built, if not given.
+            kernel where it is built, by default.
     """
     t = tables_of(problem)
     least_sync, sync_cap = _least_sync(problem), UNREACHABLE

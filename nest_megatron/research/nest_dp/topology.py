@@ -33,7 +33,7 @@ class LinkLevel:
     Args:
         num_devices: of a block; blocks begin at multiples of it.
         level: whose bandwidth and latency a transfer inside has.
-        hops: links that the longest way inside a block takes.
+        hops: links of the longest path inside a block.
     """
 
     name: str
@@ -65,9 +65,9 @@ def link_levels(cluster: Cluster, topology: Topology) -> tuple[LinkLevel, ...]:
         longest = extent // 2 if topology is Topology.TORUS else extent - 1
         for factor in _prime_factors(extent):
             reach *= factor
-            way = hops + (longest if reach == extent else reach - 1)
+            path = hops + (longest if reach == extent else reach - 1)
             name, block = f"{level.name} {reach}", inner * reach
-            found.append(LinkLevel(name=name, num_devices=block, level=level, hops=max(1, way)))
+            found.append(LinkLevel(name=name, num_devices=block, level=level, hops=max(1, path)))
         inner, hops = inner * extent, hops + longest
     return tuple(found)
 
@@ -107,7 +107,7 @@ class Replicas:
     stride: int
 
     def boundaries(self, block: int) -> list[int]:
-        """Where a block of devices begins in some copy, in the copy's own numbers."""
+        """Where a block of devices begins in some copy, in the copy's numbers."""
         starts = {-copy * self.stride % block for copy in range(self.count)}
         places = (range(start, self.stride, block) for start in starts)
         return sorted({place for some in places for place in some if place})
