@@ -14,7 +14,6 @@ there are value heads.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from nest_megatron.model.graph import (
     Group,
@@ -28,12 +27,13 @@ from nest_megatron.model.operators.attention import with_graph_inputs
 from nest_megatron.model.operators.common import FP32, dropout_mask, gathered_block, gemm, streaming
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import frozen
 
 #: Tokens of a chunk: the default of ``MambaMixer``, which no layer specification changes.
 CHUNK = 128
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Widths:
     """Channels of a token on one rank.
 
@@ -207,7 +207,7 @@ def _exchanges(
 DELTA_CHUNK = 64
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _DeltaWidths:
     """Channels of a token on one rank.
 
