@@ -30,7 +30,7 @@ from nest_megatron.units import Seconds
 _GROUPS = (Group.TENSOR, Group.CONTEXT, Group.EXPERT, Group.EXPERT_TENSOR)
 #: Blocks without experts in which no token meets another.
 _ON_EACH_TOKEN = (LayerBlock.DENSE, LayerBlock.EMBEDDING, LayerBlock.MTP, LayerBlock.HEAD)
-#: Blocks without experts that work beside the buffers of the dispatcher.
+#: Blocks without experts that work while the dispatcher holds its buffers.
 _BESIDE_BUFFERS = (LayerBlock.DENSE, LayerBlock.HEAD)
 
 
@@ -106,14 +106,14 @@ class BlockTimes(Caching):
         blocks = (block for block in self.spec.blocks if block is not LayerBlock.EXPERTS)
         return {block: self.of_block(block, places, shard) for block in blocks}
 
-    def _beside_s(
+    def _overlap_limit_s(
         self,
         block: LayerBlock,
         places: GroupPlaces,
         shard: LayerShard,
         before: LayerBlock | None = None,
     ) -> Seconds:
-        """What of a layer's first half its tokens can travel beside."""
+        """What of a layer's first half the travel of its tokens can overlap."""
         overlaps = shard.execution.overlap_moe_expert_parallel_comm
         if block is not LayerBlock.EXPERTS or before is None or not overlaps:
             return 0.0
@@ -148,7 +148,7 @@ class BlockTimes(Caching):
         if block is not LayerBlock.EXPERTS:
             reads = OF_TOKENS if block.base in _ON_EACH_TOKEN else OUTSIDE_EXPERTS
             return shape, reads.of(execution)
-        return shape, OF_EXPERTS.of(execution), self._beside_s(block, places, shard, *before)
+        return shape, OF_EXPERTS.of(execution), self._overlap_limit_s(block, places, shard, *before)
 
     @cached_by(_key)
     def of_block(
@@ -164,7 +164,7 @@ class BlockTimes(Caching):
             self.cluster.accelerator,
             self.settings,
             shard.execution,
-            self._beside_s(block, places, shard, before),
+            self._overlap_limit_s(block, places, shard, before),
         )
 
     @cached_by(

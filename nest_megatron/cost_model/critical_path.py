@@ -47,7 +47,7 @@ class CriticalPath(NamedTuple):
         )
 
     def sent(self, chunks: Sequence[ChunkTimes]) -> Ticks:
-        """How long it lies on transfers that run beside the work of their sender."""
+        """How long it lies on transfers that overlap the work of their sender."""
         return sum(
             forward * chunk.forward_delay + backward * chunk.backward_delay
             for forward, backward, chunk in zip(

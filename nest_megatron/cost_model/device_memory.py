@@ -65,7 +65,7 @@ USER_BUFFERS = 10
 
 
 def outside_bytes(spec: TransformerSpec, grid: PartialLayout, cluster: Cluster) -> Bytes:
-    """What a process takes beside PyTorch's allocator: context, communicators, buffers."""
+    """What a process takes outside PyTorch's allocator: context, communicators, buffers."""
     dims, buffers = grid.dims, 0
     if grid.execution.tp_comm_overlap and dims.tensor_model_parallel_size > 1:
         tokens = spec.seq_length * grid.micro_batch_size // dims.context_parallel_size

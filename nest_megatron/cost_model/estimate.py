@@ -46,7 +46,7 @@ def model_flops_per_sequence(model: CostModel) -> Flops:
     """Forward and backward operations of one sequence, recomputation not counted.
 
     GEMMs, scans and the causal half of attention; backward counts twice the forward, and once
-    beside frozen weights.
+    for frozen weights.
     """
     return _flops_per_sequence(model, set(OperatorKind) - {OperatorKind.MEMORY_BOUND})
 
@@ -166,7 +166,7 @@ def _waits(evaluation: Evaluation, rank: int) -> dict[str, Ticks]:
 
     Before its first pass the rank waits for the weights that the path's first rank gathers, after
     its reduction for the gradients that the path's last rank reduces. Of the rest, transfers on
-    the path that run beside the work of their senders are pipeline communication. What is left are
+    the path that overlap the work of their senders are pipeline communication. What is left are
     passes of other ranks, mostly before the rank's first and after its last: the pipeline bubble.
     """
     path, gathers, reductions = evaluation.path, evaluation.gathers, evaluation.reductions

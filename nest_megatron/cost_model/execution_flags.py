@@ -286,7 +286,7 @@ def _optimizer_bytes(
 ) -> tuple[float, float | None]:
     """States of one parameter on the device, and those of a matrix where they differ.
 
-    A master weight stands beside 16-bit weights alone: single precision has none.
+    Only 16-bit weights have a master weight: single precision has none.
 
     Args:
         on_device: share that ``--optimizer-cpu-offload`` leaves there; the host's are float32.

@@ -12,7 +12,7 @@ is said. PyTorch's FSDP2 by torch 2.13, ``distributed/fsdp/_fully_shard``. Strat
   least (*hooks*:387, *buffer*:3548), and lets gradients wait until more than a unit does
   (*buffer*:3110). ``--fsdp-double-buffer`` keeps two layers of both at all times (*buffer*:1875).
 * FSDP2 gathers the layer behind the one at work (``_backward_prefetch``), and keeps the input of
-  one reduction (``reduce_scatter_max_input_buffers``) beside the gradients that are made.
+  one reduction (``reduce_scatter_max_input_buffers``) next to the gradients that are made.
 
 Parameters of a group of one rank are not divided (``is_data_distributed``, *buffer*:1974): they
 count in what is under way, and are never there twice.
@@ -64,7 +64,7 @@ class RankParameters(NamedTuple):
 def unsharded_bytes(
     count: ParameterCount, rank: RankParameters, zero: ZeroStage, *, in_layer: bool
 ) -> Bytes:
-    """Bytes that are whole for a while when a unit is at work, beside what is kept.
+    """Bytes that are whole for a while when a unit is at work, apart from what is kept.
 
     Args:
         count: the unit's parameters.
@@ -129,7 +129,7 @@ def _of_fsdp2(count: ParameterCount, rank: RankParameters) -> Bytes:
 
     In the backward pass the layer's weights and those that are gathered for the next; its
     gradients as autograd makes them, and the last layer's in the width of the reduction. Where
-    gathered weights stay, those of all layers are counted with what is kept: beside them there is
+    gathered weights stay, those of all layers are counted with what is kept: in addition there is
     what the last layer was gathered into, or gradients, for which the weights of layers go.
     """
     traits = rank.settings.traits
@@ -141,7 +141,7 @@ def _of_fsdp2(count: ParameterCount, rank: RankParameters) -> Bytes:
 
 
 def _fp8_copies(count: ParameterCount, settings: CostSettings) -> Bytes:
-    """What the layer at work has in fp8 beside its gathered weights.
+    """What the layer at work has in fp8 with its gathered weights.
 
     Copies of 16-bit weights for its products, or the transposes that the backward pass makes of
     fp8 ones (*hooks*:453), unless they stay.

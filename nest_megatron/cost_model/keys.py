@@ -53,7 +53,7 @@ STATES = Key(
     reads=(_TP, _EP, _ETP, "world_size"),
     without_effect=(_CP, _PP, _VPP, _DP, _ORDER),
 )
-#: What decides the states of one, beside its replicas.
+#: What decides the states of one, apart from its replicas.
 STATES_OF_PIPELINE = Key(
     ParallelDims,
     reads=(_TP, _EP, _ETP, _PP),
@@ -79,14 +79,14 @@ def unit_key(
 ) -> UnitKey:
     """What a unit's time and memory depend on.
 
-    Expert degrees matter to units with experts alone; the others work beside the dispatcher's
+    Expert degrees matter to units with experts alone; the others share memory with the dispatcher's
     buffers.
     """
     if kind.has_experts or kind is LayerKind.MTP:
         expert = (shard.expert_model_parallel_size, shard.expert_tensor_parallel_size)
         return (kind, *dense_shape(places, shard), places[2:], expert, shard.execution)
-    beside = dispatch_buffer_bytes(spec, shard)
-    return (kind, *dense_shape(places, shard), OUTSIDE_EXPERTS.of(shard.execution), beside)
+    buffers = dispatch_buffer_bytes(spec, shard)
+    return (kind, *dense_shape(places, shard), OUTSIDE_EXPERTS.of(shard.execution), buffers)
 
 
 _BLOCK = Recompute(

@@ -113,7 +113,7 @@ def static_bytes(
 
     ``in_layer`` says a matrix of a layer, which runs in fp8 where the job does and has the
     optimizer of matrices (its vectors are too few to matter); ``shares``, over how many ranks ZeRO
-    divides it; ``whole``, that gathered weights and gradients stay beside the shares.
+    divides it; ``whole``, that gathered weights and gradients stay with the shares.
     """
     traits, is_fp8 = settings.traits, in_layer and settings.precision.is_quantized
     weights = weight_bytes(settings, in_layer=in_layer) / (
@@ -190,7 +190,7 @@ def gathered_bytes(settings: CostSettings, zero: ZeroStage, *, in_layer: bool) -
 
 
 def fp8_copy_bytes(zero: ZeroStage, settings: CostSettings) -> float:
-    """Bytes beside the weight for each parameter of a matrix product in fp8.
+    """Bytes on top of the weight for each parameter of a matrix product in fp8.
 
     Transformer Engine keeps an fp8 copy of each 16-bit weight and its transpose between micro
     batches (``TransformerEngineBaseModule.get_weight_workspace``), and of an fp8 weight the

@@ -44,7 +44,7 @@ _FLAT = 1e6  # variance of an observation that says nearly nothing
 _NORMAL = NormalDist()
 #: Terms of a peak whose errors are apart; weights, gradients and optimizer states are the third.
 _TERMS = ("activations", "working")
-#: Whose errors a score is the sum of, beside a run's own.
+#: Whose errors a score is the sum of, apart from a run's own.
 PARTS = ("site", *_TERMS, "static", "job", "layout")
 
 

@@ -55,7 +55,7 @@ class PipelineProblem(NamedTuple):
         block_num_layers: layers at the head of each chunk that are recomputed (0: none).
         send_forward: time to send an activation from each of the ``p * v`` chunks to the next one.
         send_backward: time to send a gradient from each chunk to the previous one.
-        overlap_p2p: transfers run beside the work of the sending rank; else they take its time.
+        overlap_p2p: transfers overlap the work of the sending rank; else they take its time.
         constant: time of a step outside the schedule.
     """
 
@@ -223,14 +223,14 @@ def _larger(chunks: Sequence[UnitCost], least: str, rest: str) -> Ticks:
 
 
 def chunk_times(problem: PipelineProblem, index: int, chunk: UnitCost) -> ChunkTimes:
-    """A chunk's place in the schedule: its transfers either take its rank's time or run beside."""
+    """A chunk's place in the schedule: its transfers take its rank's time, or overlap it."""
     sent = problem.send_forward[index], problem.send_backward[index]
-    busy, beside = ((0, 0), sent) if problem.overlap_p2p else (sent, (0, 0))
+    busy, overlapped = ((0, 0), sent) if problem.overlap_p2p else (sent, (0, 0))
     return ChunkTimes(
         forward=chunk.forward + busy[0],
         backward=chunk.backward + busy[1],
-        forward_delay=beside[0],
-        backward_delay=beside[1],
+        forward_delay=overlapped[0],
+        backward_delay=overlapped[1],
     )
 
 

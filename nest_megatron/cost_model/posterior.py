@@ -163,7 +163,7 @@ def changed(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ...]
 
 
 def _job_error(a: Predictive, b: Predictive) -> float:
-    """Product of the scales of what two plans of one job have in common beside mechanisms."""
+    """Product of the scales of what two plans of one job have in common, apart from mechanisms."""
     return a.job_scale * b.job_scale + layout_error(a, b)
 
 

@@ -29,9 +29,9 @@ class CostSettings:
             that a framework does not fuse, gaps between them.
         attention_slowdown: the same of attention alone: older kernels, rings that do not overlap.
         fp8_attention_speedup: rate of attention in fp8 over that in 16 bits.
-        tp_overlap: share of tensor-parallel traffic that runs beside the GEMMs which need it,
+        tp_overlap: share of tensor-parallel traffic that overlaps the GEMMs which need it,
             with user buffers (``--tp-comm-overlap``).
-        ep_overlap: share of the token all-to-all with experts that runs beside another micro
+        ep_overlap: share of the token all-to-all with experts that overlaps another micro
             batch's work, with ``--overlap-moe-expert-parallel-comm``.
         alltoall_slowdown: time of the token all-to-all across nodes over what the network's own
             tables say: parts of unequal size. Inside a node it takes what the tables say.
@@ -55,7 +55,7 @@ class CostSettings:
         straggler_delay_s: delay of a rank after one second of work, its standard deviation; it
             grows with the square root of the work.
         iteration_floor_s: CPU overhead of a step that nothing hides (data, logging, launch).
-        traits: what the job's flags say beside the layout: formats of states, fused kernels.
+        traits: what the job's flags say apart from the layout: formats of states, fused kernels.
         target: framework and release whose defaults fill what the job leaves open.
     """
 

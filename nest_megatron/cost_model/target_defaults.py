@@ -14,7 +14,7 @@ from nest_megatron.layout.rulebook.facts import is_within, last_until
 
 _TABLE = packaged(__package__, "targets.toml")
 _FRAMEWORKS: Mapping[str, Mapping[str, Any]] = _TABLE["frameworks"]
-#: Keys of a row of defaults that are no argument, beside the conditions of a ``Default``.
+#: Keys of a row of defaults that are no argument, apart from the conditions of a ``Default``.
 _OF_ROWS = ("file", "since", "until", "unset")
 
 
@@ -70,7 +70,7 @@ DEFAULT_TARGET = newest_stable("megatron_lm")
 
 
 def installed_name(framework: str) -> str:
-    """A framework with the release that is installed beside us, else its newest stable one."""
+    """A framework with the release that is installed, else its newest stable one."""
     try:
         version = importlib.metadata.version(_FRAMEWORKS[framework]["package"])
     except importlib.metadata.PackageNotFoundError:

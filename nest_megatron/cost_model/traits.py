@@ -59,14 +59,14 @@ ADAM_BYTES = 12.0
 
 @frozen
 class ExecutionTraits:
-    """What a job's flags, or its framework's defaults, say beside the layout.
+    """What a job's flags, or its framework's defaults, say apart from the layout.
 
     The defaults are those of Megatron-LM with ``--bf16``: 16-bit weights, gradients reduced and
     stored in float32 (``validate_args``), Adam. ``cost_model/execution_flags.py`` reads them from a
     job, ``validation/frameworks.py`` has what other frameworks and releases do.
 
     Args:
-        async_tensor_traffic: backward tensor-parallel traffic runs beside the weight gradients.
+        async_tensor_traffic: backward tensor-parallel traffic overlaps the weight gradients.
         scatter_between_stages: without sequence parallelism, the tensor ranks of a stage send a
             share of the activation each (``scatter_gather_tensors_in_pipeline`` of 2021), not all.
         flash_attention: fused attention without a score matrix, where the device has it.
@@ -74,7 +74,7 @@ class ExecutionTraits:
         fp8_recipe: how the scales of fp8 numbers are found. What is said of fp8 here holds for
             NVFP4 as well, in its width (``formats.FORMATS``).
         fp8_attention: attention's own GEMMs run in fp8 (``fp8_dot_product_attention`` of recipes).
-        fp8_weights: weights of GEMMs are in fp8 alone (``--fp8-param-gather``), not beside 16 bits.
+        fp8_weights: weights of GEMMs are in fp8 alone (``--fp8-param-gather``), without 16 bits.
         fp8_gather: those weights are gathered in fp8; 16 bits for MXFP8 without FSDP.
         fp8_inputs: GEMMs in fp8 save their input in fp8 for the weight's gradient (not with
             ``--no-fp8-wgrad``, nor in torchao).
@@ -83,7 +83,7 @@ class ExecutionTraits:
             ``disable_parameter_transpose_cache``, where the backward pass makes them again).
         keep_fp8_transpose_cache: Megatron-FSDP keeps the transposes of gathered fp8 weights.
         gradient_bytes: width of the gradients that replicas reduce.
-        keeps_narrow_gradients: gradients as wide as weights stay beside those that are accumulated
+        keeps_narrow_gradients: gradients as wide as weights stay next to those that are accumulated
             in float32 (DeepSpeed's ``BF16_Optimizer``, nanotron).
         loss_bytes: memory of one logit while the cross entropy is worked out: 6 in Megatron's own
             (float32 softmax in place, 16-bit logits or gradient), 10 where a compiler fuses it out
@@ -98,9 +98,9 @@ class ExecutionTraits:
         optimizer_offload_fraction: share of the states that is on the host, where Adam then runs
             (``--optimizer-cpu-offload``).
         overlaps_optimizer_copies: ``--overlap-cpu-optimizer-d2h-h2d``.
-        overlap_param_gather: weights that replicas gather once a step travel beside the forward
+        overlap_param_gather: weights that replicas gather once a step travel during the forward
             pass (``--overlap-param-gather``), not before it.
-        overlap_p2p_comm: virtual stages send beside their work, not in its time
+        overlap_p2p_comm: virtual stages send during their work, not in its time
             (``--no-overlap-p2p-communication``, with more than two pipeline ranks).
         optimizer_instances: groups of replicas that each divide all optimizer states
             (``--num-distributed-optimizer-instances``).

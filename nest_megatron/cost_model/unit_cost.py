@@ -81,7 +81,7 @@ class ReplicaCost(NamedTuple):
     """What a unit's parameters cost for their replicas' sake, whatever its passes take.
 
     ``reduce_s`` and ``gather_s`` come once a step, the ``shard_`` traffic of ZeRO-2 and ZeRO-3
-    once for each micro batch, and with it ``exposed_`` time beside which nothing runs.
+    once for each micro batch, and with it ``exposed_`` time that nothing overlaps.
     """
 
     reduce_s: Seconds
@@ -124,7 +124,7 @@ def memory_time(accelerator: Accelerator) -> Seconds:
 
 
 def overlap_window(dims: ParallelDims, num_microbatches: int) -> float:
-    """Passes of a chunk beside which its traffic between replicas can run.
+    """Passes of a chunk that its traffic between replicas can overlap.
 
     Gradients are complete with the chunk's last micro batch, weights are needed by its first; other
     chunks of the rank have a whole round of ``p`` micro batches before or after it.
@@ -164,7 +164,7 @@ def replica_costs(
     them over the instances after the last one. It gathers weights for every pass: the first layer's
     wait for a pass to begin, the last gradients for it to end (``GradReducePipeline.reset``). What
     is in no layer it gathers once a step. Below ZeRO-3 the optimizer gathers all weights before the
-    next step begins, unless they travel beside its forward pass (``step_with_ready_grads``). Frozen
+    next step begins, unless they travel during its forward pass (``step_with_ready_grads``). Frozen
     weights travel under ZeRO-3 alone.
     """
     settings, dense_s, expert_s = rank.settings, step_s, step_s
@@ -242,7 +242,7 @@ def unit_cost(
     early_share: float = 0.0,
     hidden_reduce: bool = False,
 ) -> UnitCost:
-    """One unit in ticks and bytes; replicas' traffic runs beside ``window`` passes of the unit.
+    """One unit in ticks and bytes; replicas' traffic overlaps ``window`` passes of the unit.
 
     ``early_share`` is what passes ahead of the schedule add to what is saved. ``hidden_reduce``
     hides as much of the gradient reduction as any recompute setting can, so that a partition takes
@@ -250,7 +250,7 @@ def unit_cost(
     """
     own, block = unit.own, unit.block
     if replica.shard_backward_s or replica.exposed_backward_s:
-        own, block = (_beside_shards(each, replica, settings) for each in (own, block))
+        own, block = (_with_shard_traffic(each, replica, settings) for each in (own, block))
     overlap, more = settings.dp_overlap * window, 1.0 + early_share
     reduce_hideable = replica.reduce_unhidden
     if not hidden_reduce:
@@ -272,9 +272,12 @@ def unit_cost(
     )
 
 
-def _beside_shards(one: Passes, replica: ReplicaCost, settings: CostSettings) -> Passes:
-    forward = _beside(settings, one.forward_s, replica.shard_forward_s) + replica.exposed_forward_s
-    backward = _beside(settings, one.backward_s, replica.shard_backward_s)
+def _with_shard_traffic(one: Passes, replica: ReplicaCost, settings: CostSettings) -> Passes:
+    forward = (
+        _work_with_traffic(settings, one.forward_s, replica.shard_forward_s)
+        + replica.exposed_forward_s
+    )
+    backward = _work_with_traffic(settings, one.backward_s, replica.shard_backward_s)
     backward += replica.exposed_backward_s
     return one._replace(
         forward_s=forward,
@@ -284,8 +287,8 @@ def _beside_shards(one: Passes, replica: ReplicaCost, settings: CostSettings) ->
     )
 
 
-def _beside(settings: CostSettings, work: Seconds, traffic: Seconds) -> Seconds:
-    """Work with traffic beside it, which slows it down; what does not fit comes after."""
+def _work_with_traffic(settings: CostSettings, work: Seconds, traffic: Seconds) -> Seconds:
+    """Work that traffic overlaps, which slows it down; what does not fit comes after."""
     hidden = min(traffic, settings.dp_overlap * work)
     slowdown = settings.overlap_slowdown
     if settings.traits.nccl_ub:

@@ -103,7 +103,7 @@ def run_unit(
     saved = times.input_bytes + sum(times.saved_bytes.values())
     if recompute.granularity is RecomputeGranularity.FULL and not kind.is_end:
         group = recompute.num_layers or 1 if recompute.method is RecomputeMethod.UNIFORM else 1
-        # the next layer's input comes back from the host beside this one's
+        # the next layer's input comes back from the host next to this one's
         more = times.input_bytes if inputs_on_host else -times.input_bytes
         repeated = times.whole_forward.less(times.not_recomputed)
         working += (group * saved + more) / num_layers

@@ -1,4 +1,4 @@
-"""What captured CUDA graphs forbid beside them: recomputation, and experts over several ranks.
+"""What captured CUDA graphs forbid: recomputation, and experts over several ranks.
 
 A graph is replayed with fixed addresses and no new random numbers. Source: ``TransformerConfig``
 (``tc``) and ``megatron/training/arguments.py`` (``args``), core_v0.16.1 / main at 0.20.
@@ -50,7 +50,7 @@ class CudaGraphs:
 def kept_modules(
     spec: TransformerSpec, execution: Execution, cuda_graphs: CudaGraphs | None
 ) -> frozenset[RecomputeModule]:
-    """Modules that may not be recomputed beside graphs (tc:1790-1822 / tc:2863-2907).
+    """Modules that may not be recomputed with graphs (tc:1790-1822 / tc:2863-2907).
 
     Args:
         execution: what is captured.

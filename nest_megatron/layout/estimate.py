@@ -1,4 +1,4 @@
-"""What is predicted of a layout: time, memory, price, how sure that is, and beside another one."""
+"""What is predicted of a layout: time, memory, price, how sure that is, and how it compares."""
 
 from __future__ import annotations
 
@@ -429,7 +429,7 @@ class Changes:
 
 @frozen
 class BeforeAfter:
-    """A job as it runs today beside its plan.
+    """A job as it runs today, compared with its plan.
 
     Args:
         before: what runs today, priced; ``None`` where it does not start.

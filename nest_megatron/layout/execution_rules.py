@@ -43,7 +43,7 @@ WITH_EXPERTS = (
     "moe_router_fusion",
     "use_transformer_engine_op_fuser",
 )
-#: Arguments of earlier releases, for what is stated beside them.
+#: Arguments of earlier releases that newer ones replace.
 _OLDER = ("moe_enable_deepep", "enable_cuda_graph", "external_cuda_graph")
 
 
@@ -72,7 +72,7 @@ def execution_arguments(execution: Execution, version: str) -> dict[str, Any]:
 
 
 def execution_environment(execution: Execution) -> dict[str, str | None]:
-    """Variables that Megatron asks for beside those flags.
+    """Variables that Megatron needs with those flags.
 
     Transformer Engine from 2.10 on would move weights with the activations (0.16.1 args:1225); a
     release before it does not read the variable. NCCL may not register the buffers of graphs where
@@ -123,7 +123,7 @@ def allowed_execution(
 ) -> Execution:
     """What of it Megatron takes on a layout; what does nothing there is left out.
 
-    The all-to-all of tokens runs beside another micro batch's work where there is one: several
+    The all-to-all of tokens overlaps another micro batch's work where there is one: several
     expert ranks, virtual stages in a pipeline, and no experts that are recomputed.
 
     Args:
@@ -161,7 +161,7 @@ def _with_scope(execution: Execution, recompute: Recompute) -> Execution:
     """The modules that Megatron captures, less those that it refuses to.
 
     The router is not captured where the module ``moe`` is recomputed (0.16.1 tc:1790), and no
-    feed-forward half where the all-to-all of tokens runs beside another micro batch (tc:1898).
+    feed-forward half where the all-to-all of tokens overlaps another micro batch (tc:1898).
     """
     if execution.cuda_graph_impl is not GraphImpl.TRANSFORMER_ENGINE:
         return execution

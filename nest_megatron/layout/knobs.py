@@ -78,14 +78,14 @@ class Knob:
 
     Args:
         name: field of ``Execution``.
-        reason: said beside the change.
+        reason: shown next to the change.
         costs: what it takes.
         group: the name by which it is fixed or freed (``nest.keep``, ``nest.free``), where that is
             not the field's.
         spelled: Megatron-LM's flag, where it is not the field's name.
         always: on wherever it can be: it never costs time.
-        values: what a plan may choose beside what the job has; none where it is left to the job,
-            or on always.
+        values: what a plan may choose apart from what the job has; none where it is left to the
+            job, or on always.
         needs: packages, by value, without which Megatron stops.
     """
 
@@ -115,7 +115,7 @@ class Knob:
         return "moe" in self.name or self.name == "delay_wgrad_compute"
 
 
-#: Modules whose inputs are large beside the time of the module (Megatron-Core's guide to
+#: Modules whose inputs are large for the time of the module (Megatron-Core's guide to
 #: fine-grained activation offloading); without experts the input of a layer goes as well.
 _OFFLOADED = ("core_attn", "attn_proj", "expert_fc1")
 _OFFLOADED_DENSE = ("qkv_linear", "core_attn", "attn_proj")
@@ -232,7 +232,7 @@ _BY_NAME = {knob.name: knob for knob in KNOBS}
 
 @frozen
 class KnobConditions:
-    """What decides which choices there are, beside the layout.
+    """What decides which choices there are, apart from the layout.
 
     Args:
         fp8_recipe: ``None`` outside fp8.
@@ -327,7 +327,7 @@ _FLEX_DEVICE = re.compile(r"(GH|GB|[HB])\d", re.IGNORECASE)
 #: Devices whose NVLink spans hosts, for which DeepEP has no kernels.
 #: Source: ``TransformerConfig.moe_flex_dispatcher_backend``; Megatron-Bridge refuses it there.
 _SPANNING_DEVICE = re.compile(r"GB\d", re.IGNORECASE)
-#: Scalings of fp8 whose GEMMs Transformer Engine does not run beside traffic in user buffers.
+#: Scalings of fp8 whose GEMMs Transformer Engine does not overlap with traffic in user buffers.
 _WITHOUT_BUFFERS = ("blockwise", "mxfp8")
 
 

@@ -86,8 +86,8 @@ class Layout(PartialLayout):
     Args:
         partition: which units of the model each stage holds.
         sharding: what divides states among replicas.
-        overlap_grad_reduce: gradients are reduced beside backward passes.
-        overlap_param_gather: divided weights are gathered beside forward passes.
+        overlap_grad_reduce: gradients are reduced during backward passes.
+        overlap_param_gather: divided weights are gathered during forward passes.
     """
 
     partition: StagePartition

@@ -72,7 +72,7 @@ class NumericKnob:
 
 
 def refused_together(flags: Flags, knobs: Iterable[NumericKnob]) -> bool:
-    """Whether Megatron refuses some choices beside each other or a job's flags.
+    """Whether Megatron refuses some choices together, or with a job's flags.
 
     An offloaded optimizer takes fp8 weights of delayed scaling alone (0.16.1 args:1195).
     """

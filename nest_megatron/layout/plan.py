@@ -84,7 +84,7 @@ class Provenance:
         site: the calibration of the site, where one was used.
         defaults: settings that are the site's, each with its file and line.
         given: settings that no other part of the file says, as typed (``search.tie_percent=2``).
-        recipe: what the recipe of the job says beside them (``integrations/plan_job.py``).
+        recipe: what else the recipe of the job says (``integrations/plan_job.py``).
     """
 
     nest_megatron_version: str
@@ -200,7 +200,7 @@ class ParallelPlan:
         shortlist: which of the plan and its runners-up could be the fastest, where that is asked.
         batches: what is expected at each size of a batch that grows.
         price: where the price or the power of a GPU, or the length of the run, is given.
-        today: what the command that was planned ran when it was planned, beside the plan.
+        today: what the command that was planned ran when it was planned, compared with the plan.
         present: the layout of the job when it was planned, where it could be kept.
         notes: what was assumed of the job, one sentence each.
     """

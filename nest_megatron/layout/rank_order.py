@@ -102,7 +102,7 @@ def pipeline_link_level(dims: ParallelDims, stage: int, group_sizes: tuple[int, 
     begin, distance = first * stride, (last - first) * stride
     if distance == 0:
         return 0
-    # ``stride`` ranks beside each other have their peers as far away, repeated along the axes that
+    # ``stride`` neighbouring ranks have their peers as far away, repeated along the axes that
     # vary more slowly than the pipeline's
     for level, devices in enumerate(group_sizes[:-1]):
         starts = _starts(size * stride, devices, dims.world_size)

@@ -225,7 +225,7 @@ _DIVIDE = "Divide the model again."
 def mtp_chunk_fits(chunk: int, pp: int, vpp: int, *, hybrid: bool = False) -> bool:
     """MTP layers lie in the last virtual stage of their rank, which is not the first rank.
 
-    Those of a hybrid model lie beside the head (0.20 ``HybridModel``, which has no layout).
+    Those of a hybrid model lie with the head (0.20 ``HybridModel``, which has no layout).
     """
     if hybrid:
         return chunk == pp * vpp - 1
