@@ -130,7 +130,7 @@ class CostModel(Caching):
 
     @cached_by(lambda self, kind, places, shard: unit_key(self.spec, kind, places, shard))
     def unit_time(self, kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
-        """A unit without recomputation, with its groups in the given places."""
+        """A unit without recomputation, with its groups in some places."""
         blocks = self._blocks.of_units(places, shard)[kind]
         layers, device = self.spec.num_layers, self.cluster.accelerator
         times = sum(blocks[1:], blocks[0])

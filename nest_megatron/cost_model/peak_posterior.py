@@ -225,7 +225,9 @@ def _conditioned(runs: Sequence[PeakRun]) -> tuple[Matrix, tuple[float, ...]]:
     noise = [0.0] * len(runs)
     censored = [number for number, run in enumerate(runs) if run.ran_out]
     if censored:
-        found = _censored(*_given(joint, values, censored), [values[each] for each in censored])
+        found = _censored(
+            *_above_bounds(joint, values, censored), [values[each] for each in censored]
+        )
         for number, site in zip(censored, found, strict=True):
             values[number], noise[number] = site
     noisy = [
@@ -235,7 +237,7 @@ def _conditioned(runs: Sequence[PeakRun]) -> tuple[Matrix, tuple[float, ...]]:
     return root, solve_lower(root, values)
 
 
-def _given(
+def _above_bounds(
     joint: Matrix, values: Sequence[float], censored: Sequence[int]
 ) -> tuple[list[float], list[list[float]]]:
     """Mean and covariance of the scores that are above bounds, given those that were measured."""

@@ -235,7 +235,7 @@ def chunk_times(problem: PipelineProblem, index: int, chunk: UnitCost) -> ChunkT
 
 
 def rank_memory(problem: PipelineProblem, rank: int, chunks: Sequence[UnitCost]) -> RankMemory:
-    """Peak memory of one pipeline rank that holds the given chunks."""
+    """Peak memory of one pipeline rank that holds some chunks."""
     p, v, m = problem.num_stages, problem.num_virtual, problem.num_microbatches
     activation = max(
         sum(count * chunk.saved_bytes for count, chunk in zip(live, chunks, strict=True))

@@ -68,7 +68,7 @@ _MOST_RUNS, _LEAST_GAIN = 2, 5e-4
 class Shortlist:
     """Few plans that hold one as fast as the fastest with a ``chance``, the likeliest first.
 
-    ``chances`` are those of each plan that was given, to be as fast as the fastest of them.
+    ``chances`` are those of each plan, to be as fast as the fastest of them.
     """
 
     plans: tuple[int, ...]

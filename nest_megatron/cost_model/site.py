@@ -52,7 +52,7 @@ class Site(Caching):
     def __init__(
         self, calibration: SiteCalibration, name: str, versions: Mapping[str, str] | None = None
     ) -> None:
-        self.calibration, self.name, self._given = calibration, name, versions
+        self.calibration, self.name, self._versions = calibration, name, versions
         last = calibration.by_date[-1].versions
         known = dict(last if versions is None else versions)
         if _OWN in last:
@@ -64,7 +64,7 @@ class Site(Caching):
     def without(self, trials: Collection[str]) -> Site | None:
         """What is known without plans that some trials ran; ``None`` where nothing is then."""
         left = self.calibration.without(trials)
-        return Site(left, self.name, self._given) if left.by_date else None
+        return Site(left, self.name, self._versions) if left.by_date else None
 
     def predictive(self, model: CostModel, layout: Layout, step_s: Seconds) -> Predictive:
         """What is known of a plan's predicted step at this site."""

@@ -72,7 +72,7 @@ def cuda_graphs(values: Flags) -> CudaGraphs | None:
     """The graphs that a job asks for, in any spelling; ``None`` for none.
 
     Args:
-        values: of ``FIELDS``, by name; what is absent or ``None`` is not given.
+        values: of ``FIELDS``, by name; what is absent or ``None`` requests nothing.
 
     >>> cuda_graphs({"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}).impl
     'full_iteration'
@@ -88,10 +88,10 @@ def cuda_graphs(values: Flags) -> CudaGraphs | None:
     if impl == "none":
         return None
     scopes = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
-    stated = (values.get(name) for name in scopes)
-    given = next((each for each in stated if each and each != "full"), ())  # full is the default
-    several = isinstance(given, list | tuple | set | frozenset)
-    words = given.split(",") if isinstance(given, str) else given if several else (given,)
+    # full is the default
+    request = next((each for each in map(values.get, scopes) if each and each != "full"), ())
+    several = isinstance(request, list | tuple | set | frozenset)
+    words = request.split(",") if isinstance(request, str) else request if several else (request,)
     modules = frozenset(str(getattr(word, "name", word)).strip() for word in words) - {"full", ""}
     if impl == "local" and _WHOLE_STEP in modules:
         impl = _WHOLE_STEP

@@ -261,28 +261,30 @@ class KnobConditions:
     closed: frozenset[str] = frozenset()
 
 
-def always_on(given: Execution, conditions: KnobConditions) -> Execution:
+def always_on(current: Execution, conditions: KnobConditions) -> Execution:
     """The job's own, with everything on that never costs time.
 
     Kernels that the device lacks give way where the user has not fixed them.
     """
-    backend = given.moe_flex_dispatcher_backend
+    backend = current.moe_flex_dispatcher_backend
     if not _runs_on(backend, conditions) and "token_dispatcher" not in conditions.fixed:
-        given = replace(
-            given,
+        current = replace(
+            current,
             moe_token_dispatcher_type=TokenDispatcher.ALLTOALL,
             moe_flex_dispatcher_backend=None,
         )
     names = [knob.name for knob in KNOBS if knob.always and _is_open(knob, conditions)]
     fields: dict[str, Any] = dict.fromkeys(names, True)
-    return replace(given, **fields)
+    return replace(current, **fields)
 
 
-def open_values(conditions: KnobConditions, given: Execution = PLAIN) -> dict[str, tuple[Any, ...]]:
+def open_values(
+    conditions: KnobConditions, current: Execution = PLAIN
+) -> dict[str, tuple[Any, ...]]:
     """Fields of ``Execution`` that a plan may choose, with their values.
 
     Args:
-        given: the job's own; offloading that it has may be left out where no plan would choose it.
+        current: of the job; offloading that it has may be left out where no plan would choose it.
     """
     found = {}
     there = {*conditions.packages, None}
@@ -293,7 +295,7 @@ def open_values(conditions: KnobConditions, given: Execution = PLAIN) -> dict[st
             if knob.needs.get(value) in there and _runs_on(value, conditions)
         ]
         off = getattr(PLAIN, knob.name)
-        is_freed = knob.choice not in conditions.fixed and getattr(given, knob.name) != off
+        is_freed = knob.choice not in conditions.fixed and getattr(current, knob.name) != off
         if values and _is_open(knob, conditions):
             found[knob.name] = tuple(values)
         elif knob.group == "activation_offloading" and is_freed:

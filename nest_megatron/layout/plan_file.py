@@ -111,19 +111,19 @@ def from_fields(fields: Mapping[str, Any], name: str) -> ParallelPlan:
         if not isinstance(schema, int) or schema > SCHEMA:
             fix = "Upgrade nest-megatron, or plan again with this version."
         raise PlanFileError(f"{name}: schema", schema, limit, fix)
-    stated, origin = "", fields.get("provenance")
+    recorded, origin = "", fields.get("provenance")
     if isinstance(origin, Mapping):
-        stated = origin.get(_CHECKSUM, "")
+        recorded = origin.get(_CHECKSUM, "")
         rest = {key: value for key, value in origin.items() if key != _CHECKSUM}
         fields = {**fields, "provenance": rest}
     try:
         plan = from_plain(ParallelPlan, fields)
     except UserInputError as error:
         raise PlanFileError(f"{name}: {error.what}", error.value, error.limit, error.fix) from error
-    if checksum(plan) != stated:
+    if checksum(plan) != recorded:
         raise PlanFileError(
             f"{name}: provenance.checksum",
-            stated,
+            recorded,
             "it does not match the contents, so the file was cut short or edited",
             "Write it again with nest-megatron plan; what you want fixed goes on that command.",
         )

@@ -200,7 +200,7 @@ def uniform_partition(
     account_embedding: bool = False,
     account_loss: bool = False,
 ) -> StagePartition:
-    """The partition that Megatron makes when it is given no layout.
+    """The partition that Megatron makes without a layout.
 
     Args:
         first, last: ``--decoder-first-pipeline-num-layers``, ``--decoder-last-...``.
@@ -270,10 +270,10 @@ def spread_partition(spec: TransformerSpec, dims: ParallelDims) -> StagePartitio
 
 
 def is_uniform(spec: TransformerSpec, partition: StagePartition, **ends: Any) -> bool:
-    """Whether Megatron makes this partition when it is given the degrees alone.
+    """Whether Megatron makes this partition from the degrees alone.
 
     Args:
-        ends: what else it is given, of ``first`` and ``last``.
+        ends: what else it knows, of ``first`` and ``last``.
     """
     pp = partition.pipeline_model_parallel_size
     try:
@@ -338,10 +338,10 @@ def uneven_flags(spec: TransformerSpec, pp: int) -> str:
 def _uneven_layers(
     spec: TransformerSpec, pp: int, first: int | None, last: int | None
 ) -> list[int]:
-    given = [n for n in (first, last) if n is not None]
-    stages, middle = pp - len(given), spec.num_layers - sum(given)
+    ends = [n for n in (first, last) if n is not None]
+    stages, middle = pp - len(ends), spec.num_layers - sum(ends)
     fits = middle % stages == 0 and middle > 0 if stages > 0 else stages == middle == 0
-    if not fits or min(given) < 1:
+    if not fits or min(ends) < 1:
         raise UserInputError(
             "decoder_first_pipeline_num_layers / decoder_last_pipeline_num_layers",
             (first, last),
@@ -349,4 +349,4 @@ def _uneven_layers(
             f"{uneven_flags(spec, pp)}.",
         )
     per_rank = [middle // stages] * stages if stages else []
-    return [*given[: first is not None], *per_rank, *given[first is not None :]]
+    return [*ends[: first is not None], *per_rank, *ends[first is not None :]]

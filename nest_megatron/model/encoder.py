@@ -94,8 +94,8 @@ class EncoderSpec:
     @property
     def num_positions(self) -> int:
         """Rows of its position embedding; 0 where positions are rotations."""
-        given = self.num_position_embeddings
-        return self.num_tokens if given is None else given
+        rows = self.num_position_embeddings
+        return self.num_tokens if rows is None else rows
 
     @property
     def has_any_size(self) -> bool:
@@ -219,11 +219,11 @@ class Adapters:
                 )
 
         for names in PROJECTIONS.values() if separate else ():
-            given = [t for t in self.target_modules if t.rpartition(".")[2] in names]
-            if given and len({t.rpartition(".")[2] for t in given}) < len(names):
+            named = [t for t in self.target_modules if t.rpartition(".")[2] in names]
+            if named and len({t.rpartition(".")[2] for t in named}) < len(names):
                 raise _wrong(
                     "target_modules",
-                    given[0],
+                    named[0],
                     f"the frameworks run all of {', '.join(names)} or none",
                     "Name them all.",
                 )

@@ -22,11 +22,11 @@ from nest_megatron.model.hugging_face_fields import (
     Shape,
     activation,
     decoder,
+    extra_biases,
     fewer_groups,
     joined,
     layer_norm,
     linear_biases,
-    own_biases,
     rotary,
     same_biases,
     side_by_side,
@@ -228,9 +228,9 @@ _GPT_J: tuple[Part, ...] = (
     _rotated_channels,
     linear_biases(mlp=True),
     side_by_side(),
-    own_biases(Bias.OUTPUT_LAYER),
+    extra_biases(Bias.OUTPUT_LAYER),
 )
-_WITHOUT_HEAD_DIM = partial(decoder, own_size=False)
+_WITHOUT_HEAD_DIM = partial(decoder, has_head_dim=False)
 
 FAMILIES: Mapping[str, Family] = {
     "llama": ("Llama 1 to 3", LLAMA),
@@ -262,7 +262,7 @@ FAMILIES: Mapping[str, Family] = {
             rotary(0.5),
             same_biases(True),
             side_by_side(),
-            own_biases(Bias.OUTPUT_LAYER),
+            extra_biases(Bias.OUTPUT_LAYER),
             UNGATED,
             switches(qk_layernorm="qk_layernorm"),
         ),

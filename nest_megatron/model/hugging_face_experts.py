@@ -20,11 +20,11 @@ from nest_megatron.model.hugging_face_fields import (
     decoder,
     expert_layers,
     experts,
+    extra_biases,
     frequency,
     joined,
     layer_norm,
     linear_biases,
-    own_biases,
     predicted_tokens,
     rotary,
     same_biases,
@@ -141,7 +141,7 @@ def _gpt_oss(f: ConfigFields) -> Shape:
         top = "experts_per_token"
     biases = {"add_bias_linear": True}
     if not f.flag("attention_bias", True):
-        biases = own_biases(Bias.MLP, Bias.ROUTER)
+        biases = extra_biases(Bias.MLP, Bias.ROUTER)
     return joined(f, biases, experts("num_local_experts", "intermediate_size", top))
 
 
@@ -232,11 +232,11 @@ _OF_DEEPSEEK: tuple[Part, ...] = (
     experts("n_routed_experts", "moe_intermediate_size"),
     _shared("n_shared_experts"),
     predicted_tokens("num_nextn_predict_layers"),
-    where("attention_bias", own_biases(Bias.LATENT_DOWN, Bias.PROJECTION)),
+    where("attention_bias", extra_biases(Bias.LATENT_DOWN, Bias.PROJECTION)),
 )
 _DEEPSEEK_V32: tuple[Part, ...] = (*_OF_DEEPSEEK, _deepseek_layers, BALANCED, _indexer)
 _OF_LOCAL_EXPERTS = experts("num_local_experts", "intermediate_size")
-_WITHOUT_HEAD_DIM = partial(decoder, own_size=False)
+_WITHOUT_HEAD_DIM = partial(decoder, has_head_dim=False)
 GRANITE: tuple[Part, ...] = (decoder, ROUTED_BIASES, _OF_LOCAL_EXPERTS)
 
 FAMILIES: Mapping[str, Family] = {
@@ -302,7 +302,7 @@ FAMILIES: Mapping[str, Family] = {
             layer_norm("rms_norm_eps"),
             windows,
             ROUTED_BIASES,
-            where("lm_head_bias", own_biases(Bias.OUTPUT_LAYER)),
+            where("lm_head_bias", extra_biases(Bias.OUTPUT_LAYER)),
             _OF_LOCAL_EXPERTS,
         ),
     ),
@@ -356,8 +356,8 @@ FAMILIES: Mapping[str, Family] = {
         (
             decoder,
             same_biases("use_bias", routed=True),
-            own_biases(Bias.EXPERT_BIAS),
-            where("use_bias", own_biases(Bias.OUTPUT_LAYER)),
+            extra_biases(Bias.EXPERT_BIAS),
+            where("use_bias", extra_biases(Bias.OUTPUT_LAYER)),
             BALANCED,
             experts("moe_num_experts", "moe_intermediate_size", "moe_k"),
             _ernie_layers,

@@ -70,7 +70,7 @@ class ConfigFields:
     none, as in transformers.
     """
 
-    __slots__ = ("_asked", "_config", "_defaults", "_name", "_weightless", "assumed")
+    __slots__ = ("_config", "_defaults", "_name", "_queried", "_weightless", "assumed")
 
     def __init__(self, config: Mapping[str, object], name: str, model_type: str = "") -> None:
         table = _tables().get(model_type, {})
@@ -79,13 +79,13 @@ class ConfigFields:
         self._config = first | {key: v for key, v in config.items() if key not in second}
         self._defaults: Mapping[str, object] = table.get("defaults", {})
         self._name = name
-        self._asked: set[str] = set()
+        self._queried: set[str] = set()
         self._weightless: set[str] = set()
         self.assumed: dict[str, object] = {}
 
     def get(self, key: str, default: object = None) -> object:
         """A field, or the default where it is null, or absent and unknown to transformers."""
-        self._asked.add(key)
+        self._queried.add(key)
         value = self._config.get(key)
         if key not in self._config and key in self._defaults:
             value = self._defaults[key]
@@ -100,21 +100,21 @@ class ConfigFields:
     def unused(self) -> tuple[str, ...]:
         """Keys that are set and known, and that no weight and no work depends on, sorted."""
         known = (key for key in self._set() if key in self._weightless or is_harmless(key))
-        return tuple(sorted({*known} - self._asked - {"model_type"}))
+        return tuple(sorted({*known} - self._queried - {"model_type"}))
 
     def _set(self) -> list[str]:
         """Keys that have a value other than those that mean that there is none."""
         return [key for key, value in self._config.items() if value not in UNSET]
 
     def unread(self) -> tuple[str, ...]:
-        """Keys that are set, that nobody has asked for, and that may say something of the shape.
+        """Keys that are set, that no reader has read, and that may say something of the shape.
 
         Raises:
-            UserInputError: for one that is nearly a key that was asked for in vain.
+            UserInputError: for one that is nearly a key that was read in vain.
             UnplannableModelError: for one that by its name describes a part of the model.
         """
-        lacking = sorted(self._asked - self._config.keys())
-        known = self._asked | self._weightless
+        lacking = sorted(self._queried - self._config.keys())
+        known = self._queried | self._weightless
         unread = sorted(
             key
             for key in self._set()
@@ -311,14 +311,14 @@ def switches(**keys: str) -> Reader:
     return lambda f: {field: f.flag(key) for field, key in keys.items()}
 
 
-def attention(f: ConfigFields, *, own_size: bool = True) -> Shape:
+def attention(f: ConfigFields, *, has_head_dim: bool = True) -> Shape:
     """Heads, query groups (if fewer) and head size (if not the quotient).
 
     Args:
-        own_size: the family has a ``head_dim``.
+        has_head_dim: the family has a ``head_dim``.
     """
     heads, hidden = f.whole("num_attention_heads"), f.whole("hidden_size")
-    size = f.whole("head_dim", hidden // heads) if own_size else hidden // heads
+    size = f.whole("head_dim", hidden // heads) if has_head_dim else hidden // heads
     return {
         "num_attention_heads": heads,
         "num_query_groups": fewer_groups(f.whole("num_key_value_heads", heads), heads),
@@ -335,20 +335,20 @@ def decoder(
     f: ConfigFields,
     act: str = "hidden_act",
     *,
-    own_size: bool = True,
+    has_head_dim: bool = True,
     ffn: str = "intermediate_size",
 ) -> Shape:
     """What all Llama-like decoders share.
 
     Args:
         act: the key that names their activation.
-        own_size: as of ``attention``.
+        has_head_dim: as of ``attention``.
         ffn: the key of the inner size of their MLP.
     """
     return joined(
         f,
         sizes(num_layers="num_hidden_layers", hidden_size="hidden_size", ffn_hidden_size=ffn),
-        attention(f, own_size=own_size),
+        attention(f, has_head_dim=has_head_dim),
         sizes(max_position_embeddings="max_position_embeddings", vocab_size="vocab_size"),
         rotary(),
         {"layernorm_epsilon": f.number("rms_norm_eps", 1e-6)},
@@ -408,7 +408,7 @@ def linear_biases(
         if of_qkv and all(others) and not routed:
             return {"add_bias_linear": True}
         pairs = zip((Bias.PROJECTION, Bias.MLP), others, strict=True)
-        return {"add_qkv_bias": of_qkv, **own_biases(*(bias for bias, has in pairs if has))}
+        return {"add_qkv_bias": of_qkv, **extra_biases(*(bias for bias, has in pairs if has))}
 
     return read
 
@@ -424,7 +424,7 @@ ALL_BIASES = linear_biases(qkv="attention_bias", projection="attention_bias", ml
 ROUTED_BIASES = linear_biases(qkv="attention_bias", projection="attention_bias", routed=True)
 
 
-def own_biases(*biases: Bias) -> Shape:
+def extra_biases(*biases: Bias) -> Shape:
     """Biases that no switch of Megatron's gives."""
     return variant(biases=biases) if biases else {}
 

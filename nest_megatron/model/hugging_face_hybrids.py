@@ -27,10 +27,10 @@ from nest_megatron.model.hugging_face_fields import (
     activation,
     decoder,
     experts,
+    extra_biases,
     fewer_groups,
     frequency,
     joined,
-    own_biases,
     predicted_tokens,
     rotary,
     shared_experts,
@@ -44,7 +44,7 @@ from nest_megatron.model.variant import Bias
 
 _MAMBA, _ATTENTION, _MLP, _EXPERTS = "M*-E"
 _NO_POSITIONS: Shape = {"position_embedding_type": "none"}
-_MAMBA_BIASES = own_biases(Bias.MAMBA_IN, Bias.MAMBA_OUT)
+_MAMBA_BIASES = extra_biases(Bias.MAMBA_IN, Bias.MAMBA_OUT)
 #: Words for a layer, the older and the newer ones, by Megatron's symbol.
 _WORDS = {
     **dict.fromkeys(("mamba", "linear_attention"), _MAMBA),
@@ -240,7 +240,7 @@ FAMILIES: Mapping[str, Family] = {
             UNGATED,
             _nemotron_h,
             _convolution("conv_kernel", "use_conv_bias"),
-            where("mlp_bias", own_biases(Bias.MLP)),
+            where("mlp_bias", extra_biases(Bias.MLP)),
             where("use_bias", _MAMBA_BIASES),
             _NO_POSITIONS,
         ),

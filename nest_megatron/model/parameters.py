@@ -27,7 +27,7 @@ from nest_megatron.model.variant import Bias
 def layer_parameters(
     spec: TransformerSpec, kind: LayerKind, tp: int, ep: int, etp: int
 ) -> ParameterCount:
-    """One decoder layer of the given kind."""
+    """One decoder layer of a kind."""
     blocks = (block_parameters(spec, block, tp, ep, etp) for block in kind.blocks)
     return sum(blocks, ParameterCount())
 
