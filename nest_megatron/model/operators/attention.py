@@ -227,8 +227,7 @@ def _unfused_attention(
         moved += scores * (2 * act + 8 * FP32)
         back += scores * (2 * act + 6 * FP32)
         kernels += 8
-    softmax = streaming("softmax", part, moved, backward=back / moved, kernels=kernels)
-    operators = [gemms, softmax]
+    operators = [gemms, streaming("softmax", part, moved, backward=back / moved, kernels=kernels)]
     if _softmax_is_fused(spec, matrices, keys, most=_ENGINE_KEYS):
         saved, working = scores * (2 * act + 1 if dropout else act), 0.0
     else:

@@ -299,8 +299,8 @@ def _rule(spec: TransformerSpec, widths: _DeltaWidths, tokens: float, act: int) 
     keys; queries with states and keys, and those scores with values. The backward pass makes
     ``w``, ``u`` and states again, then the gradient of each product.
     """
-    key, value, heads = widths.copied, spec.linear_value_head_dim, widths.heads
-    states = key * value  # of all heads, a product with them for each token
+    key, heads = widths.copied, widths.heads
+    states = key * spec.linear_value_head_dim  # of all heads, a product with them for each token
     inside = DELTA_CHUNK * key, DELTA_CHUNK * widths.value, heads * DELTA_CHUNK * DELTA_CHUNK
     state_bytes = states / DELTA_CHUNK * act
     return Operator(

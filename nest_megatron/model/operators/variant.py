@@ -38,7 +38,6 @@ def cross_attention_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGrap
     heads = spec.num_attention_heads / shard.tensor_model_parallel_size
     queries, keys, width = shard.tokens(decoder), shard.tokens(encoder), heads * head_dim
     local, hidden_bytes = shard.tokens_between_blocks(decoder), shard.hidden_bytes(decoder)
-    context_bytes = keys * hidden * act
     around = LayerGraph(
         operators=(
             streaming("cross_norm", Part.RESIDUAL, 2 * hidden_bytes),
@@ -51,7 +50,7 @@ def cross_attention_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGrap
             *gathered_block(
                 decoder, shard, Part.QKV, Part.PROJECTION, "cross_query", "cross_projection"
             ),
-            *column_parallel(shard, Part.QKV, "cross_key_value", context_bytes),
+            *column_parallel(shard, Part.QKV, "cross_key_value", keys * hidden * act),
         ),
         saved_bytes=(
             (Part.RESIDUAL, hidden_bytes + local * hidden * shard.input_bytes),
@@ -74,8 +73,7 @@ def linear_for_attention_graph(spec: TransformerSpec, shard: LayerShard) -> Laye
 
 def linear_for_mlp_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """The same behind attention, whose output the residual keeps."""
-    graph = _linear(spec, shard, Part.MLP_NORM, Part.MLP)
-    return graph + LayerGraph(
+    return _linear(spec, shard, Part.MLP_NORM, Part.MLP) + LayerGraph(
         operators=(), saved_bytes=((Part.RESIDUAL, shard.hidden_bytes(spec)),)
     )
 
@@ -198,10 +196,10 @@ def _head(graph: LayerGraph, spec: TransformerSpec, shard: LayerShard) -> LayerG
     if not variant.final_norm:
         operators = [each for each in operators if each.name != "final_norm"]
     if narrow := variant.embedding_size:
-        local, hidden = shard.tokens_between_blocks(spec), spec.hidden_size
+        local = shard.tokens_between_blocks(spec)
         operators = [
             *(each for each in operators if each.name != "output_layer"),
-            gemm(shard, "project_out", Part.HEAD, local, hidden, narrow, fp8=False),
+            gemm(shard, "project_out", Part.HEAD, local, spec.hidden_size, narrow, fp8=False),
             gemm(shard, "output_layer", Part.HEAD, tokens, narrow, vocab, fp8=False),
         ]
     if variant.final_logit_softcapping is not None:  # a scaling and a tanh, whose output is kept
