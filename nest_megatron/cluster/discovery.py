@@ -50,7 +50,7 @@ def open_nvml() -> Iterator[Any]:
 def local_gpus() -> LocalGpus | None:
     """The GPUs of this host, or ``None`` where there is no NVIDIA driver.
 
-    NVML is asked, not CUDA: a CUDA context would fix settings that Megatron's arguments decide.
+    NVML is read, not CUDA: a CUDA context would fix settings that Megatron's arguments decide.
 
     Raises:
         UserInputError: if the host mixes kinds of GPU, divides one, or cannot tell them.

@@ -193,7 +193,7 @@ def _port(name: str, state: str, rate: str, layer: str) -> Iterator[Adapter]:
         yield Adapter(name=name, rate_bits_per_s=float(number[0]) * 1e9, link_layer=layer)
 
 
-#: Longest that one program may take: a fabric of thousands of ports is asked in seconds.
+#: Longest that one program may take: a fabric of thousands of ports is read in seconds.
 TIMEOUT_S = 60.0
 #: How long a killed program may take to end; one that waits for a broken device never does.
 _END_S = 2.0

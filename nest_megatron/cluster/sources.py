@@ -70,7 +70,7 @@ class Sources:
         slurm_gpus, slurm_gpu_types: whole GPUs of nodes, by Slurm, and what it calls them, where
             it names them.
         divided: slices of hosts whose GPUs MIG divides.
-        unseen: what could not be asked, and why.
+        unseen: what could not be read, and why.
         outputs: the files that were read, in their order.
     """
 
@@ -141,7 +141,7 @@ class Sources:
 
 
 def slurm_job(environment: Mapping[str, str]) -> Sources:
-    """The hosts of this allocation, each asked by a task of a step on it.
+    """The hosts of this allocation, each read by a task of a step on it.
 
     Raises:
         UserInputError: outside of an allocation, or if the step fails.
@@ -171,7 +171,7 @@ def kubernetes_nodes() -> Sources:
     """The nodes with GPUs of the Kubernetes cluster that ``kubectl`` talks to.
 
     Raises:
-        UserInputError: if it cannot be asked, or no node says what GPUs it has.
+        UserInputError: if it cannot be reached, or no node says what GPUs it has.
     """
     return parse_kubernetes_nodes(output_of(["kubectl", "get", "nodes", "-o", "json"]))
 

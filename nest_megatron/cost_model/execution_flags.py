@@ -227,8 +227,8 @@ def _quantized_weights(flags: Flags, precision: Precision) -> bool:
     """
     if precision is Precision.FP8:
         return bool(flags.get("fp8_param_gather")) and not flags.get("use_torch_fsdp2")
-    asked = flags.get("fp4_param_gather") or flags.get("fp4_param")
-    return precision is Precision.NVFP4 and bool(asked)
+    gathers = flags.get("fp4_param_gather") or flags.get("fp4_param")
+    return precision is Precision.NVFP4 and bool(gathers)
 
 
 def _width(flags: Flags, name: str, default: str) -> int:

@@ -194,8 +194,8 @@ def fp8_copy_bytes(zero: ZeroStage, settings: CostSettings) -> float:
 
     Transformer Engine keeps an fp8 copy of each 16-bit weight and its transpose between micro
     batches (``TransformerEngineBaseModule.get_weight_workspace``), and of an fp8 weight the
-    transpose (``Float8Tensor``). Those of gathered weights go again after use, unless asked to
-    stay. Without its cache a transpose of an fp8 weight lives in the backward pass of one layer.
+    transpose (``Float8Tensor``). Those of gathered weights go again after use, unless a flag keeps
+    them. Without its cache a transpose of an fp8 weight lives in the backward pass of one layer.
     """
     traits, width = settings.traits, quantized_bytes(settings)
     transposes = (traits.fp8_weight_copies - 1) * width

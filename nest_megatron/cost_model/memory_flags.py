@@ -15,7 +15,7 @@ from nest_megatron.layout.cuda_graphs import Flags
 _TABLE = packaged(__package__, "memory_flags.toml")
 #: Argument -> its values that change nothing. Any other value makes memory uncertain.
 NOT_MODELLED: Mapping[str, list[object]] = MappingProxyType(_TABLE["not_modelled"])
-#: Arguments that a job is asked for, whatever holds them.
+#: Arguments that are read of a job, whatever holds them.
 READ = (*_TABLE["priced"], *NOT_MODELLED, *_TABLE["execution"])
 #: Optimizers whose states are known (``execution_flags``).
 OPTIMIZERS = ("adam", "sgd", "muon", "dist_muon", "lion")

@@ -82,7 +82,7 @@ class CostModel(Caching):
     """Prices grids of one job.
 
     What depends on a few degrees only (a layer's time, the traffic of a group) is computed once,
-    because a search asks for thousands of grids that share it.
+    because a search prices thousands of grids that share it.
 
     Args:
         times: measured times of the model's layers. They replace the analytic compute time of the

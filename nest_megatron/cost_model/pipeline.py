@@ -142,7 +142,7 @@ class Evaluation:
 def chunk_cost(problem: PipelineProblem, first: int, end: int) -> UnitCost:
     """Units ``first .. end`` as one, whose ``block_`` fields equal its own.
 
-    The first layers follow their ``block_`` fields if the problem asks for it.
+    The first layers follow their ``block_`` fields if the problem has such a block.
     """
     units = range(first, end)
     layers = [u for u in units if 1 <= u <= problem.num_layers]

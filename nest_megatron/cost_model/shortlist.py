@@ -225,14 +225,14 @@ def _drawn(size: int, draws: int) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(rng.gauss(0.0, 1.0) for _ in range(size)) for _ in range(draws))
 
 
-def _cover(draws: Sequence[int], wanted: int) -> tuple[int, ...]:
+def _cover(draws: Sequence[int], needed: int) -> tuple[int, ...]:
     """Plans that together are as fast as the fastest in so many draws.
 
     Each time the plan is taken that adds most (the greedy rule for covering); of equal ones the
     first.
     """
     held, chosen = 0, []
-    while held.bit_count() < wanted:
+    while held.bit_count() < needed:
         added = [(each & ~held).bit_count() for each in draws]
         chosen.append(added.index(max(added)))
         held |= draws[chosen[-1]]

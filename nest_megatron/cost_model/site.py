@@ -78,7 +78,7 @@ class Site(Caching):
 
     @cached_by(lambda _, model, layout: (model, layout))
     def _peak(self, model: CostModel, layout: Layout) -> PredictedPeak:
-        """Worked out once for each plan: a choice asks several times."""
+        """Computed once for each plan: a choice reads it several times."""
         return predicted_peak(model, layout)
 
     def memory_change(

@@ -181,7 +181,7 @@ class SiteCalibration:
             ("accelerator", self.accelerator, cluster.accelerator.name),
             ("GPUs in a node", self.gpus_per_node, cluster.gpus_per_node),
         )
-        found = [f"{n} {has} instead of {asked}" for n, has, asked in pairs if has != asked]
+        found = [f"{n} {has} instead of {now}" for n, has, now in pairs if has != now]
         if not same_links(self.links, link_hashes(cluster)):
             found.append("links with other figures")
         return tuple(found)

@@ -34,9 +34,8 @@ _HEAD = """\
 
 def sites_folder() -> Path:
     """The folder of calibrations; it need not exist."""
-    asked = os.environ.get(VARIABLE)
-    if asked:
-        return expanded(Path(asked), VARIABLE)
+    if folder := os.environ.get(VARIABLE):
+        return expanded(Path(folder), VARIABLE)
     return user_folder("config") / "sites"
 
 

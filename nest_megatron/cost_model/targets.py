@@ -76,8 +76,8 @@ def default_words(default: Default) -> str:
     >>> default_words(Default(argument="fp8_recipe", value="mxfp8", source="", gpu="B200"))
     'fp8_recipe mxfp8 (B200)'
     """
-    stated: Any = default.value
-    value = {True: "on", False: "off", None: "as Megatron"}.get(stated, stated)
+    value: Any = default.value
+    value = {True: "on", False: "off", None: "as Megatron"}.get(value, value)
     also = "".join(f" with {k} {','.join(map(str, v))}" for k, v in default.also.items())
     kinds = {"experts": default.experts, "Mamba layers": default.mamba}
     parts = [f"{'with' if v else 'without'} {k}" for k, v in kinds.items() if v is not None]

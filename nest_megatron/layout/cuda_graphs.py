@@ -69,7 +69,7 @@ def kept_modules(
 
 
 def cuda_graphs(values: Flags) -> CudaGraphs | None:
-    """The graphs that a job asks for, in any spelling; ``None`` for none.
+    """The graphs that a job requests, in any spelling; ``None`` for none.
 
     Args:
         values: of ``FIELDS``, by name; what is absent or ``None`` requests nothing.

@@ -241,7 +241,7 @@ class Choice:
         num_tied: layouts that do.
         fastest_s: the shortest predicted step.
         riskier: what the limit on the risk costs; ``None`` where that is no more than a tie, or no
-            runner-up is asked for.
+            runner-up is requested.
     """
 
     max_oom_chance: float

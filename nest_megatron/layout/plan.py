@@ -196,8 +196,8 @@ class ParallelPlan:
     Args:
         offers: what a job would gain by choices that it rules out, one sentence each.
         goodput: where a mean time between failures is given.
-        choice: how the plan was chosen, where it was searched for and not asked for by its number.
-        shortlist: which of the plan and its runners-up could be the fastest, where that is asked.
+        choice: how the plan was chosen, where it was searched for, and not requested by its number.
+        shortlist: which of the plan and its runners-up could be the fastest, if requested.
         batches: what is expected at each size of a batch that grows.
         price: where the price or the power of a GPU, or the length of the run, is given.
         today: what the command that was planned ran when it was planned, compared with the plan.

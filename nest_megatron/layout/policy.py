@@ -119,7 +119,7 @@ class PolicyFile:
         return error
 
 
-#: Files in the order in which they are asked; none where there is no policy.
+#: Files in the order in which they are read; none where there is no policy.
 Policy = tuple[PolicyFile, ...]
 
 

@@ -2,7 +2,7 @@
 
 Megatron lays two grids over the same ranks: the dense one (tp, cp, dp, pp) and the expert one
 (etp, ep, expert dp, pp). In both the leftmost dimension of the order varies fastest, so every group
-is an arithmetic progression of ranks, or two nested ones. So what a search asks thousands of times
+is an arithmetic progression of ranks, or two nested ones. So what a search needs thousands of times
 (how many members of a group share a node, a leaf, a pod) is computed from sizes and strides alone.
 
 Source: ``megatron.core.parallel_state.RankGenerator`` and ``initialize_model_parallel`` (0.16.1).

@@ -228,5 +228,5 @@ OF_GRAPH = Key(
     ),
 )
 
-#: Nothing asked for: Megatron's own defaults, but for the dispatcher, which every launch names.
+#: Megatron's defaults, but for the dispatcher, which every launch names.
 PLAIN = Execution()

@@ -70,7 +70,7 @@ class Operator:
         backward_flops: of both gradients.
         backward_bytes_moved: accumulation of weight gradients included.
         num_kernels: kernels launched forward; the backward pass launches twice as many.
-        fp8: the GEMM runs in fp8 where the job asks for it.
+        fp8: the GEMM runs in fp8 where the job requests it.
         parallel_rows: of attention: query rows over all heads; of a grouped GEMM: rows of each
             product. Few leave processors idle.
         aligned: of a GEMM: every dimension is a multiple of 8, as matrix units ask in 16 bits.

@@ -2,7 +2,7 @@
 
 A search evaluates a rule as soon as the facts that it reads are decided (``search``), the check of
 a launch evaluates all, ``docs/rules.md`` prints them: what a search returns, a launch accepts. A
-rule is stated in the table of its subject and joined here.
+rule stands in the table of its subject, and all are joined here.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ def _narrow_states(options: Flags) -> dict[str, object]:
 
 
 def initializes_on_meta_device(spec: TransformerSpec) -> bool:
-    """``--init-model-with-meta-device`` gives every weight the values that the model asks for.
+    """``--init-model-with-meta-device`` gives every weight the values that the model requests.
 
     ``reset_parameters`` of ``torch.nn.Embedding`` (learned positions, BERT's token types) draws
     with a deviation of 1 instead: on gloo, a first step's gradient norm fell from 1.636 to 0.343.

@@ -284,7 +284,7 @@ def _saved_inside(widths: _DeltaWidths, act: int) -> float:
 def _inputs_of_rule(
     widths: _DeltaWidths, tokens: float, act: int, copies: float
 ) -> Iterator[Operator]:
-    """Queries and keys normed and copied to all heads, values and gates laid out anew."""
+    """Queries and keys normed and copied to all heads, values and gates laid out again."""
     moved = tokens * (4 * 2 * widths.query + 4 * widths.value) * act + 1.5 * copies
     yield streaming("rule_inputs", Part.SSM, moved, backward=1.0, kernels=8)
     gates = tokens * widths.heads * (6 * FP32 + 4 * act)
