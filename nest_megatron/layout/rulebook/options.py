@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.layout.cuda_graphs import Flags
@@ -441,38 +440,42 @@ def _of_another_length(options: Flags, release: Release) -> tuple[str, ...]:
     return next((pair for pair in pairs if options.get(pair[0])), ())
 
 
-#: What PyTorch's FSDP2 does not go with, with its words and the mend.
-_UNFIT_FOR_TORCH_FSDP2: tuple[tuple[Callable[[Flags], Any], str, str], ...] = (
+#: Options that PyTorch's FSDP2 does not go with, their values, the words and the fix.
+_UNFIT_FOR_TORCH_FSDP2: tuple[tuple[str, tuple[object, ...], str, str], ...] = (
     (
-        lambda options: options.get("use_distributed_optimizer"),
+        "use_distributed_optimizer",
+        (True,),
         "beside --use-distributed-optimizer",
         "Drop one of the two.",
     ),
     (
-        lambda options: options.get("gradient_accumulation_fusion"),
+        "gradient_accumulation_fusion",
+        (True,),
         "with gradient accumulation fusion",
         "Add --no-gradient-accumulation-fusion.",
     ),
     (
-        lambda options: options.get("ckpt_format") in {"torch", "zarr"},  # a plan decides of others
+        "ckpt_format",
+        ("torch", "zarr"),  # a plan decides of others
         "with another --ckpt-format than torch_dist or torch_dcp",
         "Add --ckpt-format torch_dist.",
     ),
     (
-        lambda options: not options.get("untie_embeddings_and_output_weights", True),
+        "untie_embeddings_and_output_weights",
+        (False,),
         "with tied embeddings",
         "Add --untie-embeddings-and-output-weights, or drop it.",
     ),
-    (lambda options: options.get("fp16"), "beside --fp16", "Use --bf16."),
+    ("fp16", (True,), "beside --fp16", "Use --bf16."),
 )
 
 
 def _unfit_for_torch_fsdp2(options: Flags) -> tuple[str, ...]:
-    """The words and the mend of the first that Megatron refuses; empty if it takes all."""
+    """The words and the fix of the first that Megatron refuses; empty if it takes all."""
     if not options.get("use_torch_fsdp2"):
         return ()
-    found = (words for is_unfit, *words in _UNFIT_FOR_TORCH_FSDP2 if is_unfit(options))
-    return tuple(next(found, ()))
+    rows = (row for row in _UNFIT_FOR_TORCH_FSDP2 if options.get(row[0]) in row[1])
+    return next(((words, fix) for _, _, words, fix in rows), ())
 
 
 #: Of a command by itself, whatever its layout.
