@@ -329,8 +329,11 @@ def _way_out(text: Config, whole: Config) -> str:
     for of in (text, whole):
         named = of.get("architectures")
         for name in named if isinstance(named, list) else ():
-            if (known := _type_of_class(str(name))) is not None:
-                return f"; architectures says {name}: if that is so, set model_type to {known}"
+            # such as LlamaForCausalLM
+            squeezed = str(name).removesuffix("ForCausalLM").removesuffix("LMHeadModel").lower()
+            for known in FAMILIES:
+                if known.replace("_", "") == squeezed:
+                    return f"; architectures says {name}: if that is so, set model_type to {known}"
     if not {*_SIZES} <= text.keys():
         return ""
     try:
@@ -343,12 +346,6 @@ def _way_out(text: Config, whole: Config) -> str:
         f"; all its fields are those of {_USUAL}: if its layers are Llama's, as which it has "
         f"{model_parameters(read.spec):,} parameters, set model_type to {_USUAL}"
     )
-
-
-def _type_of_class(name: str) -> str | None:
-    """The type that is read of a class of transformers, such as ``LlamaForCausalLM``."""
-    squeezed = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel").lower()
-    return next((kind for kind in FAMILIES if kind.replace("_", "") == squeezed), None)
 
 
 def _unplannable(name: str, value: object, reason: str) -> UnplannableModelError:
