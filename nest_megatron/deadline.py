@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
+from nest_megatron.plain import frozen
 from nest_megatron.units import Seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Deadline:
     """A stretch of time on the monotonic clock of this process.
 

@@ -24,6 +24,7 @@ import yaml
 
 from nest_megatron.errors import UserInputError, message_line
 from nest_megatron.files import MAX_BYTES, read_text
+from nest_megatron.plain import frozen
 from nest_megatron.printing import cleaned
 
 #: The parser in C where libyaml is there.
@@ -37,7 +38,7 @@ _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?")
 _NOT_BRACKETS = re.compile(r"[^][{}]+")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Limits:
     """How large a document may be.
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.plan_file import digest
 from nest_megatron.names import Name
-from nest_megatron.plain import added
+from nest_megatron.plain import added, frozen
 from nest_megatron.units import Bytes, Seconds
 
 #: Version of the records; a reader passes over newer ones, and says so.
@@ -40,7 +40,7 @@ class Outcome(Name):
         return self in (Outcome.OUT_OF_MEMORY, Outcome.FAILED, Outcome.KILLED)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class JobKey:
     """What all layouts of one job have in common; equal keys are the same job.
 
@@ -58,7 +58,7 @@ class JobKey:
     framework: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ClusterKey:
     """What a run's machines were taken for; equal keys are the same cluster.
 
@@ -74,7 +74,7 @@ class ClusterKey:
     links: tuple[str, ...] = added(())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Predicted:
     """What was predicted before the run.
 
@@ -108,7 +108,7 @@ class Predicted:
             raise ValueError("a prediction has a step and a peak")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class WatchedSteps:
     """Times of watched steps.
 
@@ -131,7 +131,7 @@ class WatchedSteps:
         return statistics.median(self.counted_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Measured(WatchedSteps):
     """What the watched steps took; a tuple by rank has one entry for each global rank.
 
@@ -167,7 +167,7 @@ class Measured(WatchedSteps):
         return (high - low) / self.step_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RankMeasured(WatchedSteps):
     """What one rank measured, which it leaves for rank 0.
 
@@ -207,7 +207,7 @@ def measured_by_ranks(parts: Mapping[int, RankMeasured], num_ranks: int) -> Meas
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class FlagChange:
     """A flag, or a field, that a launch rewrote; ``None`` is one that is left out."""
 
@@ -216,7 +216,7 @@ class FlagChange:
     after: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Launch:
     """How a run was launched.
 
@@ -231,7 +231,7 @@ class Launch:
     changes: tuple[FlagChange, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RunRecord:
     """A run of a planned job.
 
@@ -300,7 +300,7 @@ class RunRecord:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RefusedLaunch:
     """A launch that a rule did not allow, so that no run of it began.
 

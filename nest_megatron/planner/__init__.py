@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from nest_megatron.layout.estimate import Choice, RiskierLayout, Shortlist
 from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.plan import ParallelPlan, PresentLayout, SearchRecord
 from nest_megatron.layout.policy import require_allowed
+from nest_megatron.plain import frozen
 from nest_megatron.planner.choice import Candidate, candidate, choose_plan, with_runner_up_first
 from nest_megatron.planner.layouts import (
     ENDED_EARLY,
@@ -281,7 +282,7 @@ def _present_layout(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Ranked:
     """The plan of a request, and others that could be faster, the fastest predicted first."""
 

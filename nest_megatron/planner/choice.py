@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE, out_of_memory
@@ -14,13 +13,13 @@ from nest_megatron.errors import UserInputError, typed_setting
 from nest_megatron.layout.estimate import Choice
 from nest_megatron.layout.layout import layout_arguments
 from nest_megatron.layout.stage_layout import is_uniform
-from nest_megatron.plain import to_plain
+from nest_megatron.plain import frozen, to_plain
 from nest_megatron.planner.request import Request
 from nest_megatron.solver.ranking import SearchResult, SolvedLayout, layout_of
 from nest_megatron.units import Bytes, Seconds, to_seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Candidate:
     """A solved plan with what is expected of it.
 

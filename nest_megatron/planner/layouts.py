@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -48,6 +48,7 @@ from nest_megatron.layout.rulebook import require_legal
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, LaunchRequest
 from nest_megatron.layout.stage_layout import spread_partition
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import frozen
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.planner.request import Request
 from nest_megatron.profile.records import ANALYTIC_NAME, Source
@@ -327,7 +328,7 @@ def nothing_searched() -> SearchRecord:
 _LEVEL = 0.9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Variant:
     """What runs: a layout, and the cost model's assumptions as its job's flags make them."""
 

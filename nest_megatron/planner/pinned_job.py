@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.cluster.discovery import LocalGpus, is_same_device
@@ -24,6 +23,7 @@ from nest_megatron.layout import plan_file
 from nest_megatron.layout.batch_schedule import BatchSchedule
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.model.spec import LATENT_SIZES, TransformerSpec
+from nest_megatron.plain import frozen
 from nest_megatron.planner.pins import Pin, PinnedPlan
 from nest_megatron.units import Bytes, format_chance
 from nest_megatron.version import __version__
@@ -34,7 +34,7 @@ _NAMES = ("name", "source")
 _VOCAB = ("vocab_size", "vocab_is_padded", "make_vocab_size_divisible_by")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ActualJob:
     """The job that is about to run.
 
@@ -65,7 +65,7 @@ class ActualJob:
 Row = tuple[str, object, object]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Difference:
     """What a pinned plan and the job that is about to run do not share.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from nest_megatron.files import expanded, read_bytes, read_text, require_unwrita
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import MEGATRON_LM, ParallelPlan
 from nest_megatron.minisign import Reason, SignatureError, key_name
-from nest_megatron.plain import from_plain, to_plain
+from nest_megatron.plain import from_plain, frozen, to_plain
 from nest_megatron.planner import plan_table
 from nest_megatron.planner.plan_table import PlanTable, TableText
 
@@ -46,7 +45,7 @@ class ChangedPinError(PlanFileError):
     rule = "nest.plan"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Pin:
     """Who froze a plan, and for which software.
 
@@ -62,7 +61,7 @@ class Pin:
     megatron_lm: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PinnedPlan:
     """A pinned plan, alone in its file or an entry of a table.
 
@@ -86,7 +85,7 @@ def pinned_for(plan: ParallelPlan, release: str | None) -> str:
     return plan.provenance.framework or "any release of Megatron-LM (pin --release names one)"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PinnedTable:
     """The contents of a pinned file of plans for several numbers of nodes."""
 
@@ -235,7 +234,7 @@ def read_plan(path: Path) -> tuple[ParallelPlan, Pin | None]:
 PUBLIC_SUFFIX = ".pub"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Signer:
     """A trusted key and where it was found: a file's name, or the key itself."""
 
@@ -254,7 +253,7 @@ class Signer:
         return f"{Path(self.source).stem} (key {self.key_name})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SignedPlan:
     """A pinned plan, who signed it, and the comment that was signed with it."""
 

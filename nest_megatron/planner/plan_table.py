@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from nest_megatron.errors import PlanFileError
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.plain import from_plain, to_plain
+from nest_megatron.plain import from_plain, frozen, to_plain
 
 _SCHEMA = 1
 _KEY, _NOTES = "plan_table", "notes"
@@ -24,7 +23,7 @@ _NEXT = "\n---\n"
 _AGAIN = "Write it again with nest-megatron plan --for-nodes."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TableEntry:
     """What a table holds for one number of nodes.
 
@@ -39,7 +38,7 @@ class TableEntry:
     told: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PlanTable:
     """Plans of one job by the number of its nodes.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from nest_megatron.catalogue_files import default_setting
@@ -30,6 +30,7 @@ from nest_megatron.model.encoder import EncoderSpec
 from nest_megatron.model.execution import FlexBackend
 from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import frozen
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.backend import Backend
 from nest_megatron.solver.space import SearchSpace
@@ -42,7 +43,7 @@ _SHARDINGS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Offer:
     """Another data-parallel sharding, which is priced with the plan and never taken.
 
@@ -65,7 +66,7 @@ class Offer:
         return (f"{' or '.join(names)} ({' or '.join(dict.fromkeys(self.free.values()))})",)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class NumericOffer:
     """Choices that change numbers: priced with a plan, or tried where none fits; never taken.
 
@@ -111,7 +112,7 @@ def _default(name: str) -> Any:
     return field(default_factory=lambda: default_setting(name))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Request:
     """What to plan.
 

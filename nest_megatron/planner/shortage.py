@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -28,6 +28,7 @@ from nest_megatron.layout.recompute import NO_RECOMPUTE
 from nest_megatron.layout.rulebook.search import CHOSEN, SearchStep, is_searched
 from nest_megatron.model.execution import PLAIN
 from nest_megatron.model.shard import LayerShard
+from nest_megatron.plain import frozen
 from nest_megatron.planner.layouts import PredictedLayout, describe_grid
 from nest_megatron.planner.request import NumericOffer, Request
 from nest_megatron.solver.backend import choose, solver_of
@@ -57,7 +58,7 @@ _MOST_OF_MEMORY = 5
 _STEP = 1 / 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Remedy:
     """A change after which something fits, and the plan that was found then.
 
@@ -79,7 +80,7 @@ class Remedy:
         return f"{self.change}: {step} a step, {peak} per GPU with {self.layout}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class NoPlan:
     """Nothing fits: how far off the nearest plan is, and what would make it fit.
 
@@ -100,7 +101,7 @@ class NoPlan:
     complete: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class EndedEarly:
     """Time ran out before a plan was found; whether there is one is not known.
 

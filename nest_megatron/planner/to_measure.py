@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 
 from nest_megatron.cluster.records import Precision
@@ -29,6 +28,7 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rank_order import GroupKind, group_level
 from nest_megatron.model.operators import block_graph
 from nest_megatron.model.spec import ModelFamily
+from nest_megatron.plain import frozen
 from nest_megatron.profile.choose import MEASURE_COMMAND
 from nest_megatron.profile.records import Source
 from nest_megatron.profile.session import BUDGET_S, Task, divides, telling_apart
@@ -56,7 +56,7 @@ _GROUPS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Profile:
     """A profile that can be made.
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import datetime
 
 from nest_megatron.cluster.discovery import LocalGpus, is_same_device
 from nest_megatron.cluster.records import Accelerator, Precision
 from nest_megatron.errors import ProfileError, UserInputError, typed_setting
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import frozen
 from nest_megatron.profile.lookup import NAMES_BETWEEN, LayerTimes
 from nest_megatron.profile.records import (
     LayerProfile,
@@ -29,7 +30,7 @@ from nest_megatron.units import format_gib
 MEASURE_COMMAND = "torchrun -m nest_megatron.profile"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TimedJob:
     """A job whose layers a plan needs times of.
 

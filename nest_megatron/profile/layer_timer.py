@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from nest_megatron.megatron_core.stage import Where, staged
@@ -21,6 +21,7 @@ from nest_megatron.model.execution import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import frozen
 from nest_megatron.profile.clock import OUT_OF_MEMORY, DeviceClock, HostClock, middle_half
 from nest_megatron.profile.records import SHAPE, Timing
 from nest_megatron.units import Seconds
@@ -46,7 +47,7 @@ def can_time(block: LayerBlock) -> bool:
 _FEWEST = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Measuring:
     """How blocks are timed.
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import frozen
 from nest_megatron.profile.records import SHAPE, LayerProfile, Source, Timing
 from nest_megatron.units import Seconds
 
@@ -39,7 +40,7 @@ class Neighbour(NamedTuple):
     weight: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LayerTimes:
     """Timings for a model's layers.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 import yaml
@@ -15,7 +15,7 @@ from nest_megatron.errors import ProfileError
 from nest_megatron.files import read_text, write_text
 from nest_megatron.layout.plan_file import digest
 from nest_megatron.names import Name
-from nest_megatron.plain import added, to_plain
+from nest_megatron.plain import added, frozen, to_plain
 from nest_megatron.profile.records import require_number
 from nest_megatron.profile.store import read_fields, record_of
 from nest_megatron.units import Bytes, Seconds
@@ -36,7 +36,7 @@ class NetworkBackend(Name):
     IMPORTED = "imported"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class CollectiveSample:
     """One timed collective.
 
@@ -71,7 +71,7 @@ class CollectiveSample:
             raise _wrong(f"{what}: shape", self.shape, f"it must multiply to {self.num_ranks}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LevelFit:
     """Figures of one network level, fitted to samples; ``cluster.NetworkLevel`` explains them.
 
@@ -116,7 +116,7 @@ class LevelFit:
         return tuple(kind for kind in CollectiveKind if kind in known)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class NetworkProfile:
     """A measured network; ``source`` says in words where its samples come from, ``created`` when.
 

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 
 from nest_megatron.cluster.records import Precision
@@ -17,7 +16,7 @@ from nest_megatron.model.execution import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.spec import LATENT_SIZES, TransformerSpec
 from nest_megatron.names import Name
-from nest_megatron.plain import is_added, written_as
+from nest_megatron.plain import frozen, is_added, written_as
 from nest_megatron.units import Bytes, Seconds, format_gib
 
 #: Version of the file format; a reader refuses newer ones.
@@ -60,7 +59,7 @@ class Source(Name):
     ANALYTIC = "analytic"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Timing:
     """One block in one shape, on one rank, for one micro batch.
 
@@ -118,7 +117,7 @@ _MAY_BE_ZERO = frozenset(
 SHAPE = (*LAYER_DEGREES, "micro_batch_size", "sequence_parallel")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Machine:
     """What the blocks ran on; ``None`` is not installed, or not known.
 
@@ -155,7 +154,7 @@ class Machine:
 _TEXTS = ("device_name", "driver", "torch", "megatron_core", "transformer_engine", "nccl")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LayerProfile:
     """The timings of one model's layers on one machine.
 

@@ -21,6 +21,7 @@ from nest_megatron.model.execution import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import frozen
 from nest_megatron.profile.layer_timer import Measuring, can_time, time_block
 from nest_megatron.profile.lookup import Point, point_of
 from nest_megatron.profile.network import NetworkProfile
@@ -45,7 +46,7 @@ class Task:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Skipped:
     """A block that was not timed, and why; one that is too large does not fit on the device."""
 

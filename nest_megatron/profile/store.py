@@ -12,7 +12,6 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -25,7 +24,7 @@ from nest_megatron.documents import parse_yaml
 from nest_megatron.errors import ProfileError, UserInputError, nearest
 from nest_megatron.files import expanded, read_text, user_folder, warn_once, write_text
 from nest_megatron.layout.plan_file import digest
-from nest_megatron.plain import from_plain, to_plain
+from nest_megatron.plain import from_plain, frozen, to_plain
 from nest_megatron.profile.records import (
     SCHEMA,
     LayerProfile,
@@ -197,7 +196,7 @@ _LOCK = ".lock"
 LOCK_TIMEOUT_S = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Entry:
     """A profile file that has not been read: in the store, or shipped with the package."""
 

@@ -6,7 +6,7 @@ import dataclasses
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from nest_megatron.cost_model.estimate import mean_terms
@@ -15,6 +15,7 @@ from nest_megatron.cost_model.uncertainty import predictive, probability_faster
 from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.layout.estimate import SURE
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.plain import frozen
 from nest_megatron.planner import EndedEarly, NoPlan, Request, plan
 from nest_megatron.planner.layouts import assemble, nothing_searched, predict
 from nest_megatron.research.baselines import (
@@ -52,7 +53,7 @@ NEST = "nest"
 PLANNERS = (NEST, *(baseline.name for baseline in BASELINES))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Compared:
     """What one planner made of the job.
 

@@ -8,19 +8,19 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import Recompute
+from nest_megatron.plain import frozen
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, OutOfTime, StageSolver, Status
 from nest_megatron.solver.search import UNLIMITED, Search
 from nest_megatron.solver.space import settings_keeping_least
 from nest_megatron.units import Bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Shortage:
     """The plan that lacks least memory on the GPU with the highest peak.
 

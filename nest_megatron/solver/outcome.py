@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
 from nest_megatron.cost_model.pipeline import PipelineProblem
+from nest_megatron.plain import frozen
 from nest_megatron.units import Ticks
 
 #: Larger than any time on the clock; as a threshold it means "find the best there is".
@@ -56,7 +56,7 @@ class StageSolution(NamedTuple):
 StageSolver = Callable[[PipelineProblem, Ticks, int], StageSolution]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Learning:
     """What the search keeps of what it has seen: how long a proof takes, never what it says.
 

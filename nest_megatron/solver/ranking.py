@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from operator import attrgetter
 
 from nest_megatron.layout.layout import Layout, PartialLayout
 from nest_megatron.layout.recompute import Recompute, RecomputeGranularity
 from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.layout.zero import DataParallelSharding
+from nest_megatron.plain import frozen
 from nest_megatron.solver.outcome import StageSolution
 from nest_megatron.units import Ticks
 
@@ -33,7 +33,7 @@ def layout_of(grid: PartialLayout) -> tuple[int, ...]:
     return tuple(_LAYOUT(grid.dims))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SolvedLayout:
     """A layout with its best stages.
 
@@ -90,7 +90,7 @@ def preference(grid: PartialLayout) -> tuple[object, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SearchResult:
     """The best plan of each of the best layouts, fastest first, and what is proven.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.shard import fits_fused_attention
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import frozen
 
 #: Degrees that can be fixed (``parallel.NAME``) or limited (``search.max_NAME``).
 DEGREES = (
@@ -46,7 +47,7 @@ DEFAULT_LIMITS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SearchSpace:
     """What the search may choose.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from nest_megatron.cluster.placement import torchrun_words
@@ -20,6 +19,7 @@ from nest_megatron.integrations.megatron_lm.changed_command import short_run
 from nest_megatron.integrations.typed_command import command_of_plan, read_request
 from nest_megatron.layout.plan import ParallelPlan, launch_size, script_words
 from nest_megatron.layout.policy import require_allowed
+from nest_megatron.plain import frozen
 from nest_megatron.planner import Progress, Ranked, ranked
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.planner.pins import TUNE, Pin, PinnedPlan, write_pinned
@@ -32,7 +32,7 @@ from nest_megatron.version import __version__
 _MEETING = ("--standalone", "--rdzv", "--master-addr", "--master-port")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RunCommand:
     """What starts a run, in parts that launchers put together.
 
@@ -136,7 +136,7 @@ def _once(launcher: tuple[str, ...]) -> tuple[str, ...]:
 _LAYOUTS = 24
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TunedJob:
     """A job read from a command, and the plans that could be its fastest."""
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.uncertainty import DEVIATION
-from nest_megatron.plain import to_plain
+from nest_megatron.plain import frozen, to_plain
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.report.tables import (
     FittingTable,
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 _BETTER, _MOVED = 0.05, 0.25
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Lesson:
     """What runs say of a mechanism's price.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
 from nest_megatron.cost_model.device_memory import out_of_memory_probability
@@ -21,6 +21,7 @@ from nest_megatron.cost_model.shortlist import run_gains, shortlist
 from nest_megatron.cost_model.site import job_of
 from nest_megatron.cost_model.uncertainty import Predictive
 from nest_megatron.layout.estimate import SURE
+from nest_megatron.plain import frozen
 from nest_megatron.planner import Ranked, describe_grid
 from nest_megatron.planner.choice import Candidate, allowed, ties
 from nest_megatron.solver.ranking import SolvedLayout
@@ -45,7 +46,7 @@ class NextRun(NamedTuple):
     seconds: Seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Known:
     """What is thought of a job's plans after some runs.
 

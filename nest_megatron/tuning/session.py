@@ -15,7 +15,6 @@ import re
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ from nest_megatron.files import (
 from nest_megatron.history.records import Outcome, RunRecord
 from nest_megatron.history.store import read
 from nest_megatron.names import Name
-from nest_megatron.plain import from_plain, to_plain
+from nest_megatron.plain import from_plain, frozen, to_plain
 from nest_megatron.profile.clock import OUT_OF_MEMORY
 from nest_megatron.units import Bytes, Seconds, format_duration
 from nest_megatron.version import __version__
@@ -89,7 +88,7 @@ class Ended(NamedTuple):
     seconds: Seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Trial:
     """A run of a plan.
 
@@ -209,7 +208,7 @@ _POLL_S = 0.2
 _OPTION = "--resume"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TuneRequest:
     """What a tuning was started with; a resumed one goes on with it.
 

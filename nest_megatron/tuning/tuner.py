@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from nest_megatron.files import write_text
 from nest_megatron.history.store import append
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.plain import frozen
 from nest_megatron.planner import describe_grid
 from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.tuning.job import RunCommand, TunedJob
@@ -48,7 +48,7 @@ class Tuned(NamedTuple):
     stop: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Tuner:
     """A tuning at work.
 

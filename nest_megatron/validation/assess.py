@@ -26,6 +26,7 @@ from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.recompute import NO_RECOMPUTE
 from nest_megatron.layout.stage_layout import StagePartition, is_uniform, uniform_partition
 from nest_megatron.packages import import_from_checkout
+from nest_megatron.plain import frozen
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.one_partition import joined
@@ -55,7 +56,7 @@ from nest_megatron.validation.rows import (
 _NO_LIMIT = 1 << 55
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RowPrediction:
     """What the cost model says of a job.
 

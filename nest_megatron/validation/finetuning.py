@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.documents import packaged
 from nest_megatron.model.encoder import Adapters
 from nest_megatron.model.sequence_lengths import lengths_from_moments
+from nest_megatron.plain import frozen
 from nest_megatron.validation.rows import Row
 
 _RECIPES = packaged(__package__, "finetuning.toml")["recipes"]
@@ -18,7 +19,7 @@ _PAGES = packaged(__package__, "known_cells.toml")["pages"]
 _LORA = re.compile(r"lora|peft", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class FineTuning:
     """What a row's recipe says of fine-tuning.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.cost_model.target_defaults import (
@@ -19,9 +18,10 @@ from nest_megatron.cost_model.target_defaults import (
     TARGETS,
 )
 from nest_megatron.cost_model.targets import Default, Target
+from nest_megatron.plain import frozen
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class FrameworkRule:
     """The target of the frameworks and GPUs that two patterns match, from a release on.
 

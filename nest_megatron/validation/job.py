@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster, Precision
@@ -25,6 +25,7 @@ from nest_megatron.layout.recompute import (
 from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.layout.zero import STRATEGIES, ZeroStage
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import frozen
 from nest_megatron.validation.finetuning import fine_tuning, with_known_cells, with_packs
 from nest_megatron.validation.frameworks import rule_of
 from nest_megatron.validation.machines import machine_of
@@ -44,7 +45,7 @@ from nest_megatron.validation.row_settings import (
 from nest_megatron.validation.rows import RefusedRowError, Row, whole
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RowJob:
     """A job that somebody measured, ready for the cost model.
 

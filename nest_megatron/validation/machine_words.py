@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import cache
 
 from nest_megatron.catalogue_files import catalogue_entry
 from nest_megatron.cluster.records import Accelerator, accelerator_from_mapping
+from nest_megatron.plain import frozen
 from nest_megatron.units import GIB
 from nest_megatron.validation.rows import RefusedRowError
 
@@ -116,7 +116,7 @@ _NOT_BETWEEN = re.compile(r"(?i)nvlink|nvswitch|xgmi|pcie|^(?!.*comput).*(?:stor
 _SYSTEMS = {"selene": 8, "superpod": 8, "jean zay": 4}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Adapters:
     """What the text says of the adapters between nodes.
 

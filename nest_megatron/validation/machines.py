@@ -10,11 +10,11 @@ import dataclasses
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.catalogue_files import catalogue_entry
 from nest_megatron.cluster.records import Cluster, CollectiveKind, NetworkLevel
+from nest_megatron.plain import frozen
 from nest_megatron.validation.machine_words import (
     GBIT,
     Adapters,
@@ -28,7 +28,7 @@ from nest_megatron.validation.rows import RefusedRowError
 _SOURCE = "calibration/links.yaml: "
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LinkTechnology:
     """One technology: the fields of ``NetworkLevel`` that do not depend on the machine."""
 
@@ -82,7 +82,7 @@ def _link(name: str, entry: Mapping[str, Any]) -> LinkTechnology:
 RACK_GPUS = 72
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class MachineMatch:
     """A cluster, and what had to be assumed of it."""
 
@@ -90,7 +90,7 @@ class MachineMatch:
     assumptions: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Generation:
     """What a machine of one GPU generation usually has.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
+from nest_megatron.plain import frozen
 from nest_megatron.validation.rows import RefusedRowError
 
 HYBRID = "hybrid of Mamba and attention layers"
@@ -106,7 +106,7 @@ _SIZE = re.compile(r"(\d+)(?:p(\d+))?([mbt])")
 _BILLIONS = {"m": 1e-3, "b": 1.0, "t": 1e3}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ModelName:
     """What a name says.
 

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.model.catalogue import MEGATRON_DEFAULTS, spec_from_mapping
 from nest_megatron.model.parameters import total_parameters
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import frozen
 from nest_megatron.validation.model_names import (
     ModelName,
     candidates,
@@ -159,7 +159,7 @@ MTP_ASSUMED = "the name does not say, so multi-token prediction is taken as on"
 _LLAMA_LIKE = ("llama", "qwen", "mistral", "yi", "internlm", "baichuan", "deepseek", "aquila")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ModelMatch:
     """The model of a row, and what the row did not say of it."""
 
@@ -329,7 +329,7 @@ _SIZE_TOLERANCE = 0.05
 _entry = functools.cache(functools.partial(catalogue_entry, "model"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ModelBook:
     """The models that rows may name.
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.names import Name
+from nest_megatron.plain import frozen
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.validation.finetuning import trains_adapters
 from nest_megatron.validation.rows import Row, RowFile, number_or_zero
@@ -52,7 +53,7 @@ class Basis(Name):
         return self.value.replace("_", " ")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RowOutcome:
     """A row with its prediction, or with the reason why there is none.
 
@@ -146,7 +147,7 @@ class RowOutcome:
 Pair = tuple[RowOutcome, RowOutcome]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Judged:
     """A file and what became of its rows, predicted on both bases, in the order of the file."""
 
@@ -175,7 +176,7 @@ _SFT = re.compile(r"sft|fine-?tun|dpo|kto|\brm\b", re.IGNORECASE)
 _FSDP = re.compile(r"fsdp|zero[-_ ]?[23]", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Regime:
     """Runs that are scored together.
 

@@ -6,9 +6,9 @@ import dataclasses
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from nest_megatron.plain import frozen
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.validation.outcome import REGIMES, Basis, Judged, Pair, RowOutcome
 from nest_megatron.validation.row_settings import states_recompute
@@ -30,7 +30,7 @@ from nest_megatron.validation.scores import (
 _MEMORY_KINDS = frozenset({RowKind.MEMORY_PEAK, RowKind.MEMORY_GOLDEN})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Scores:
     """How well some rows are predicted, on one basis.
 
@@ -78,7 +78,7 @@ class Scores:
         return 100.0 * right / pairs if pairs else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class BothScores:
     """Rows of a source, of a regime, ``total`` or ``all``, on both bases."""
 
@@ -91,7 +91,7 @@ class BothScores:
         return self.as_stated if basis is Basis.AS_STATED else self.as_planned
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class FileScores:
     """Scores of one file: by source, of all its rows, and by regime (with ``all``)."""
 
@@ -179,7 +179,7 @@ def _infeasible(outcomes: Iterable[RowOutcome]) -> tuple[int, int]:
     return len(verdicts), verdicts.count(False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class MeasuredJob:
     """A job that was measured in at least two layouts.
 
@@ -293,7 +293,7 @@ def memory_tests(outcomes: Iterable[RowOutcome], *, stated: bool = True) -> list
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RiskBin:
     """Runs whose chance to run out of memory lies between two bounds; expected: its sum."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
@@ -36,6 +36,7 @@ from nest_megatron.layout.stage_layout import StagePartition, parse_layout, unif
 from nest_megatron.layout.zero import STRATEGIES, ZeroStage
 from nest_megatron.model.execution import GraphImpl
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import frozen
 from nest_megatron.solver.space import recompute_settings
 from nest_megatron.validation.rows import SETTING, RefusedRowError, Row, number, ran_out_of_memory
 
@@ -44,7 +45,7 @@ _EXACT = "exact"
 _SCALE = {"gbs", "n_gpus", "gpus"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RowSettings:
     """What the recipe of a row set.
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from nest_megatron.documents import read_csv
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
+from nest_megatron.plain import frozen
 from nest_megatron.units import Bytes, Seconds
 from nest_megatron.validation.frameworks import release_of
 
@@ -54,7 +54,7 @@ _COLUMNS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RowFile:
     """All rows of one file, in order."""
 
@@ -169,7 +169,7 @@ def _unreadable(path: Path, limit: str) -> UserInputError:
 _UNITS = {"b": 1, "mib": 2**20, "gib": 2**30, "gb": 10**9}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class StepWork:
     """What turns a rate into a time: the sequences of a step, its operations, its GPUs.
 

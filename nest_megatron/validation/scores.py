@@ -12,13 +12,13 @@ import itertools
 import statistics
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from nest_megatron.catalogue_files import default_setting
 from nest_megatron.cost_model import student_t
 from nest_megatron.cost_model.shortlist import shortlist
 from nest_megatron.cost_model.uncertainty import Predictive, probability_faster
 from nest_megatron.layout.estimate import SURE
+from nest_megatron.plain import frozen
 from nest_megatron.planner.choice import Candidate, allowed, ties
 from nest_megatron.units import Seconds
 
@@ -27,7 +27,7 @@ from nest_megatron.units import Seconds
 NOISE = 0.02
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ErrorScores:
     """Relative errors of predictions, in per cent; ``None`` where nothing was predicted.
 
@@ -71,7 +71,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Coverage:
     """Share of runs inside their intervals, per cent."""
 
@@ -94,7 +94,7 @@ def coverage_of(errors: Sequence[float]) -> Coverage:
     return Coverage(runs=len(errors), within_50_pct=within(0.5), within_90_pct=within(0.9))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RankScores:
     """How well predictions rank the configurations of one job.
 
@@ -150,7 +150,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [(bisect_left(ordered, each) + bisect_right(ordered, each) + 1) / 2 for each in values]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ChoiceScores:
     """What choosing one of the measured layouts of a job comes to.
 
@@ -211,7 +211,7 @@ def _sure_pairs(steps: Sequence[Predictive], measured: Sequence[Seconds]) -> lis
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ChoiceSummary:
     """Choices and shortlists of several jobs: means, and shares in per cent.
 
@@ -250,7 +250,7 @@ def choice_summary(scores: Sequence[ChoiceScores]) -> ChoiceSummary | None:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Certainty:
     """Whether intervals of some runs hold, and what choosing among their layouts comes to."""
 

@@ -22,7 +22,6 @@ Different here: a model's size is its number of parameters, where the tool reads
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 
 from nest_megatron.documents import packaged
@@ -31,7 +30,7 @@ from nest_megatron.layout.recompute import NO_RECOMPUTE
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.parameters import total_parameters
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.plain import from_plain
+from nest_megatron.plain import from_plain, frozen
 from nest_megatron.research.baselines.job import (
     BaselineChoice,
     ComparisonJob,
@@ -47,7 +46,7 @@ _GIVEN_BY_USER = ("context_parallel_size", "expert_model_parallel_size")
 _LARGE_MEMORY_BYTES = 60 * 10**9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DegreeRow:
     """What is tried for models of up to so many parameters; ``None`` is any sequence length.
 
@@ -63,7 +62,7 @@ class DegreeRow:
     model_parallel: tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class _Table:
     """The rows in order, and what holds where none applies."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from nest_megatron.layout.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, Recompu
 from nest_megatron.layout.stage_layout import StagePartition, uniform_partition
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import frozen
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.one_partition import solver_of_partition
 from nest_megatron.solver.outcome import (
@@ -42,7 +43,7 @@ NOTHING_LEGAL = "Megatron launches none of the layouts that it may choose"
 PLAIN = ("context_parallel_size", "virtual_pipeline_model_parallel_size")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ComparisonJob:
     """A job to plan on the real cluster; its stage partition is for the planners to choose.
 
@@ -112,7 +113,7 @@ class ComparisonJob:
         return solved(grid, judge(self.problem(grid), NO_THRESHOLD, DEFAULT_NODE_LIMIT))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class BaselineChoice:
     """What a baseline chose among so many candidates, priced by the full cost model.
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cache
 
 from nest_megatron.cluster.records import Cluster, Precision
@@ -36,7 +36,7 @@ from nest_megatron.layout.recompute import (
 )
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.plain import from_plain, written_as
+from nest_megatron.plain import from_plain, frozen, written_as
 from nest_megatron.research.baselines.job import (
     BaselineChoice,
     ComparisonJob,
@@ -167,7 +167,7 @@ def _ladder(job: ComparisonJob, grids: list[PartialLayout]) -> list[Recompute]:
 _FARTHEST = 4.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Recipe:
     """One layout with which results were published for models of the catalogue, at some sizes."""
 

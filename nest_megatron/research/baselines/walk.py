@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import Recompute
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import Execution
+from nest_megatron.plain import frozen
 from nest_megatron.research.baselines.job import (
     Boundaries,
     ComparisonJob,
@@ -48,7 +49,7 @@ class PipelineShape(NamedTuple):
     execution: Execution
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class State:
     """A layout with its partition and predicted step, whatever memory says.
 

@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from graphlib import CycleError, TopologicalSorter
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 from nest_megatron.documents import read_json
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.files import write_text
-from nest_megatron.plain import Count, Index, NonNegative, Positive, Source, from_plain
+from nest_megatron.plain import Count, Index, NonNegative, Positive, Source, from_plain, frozen
 from nest_megatron.research.nest_artifact.price import (
     AS_ARTIFACT,
     ArtifactRule,
@@ -43,7 +43,7 @@ _SOURCE = Source(correct=_FIX, add="Add it to the file.", whole_floats=True, is_
 _RENUMBER = "List each layer once, in the order of the chain, first stage first."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class _FileNode:
     id: int
     parameterSize: NonNegative
@@ -63,14 +63,14 @@ class _FileNode:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class _FileEdge:
     sourceId: int
     destId: int
     communicationCost: NonNegative
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class _File:
     ep_degree: Count
     sp_enabled: bool
@@ -90,13 +90,13 @@ class _File:
     baselines: Mapping[str, FixedPlan] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class _FileStage:
     devicesForStage: Count
     nodes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class _FileOutput:
     stages: tuple[_FileStage, ...]
     dataParallelDegree: Count

@@ -11,11 +11,10 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.plain import Count
+from nest_megatron.plain import Count, frozen
 
 #: Edges at one end of a node: the node at the other end, and bytes.
 Edges = tuple[tuple[int, float], ...]
@@ -33,7 +32,7 @@ class Optimizer(Enum):
         return 6.0 if self is Optimizer.ADAM else 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Layer:
     """A node of the layer graph; -1 is the embedding. Latencies are in the instance's unit.
 
@@ -49,7 +48,7 @@ class Layer:
     activation_bytes: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Chain:
     """The layers for one tensor degree, in the only order that their edges allow.
 
@@ -62,7 +61,7 @@ class Chain:
     outgoing: tuple[Edges, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Network:
     """Levels, innermost first: fan-out, bytes per second, seconds."""
 
@@ -84,7 +83,7 @@ class Network:
         return len(self.fan_outs) - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class FixedPlan:
     """A fixed plan, in the words of the format: stages, replicas, tensor degree, layers."""
 
@@ -95,7 +94,7 @@ class FixedPlan:
     layer_partition: tuple[Count, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Instance:
     """What the artifact's solver reads: chains by tensor degree, fixed plans by name.
 
@@ -123,7 +122,7 @@ class Instance:
         return tensor_model_parallel_size * shards
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Stage:
     """Layers ``first`` to ``end`` (exclusive) by their places in the chain."""
 
@@ -132,7 +131,7 @@ class Stage:
     num_devices: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class StagePlacement:
     """A plan: stages first to last, and degrees.
 
@@ -148,7 +147,7 @@ class StagePlacement:
     printed_devices: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ArtifactRule:
     """How a plan is priced; as it stands, exactly as the artifact prices it.
 
@@ -205,7 +204,7 @@ def rule_without(switches: Iterable[str]) -> ArtifactRule:
     return ArtifactRule(**dict.fromkeys(off, False))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class StageLink:
     """A network level between two stages.
 
@@ -289,7 +288,7 @@ def _added(values: Iterable[float]) -> float:
     return total
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class StageMemory:
     """Bytes on each device of a stage with 1F1B: of one micro batch, and of every further one."""
 
@@ -323,7 +322,7 @@ def stage_memory(instance: Instance, chain: Chain, first: int, end: int) -> Stag
     return StageMemory(resident=2.0 * weights + states + activations, stashed=stashed)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class StagePrice:
     """One stage, as it was costed at a place from the end, the last being 1.
 
@@ -343,7 +342,7 @@ class StagePrice:
     fits: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Price:
     """A plan's time per batch and its terms; stages first to last.
 

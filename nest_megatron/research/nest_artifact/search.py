@@ -18,12 +18,12 @@ import functools
 import math
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, combinations, pairwise
 from typing import NamedTuple
 
 from nest_megatron.packages import is_built
+from nest_megatron.plain import frozen
 from nest_megatron.research.nest_artifact.price import (
     AS_ARTIFACT,
     ArtifactRule,
@@ -48,7 +48,7 @@ has_kernel = functools.partial(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class BoundaryTable:
     """For every depth, the least bottleneck of the chain divided into so many stages.
 
@@ -227,7 +227,7 @@ class ArtifactSolution(NamedTuple):
     price: Price
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class NoSolution:
     """Why there is no plan.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, field, fields
 from itertools import product
 from typing import Any
 
@@ -18,6 +18,7 @@ from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.rulebook import is_legal_grid
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.names import Name
+from nest_megatron.plain import frozen
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.research.nest_dp.records import Schedule
 from nest_megatron.research.nest_dp.topology import Block, Topology
@@ -53,7 +54,7 @@ class PaperOptimizer(Name):
     ADAM = "adam"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ResearchChoices:
     """What may be chosen, and by which rules.
 
@@ -88,7 +89,7 @@ class ResearchChoices:
         }[self.recompute]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ResearchJob:
     """A job for the recurrence; ``times`` are measured times of its layers, if any."""
 
@@ -203,7 +204,7 @@ def _fixed(settings: Settings) -> dict[str, int]:
 _LIMITS = {"context_parallel_size": 8, "expert_model_parallel_size": 64, "micro_batch_size": 8}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Strategy:
     """Degrees of a stage, spelled as Megatron spells them.
 

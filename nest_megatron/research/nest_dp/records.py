@@ -18,6 +18,7 @@ from operator import add
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.names import Name
+from nest_megatron.plain import frozen
 from nest_megatron.units import Bytes, Ticks
 
 #: Most downsets that are listed; the work grows with the square of their number.
@@ -26,7 +27,7 @@ MOST_DOWNSETS = 2048
 _MOST_COUNTED = 100_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LayerDag:
     """Nodes in an order in which they can run; edges are pairs (maker, reader) of their places.
 
@@ -156,7 +157,7 @@ class Schedule(Name):
         return min(position, num_microbatches) if self is Schedule.ONE_F_ONE_B else num_microbatches
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class NodeTimes:
     """Ticks of each node for one micro batch, its groups lying in one kind of place.
 
@@ -169,7 +170,7 @@ class NodeTimes:
     sync: tuple[Ticks, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ZeroOption:
     """A strategy with one ZeRO setting.
 
@@ -189,7 +190,7 @@ class ZeroOption:
     reserved_bytes: Bytes = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class CheckpointPolicy:
     """What a stage saves for its backward passes.
 
@@ -208,7 +209,7 @@ class CheckpointPolicy:
     peak_bytes: tuple[Bytes, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PricedStrategy:
     """A division of layers over the devices of a stage.
 
@@ -230,7 +231,7 @@ class PricedStrategy:
         assert _rising(self.send), "farther is slower"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Problem:
     """One pipeline and its replicas.
 
@@ -276,7 +277,7 @@ def _rising(rows: tuple[tuple[int, ...], ...]) -> bool:
     return all(a <= b for pair in pairs for a, b in pair)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class FoundStage:
     """A stage of a found pipeline: nodes by their places in the graph, times, bytes.
 
@@ -296,7 +297,7 @@ class FoundStage:
     memory_bytes: Bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class FoundPipeline:
     """A found pipeline, first stage to last, and the time of a step."""
 
@@ -310,7 +311,7 @@ class FoundPipeline:
 _MOST_TABLE_BYTES = 2 << 30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Tables:
     """What the kernel and its reference read, in the kernel's order; the last index moves fastest.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import RenderableType
@@ -14,7 +13,7 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.config.space import read_backend
 from nest_megatron.errors import OK
-from nest_megatron.plain import to_plain
+from nest_megatron.plain import frozen, to_plain
 from nest_megatron.report.console import say, show, show_json
 from nest_megatron.report.tables import EdgelessTable, figure_columns, name_columns, word_columns
 from nest_megatron.report.terminal import notes_report
@@ -112,7 +111,7 @@ def _stages_table(stages: Sequence[PlannedStage], *, mixed: bool) -> RenderableT
     return table
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PlannedStage:
     """One stage, first to last.
 
@@ -137,7 +136,7 @@ class PlannedStage:
     memory_bytes: Bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ResearchPlan:
     """A plan of the recurrence.
 

@@ -20,7 +20,6 @@ import functools
 import math
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -29,6 +28,7 @@ from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import ACT
 from nest_megatron.packages import is_built
+from nest_megatron.plain import frozen
 from nest_megatron.research.nest_artifact.search import NoSolution
 from nest_megatron.research.nest_dp import reference
 from nest_megatron.research.nest_dp.job import Division, ResearchJob, Strategy, strategies
@@ -57,7 +57,7 @@ from nest_megatron.research.nest_dp.topology import (
 from nest_megatron.units import Bytes, Ticks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Case:
     """Strategies that the stages of one pipeline may take, its replicas, a bound on its step."""
 
@@ -198,7 +198,7 @@ has_kernel = functools.partial(
 _ROUNDS = (1.05, 1.2, 1.5, 2.0, 4.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RecurrenceSolution:
     """The best plan.
 

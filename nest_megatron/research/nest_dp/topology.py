@@ -13,6 +13,7 @@ from nest_megatron.cluster.communication import send_time
 from nest_megatron.cluster.records import Cluster, NetworkLevel
 from nest_megatron.cost_model.keys import GroupPlaces
 from nest_megatron.names import Name
+from nest_megatron.plain import frozen
 from nest_megatron.units import Ticks, to_ticks
 
 Shape = tuple[int, ...]
@@ -95,7 +96,7 @@ def send_ticks(found: tuple[LinkLevel, ...], num_bytes: float) -> tuple[Ticks, .
     return tuple(ticks)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Replicas:
     """Copies of a pipeline, each on the same number of devices.
 
