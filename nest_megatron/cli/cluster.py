@@ -123,7 +123,7 @@ def cluster_discover(
     elif source == "kubernetes":
         given = sources.kubernetes_nodes()
     elif source == "local":
-        given = sources.local_host()
+        given = sources.Sources(hosts=(this_host(),))
     for path in outputs:
         given = given.joined(sources.saved_output(path))
     found = discovered(

@@ -20,7 +20,6 @@ from nest_megatron.cluster.hosts import (
     parse_gpu_matrix,
     parse_ibstat,
     parse_nccl_topology,
-    this_host,
 )
 from nest_megatron.cluster.topology import (
     LEVELS,
@@ -174,11 +173,6 @@ def kubernetes_nodes() -> Sources:
         UserInputError: if it cannot be reached, or no node says what GPUs it has.
     """
     return parse_kubernetes_nodes(output_of(["kubectl", "get", "nodes", "-o", "json"]))
-
-
-def local_host() -> Sources:
-    """This host."""
-    return Sources(hosts=(this_host(),))
 
 
 def reports(text: str) -> Sources:

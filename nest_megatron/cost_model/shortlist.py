@@ -65,7 +65,7 @@ _MOST_RUNS, _LEAST_GAIN = 2, 5e-4
 
 
 @frozen
-class Shortlist:
+class LikelyFastest:
     """Few plans that hold one as fast as the fastest with a ``chance``, the likeliest first.
 
     ``chances`` are those of each plan, to be as fast as the fastest of them.
@@ -92,12 +92,12 @@ class Measurement:
     shortlist_size: float
 
 
-def shortlist(plans: Sequence[Predictive], level: float = 0.9) -> Shortlist:
+def shortlist(plans: Sequence[Predictive], level: float = 0.9) -> LikelyFastest:
     """Few plans of which one is as fast as the fastest, but for noise, with a chance of a level."""
     draws = _as_fast(*moments(plans), _DRAWS)
     chances = tuple(each.bit_count() / _DRAWS for each in draws)
     chosen = _cover(draws, math.ceil(level * _DRAWS))
-    return Shortlist(
+    return LikelyFastest(
         plans=tuple(sorted(chosen, key=lambda plan: -chances[plan])),
         chances=chances,
         chance=functools.reduce(or_, (draws[plan] for plan in chosen), 0).bit_count() / _DRAWS,
