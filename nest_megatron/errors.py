@@ -175,7 +175,7 @@ def require_known(
 def require_at_least(what: str, value: float, least: int, fix: str) -> None:
     """Refuse a number below the least that it can be."""
     if value < least:
-        raise UserInputError(what, value, limit=f"it must be at least {least}", fix=fix)
+        raise UserInputError(what, value, f"it must be at least {least}", fix)
 
 
 def require_seconds(what: str, value: float) -> float:
@@ -183,4 +183,4 @@ def require_seconds(what: str, value: float) -> float:
     if 0 < value < math.inf:
         return value
     limit = "it must be above 0 and finite"
-    raise UserInputError(what, value, limit, fix="Give seconds, such as 120.")
+    raise UserInputError(what, value, limit, "Give seconds, such as 120.")

@@ -42,8 +42,8 @@ def to_ticks(seconds: Seconds, *, what: str = "time") -> Ticks:
         raise ProfileError(
             what,
             seconds,
-            limit=f"a time must be a number of seconds between 0 and {MAX_SECONDS:g}",
-            fix="Check the cluster's bandwidths (bytes/s), rates (FLOP/s) and latencies (s), and "
+            f"a time must be a number of seconds between 0 and {MAX_SECONDS:g}",
+            "Check the cluster's bandwidths (bytes/s), rates (FLOP/s) and latencies (s), and "
             "a measured profile where one is used: one of them is off by orders of magnitude.",
         )
     return round(seconds * TICKS_PER_SECOND)

@@ -139,8 +139,8 @@ def with_runner_up_first(ranked: Sequence[Candidate], number: int) -> tuple[Cand
         raise UserInputError(
             "nest.alternative",
             number,
-            limit=f"the search ranked {len(others)} runners-up",
-            fix="Give a smaller number, or raise "
+            f"the search ranked {len(others)} runners-up",
+            "Give a smaller number, or raise "
             f"{typed_setting('search.num_alternatives')} or {typed_setting('search.max_seconds')}.",
         )
     taken = others.pop(number - 1)

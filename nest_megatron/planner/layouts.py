@@ -380,8 +380,8 @@ def estimate_for(
         raise UserInputError(
             "tp * pp * cp * dp",
             layout.num_gpus,
-            limit=f"the cluster has {request.cluster.num_gpus} GPUs",
-            fix="Lower a degree or raise cluster.num_gpus.",
+            f"the cluster has {request.cluster.num_gpus} GPUs",
+            "Lower a degree or raise cluster.num_gpus.",
         )
     model, schedule = request.cost_model(settings), request.batch_schedule
     if request.space.mtp_beside_layer:

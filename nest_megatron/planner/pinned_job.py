@@ -114,9 +114,9 @@ def refusal(
     """The error that names every difference."""
     return MismatchError(
         "nest.plan",
-        value=", ".join(each.what for each in found),
-        limit="the job is not the one that this plan was pinned for: " + "; ".join(map(str, found)),
-        fix=fix,
+        ", ".join(each.what for each in found),
+        "the job is not the one that this plan was pinned for: " + "; ".join(map(str, found)),
+        fix,
     )
 
 

@@ -174,9 +174,9 @@ def plan_text(content: bytes, path: Path) -> str:
 def _changed(path: Path) -> ChangedPinError:
     return ChangedPinError(
         "nest.plan",
-        value=str(path),
-        limit="its contents do not match its first line: it was changed after it was pinned",
-        fix="Take the reviewed file again, or plan and pin again.",
+        str(path),
+        "its contents do not match its first line: it was changed after it was pinned",
+        "Take the reviewed file again, or plan and pin again.",
     )
 
 
@@ -185,9 +185,9 @@ def _pinned_body(text: str, path: Path) -> str:
     if not is_pinned(text):
         raise UnpinnedError(
             "nest.plan",
-            value=str(path),
-            limit="it is not pinned",
-            fix=f"Review it, then: nest-megatron pin {path}",
+            str(path),
+            "it is not pinned",
+            f"Review it, then: nest-megatron pin {path}",
         )
     head, _, body = text.partition("\n")
     if head != _HEAD + _sum(body):

@@ -103,7 +103,7 @@ class TableText:
         where, listed = f"{name}: {_KEY}", fields.pop(_KEY)
         if not isinstance(listed, list):
             raise PlanFileError(
-                where, listed, "it is a list, an entry for each number of nodes", fix=_AGAIN
+                where, listed, "it is a list, an entry for each number of nodes", _AGAIN
             )
         self.entries = tuple(from_plain(TableEntry, each, where) for each in listed)
         self._planned = [each for each in self.entries if each.checksum is not None]
@@ -115,11 +115,11 @@ class TableText:
                 name,
                 None,
                 f"it lists {len(self.sizes)} plans and holds {len(self._documents)}",
-                fix=_AGAIN,
+                _AGAIN,
             )
         if any(less.num_gpus >= more.num_gpus for less, more in pairwise(self.entries)):
             raise PlanFileError(
-                name, None, "its entries are not in the order of their sizes", fix=_AGAIN
+                name, None, "its entries are not in the order of their sizes", _AGAIN
             )
 
     def plan_for(self, num_gpus: int) -> ParallelPlan:
@@ -140,7 +140,7 @@ class TableText:
                 name,
                 value,
                 f"the table lists {entry.checksum} for {entry.num_gpus} GPUs",
-                fix=_AGAIN,
+                _AGAIN,
             )
         return plan
 

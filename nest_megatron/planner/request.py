@@ -101,7 +101,7 @@ def _beside_images(spec: TransformerSpec, vision: EncoderSpec, space: SearchSpac
                 f"parallel.{name}",
                 fixed,
                 f"its first stage must hold {needed} layers, so it is at most {most}",
-                fix="Give less.",
+                "Give less.",
             )
         limits = {**space.limits, name: min(most, space.limits.get(name, most))}
         space = replace(space, limits=limits)

@@ -138,8 +138,8 @@ def refuse_if_nothing_is_legal(request: Request, result: SearchResult, deadline:
     raise UserInputError(
         "the job",
         ", ".join([gpus, batch, *fixed]),
-        limit=f"no combination of degrees is legal for {request.spec.name} ({rules})",
-        fix=advice or "Use a batch and a number of GPUs with more common divisors.",
+        f"no combination of degrees is legal for {request.spec.name} ({rules})",
+        advice or "Use a batch and a number of GPUs with more common divisors.",
     )
 
 

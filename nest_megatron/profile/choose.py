@@ -61,8 +61,8 @@ def choose_times(job: TimedJob, mode: ProfileMode, name: str | None = None) -> _
         raise UserInputError(
             typed_setting("profile.mode"),
             mode.value,
-            limit="nothing is launched here that could be measured",
-            fix=f"Measure first: {MEASURE_COMMAND} {job.command}; then use auto or require.",
+            "nothing is launched here that could be measured",
+            f"Measure first: {MEASURE_COMMAND} {job.command}; then use auto or require.",
         )
     if mode is ProfileMode.ANALYTIC:
         if name is None:
@@ -70,8 +70,8 @@ def choose_times(job: TimedJob, mode: ProfileMode, name: str | None = None) -> _
         raise UserInputError(
             typed_setting("profile.name"),
             name,
-            limit="profile.mode=analytic uses no profile",
-            fix="Leave one of the two out.",
+            "profile.mode=analytic uses no profile",
+            "Leave one of the two out.",
         )
     times, notes = _matching(job) if name is None else _named(job, name)
     if mode is ProfileMode.REQUIRE:
@@ -143,16 +143,14 @@ def _named(job: TimedJob, name: str) -> _Choice:
     try:
         entry = find_entry(name)
     except UserInputError as error:
-        raise UserInputError(
-            typed_setting("profile.name"), name, limit=error.limit, fix=error.fix
-        ) from error
+        raise UserInputError(typed_setting("profile.name"), name, error.limit, error.fix) from error
     profile = entry.read()
     if decisive := layer_differences(profile, job):
         raise ProfileError(
             typed_setting("profile.name"),
             name,
-            limit=f"it is not of this job's layers: {', '.join(decisive)}",
-            fix=f"Name another, or measure these: {MEASURE_COMMAND} {job.command}.",
+            f"it is not of this job's layers: {', '.join(decisive)}",
+            f"Name another, or measure these: {MEASURE_COMMAND} {job.command}.",
         )
     if not (found := machine_differences(profile.machine, job)):
         return LayerTimes(spec=job.spec, profiles=(profile,)), ()
@@ -205,6 +203,6 @@ def _require_all(job: TimedJob, times: LayerTimes | None, notes: tuple[str, ...]
     raise UserInputError(
         typed_setting("profile.mode"),
         ProfileMode.REQUIRE.value,
-        limit=f"no profile has times of {', '.join(untimed)} on {job.accelerator.name}{unused}",
-        fix=f"Measure them: {MEASURE_COMMAND} {job.command}",
+        f"no profile has times of {', '.join(untimed)} on {job.accelerator.name}{unused}",
+        f"Measure them: {MEASURE_COMMAND} {job.command}",
     )

@@ -62,8 +62,8 @@ class Caller:
             raise ProfileError(
                 "world",
                 self.backend,
-                limit="collectives are measured over nccl or gloo",
-                fix="Initialize torch.distributed with one of these backends.",
+                "collectives are measured over nccl or gloo",
+                "Initialize torch.distributed with one of these backends.",
             )
         on_gpu = self.backend == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
@@ -245,8 +245,8 @@ def _patterns(hosts: Sequence[str], num_ranks: int) -> tuple[_Pattern, ...]:
         raise ProfileError(
             "hosts",
             list(hosts),
-            limit=f"it must name the host of each of the {num_ranks} ranks, two at least",
-            fix="Start two processes or more, and name their hosts in rank order.",
+            f"it must name the host of each of the {num_ranks} ranks, two at least",
+            "Start two processes or more, and name their hosts in rank order.",
         )
     by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
@@ -256,8 +256,8 @@ def _patterns(hosts: Sequence[str], num_ranks: int) -> tuple[_Pattern, ...]:
         raise ProfileError(
             "hosts",
             dict(Counter(hosts)),
-            limit="each host must hold the same number of ranks",
-            fix="Start as many processes on every host.",
+            "each host must hold the same number of ranks",
+            "Start as many processes on every host.",
         )
     return tuple(_groups_of([tuple(ranks) for ranks in by_host.values()], per_host.pop()))
 

@@ -339,7 +339,7 @@ class _Log:
             f"{self._name}, line {self._number}",
             self._line.strip() if value is None else value,
             limit,
-            fix="Give the output of nccl-tests as it was printed, whole runs only.",
+            "Give the output of nccl-tests as it was printed, whole runs only.",
         )
 
 

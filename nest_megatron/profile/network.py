@@ -167,8 +167,8 @@ def load(text: str, name: str = "network profile") -> NetworkProfile:
         raise ProfileError(
             f"{name}: checksum",
             profile.checksum,
-            limit="it does not match the contents, so the file was cut short or edited",
-            fix=_AGAIN,
+            "it does not match the contents, so the file was cut short or edited",
+            _AGAIN,
         )
     return profile
 
@@ -199,4 +199,4 @@ def _require(what: str, name: str, value: float, *, above_zero: bool = False) ->
 
 
 def _wrong(what: str, value: object, limit: str) -> ProfileError:
-    return ProfileError(what, value, limit, fix=_AGAIN)
+    return ProfileError(what, value, limit, _AGAIN)

@@ -364,8 +364,8 @@ def _require_possible(
             raise ProfileError(
                 f"level {level.name}: bandwidth_bytes_per_s",
                 level.bandwidth_bytes_per_s,
-                limit=f"the {figure.field} samples reach more than {_MOST} times as much",
-                fix="Name the cluster that was measured, or correct its description.",
+                f"the {figure.field} samples reach more than {_MOST} times as much",
+                "Name the cluster that was measured, or correct its description.",
             )
 
 
@@ -374,7 +374,7 @@ def _too_few(level: str, limit: str) -> ProfileError:
         f"level {level}",
         "samples",
         limit,
-        fix=f"Measure at least {MIN_SIZES} sizes, better all powers of two from 1 KiB to 1 GiB, of "
+        f"Measure at least {MIN_SIZES} sizes, better all powers of two from 1 KiB to 1 GiB, of "
         "all_reduce and all_gather: in one host, and over hosts.",
     )
 

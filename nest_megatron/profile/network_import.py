@@ -53,8 +53,8 @@ def read_measurements(paths: Sequence[Path], kind: CollectiveKind | None) -> Net
         raise UserInputError(
             "measurements",
             [name for name, _ in texts],
-            limit="a network profile is imported alone",
-            fix="Import it by itself, or the logs of nccl-tests.",
+            "a network profile is imported alone",
+            "Import it by itself, or the logs of nccl-tests.",
         )
     if found:
         return found[0]
@@ -191,8 +191,8 @@ def _fan_outs(shape: tuple[int, ...], cluster: Cluster) -> tuple[int, ...]:
         raise ProfileError(
             "samples",
             f"{inside} ranks on one host",
-            limit=f"hosts of {cluster.name} have {per_host} GPUs",
-            fix="Name the cluster that was measured.",
+            f"hosts of {cluster.name} have {per_host} GPUs",
+            "Name the cluster that was measured.",
         )
     found: list[int] = []
     for level in cluster.levels:

@@ -197,8 +197,8 @@ def require_name(name: str) -> str:
         raise ProfileError(
             "profile name",
             name,
-            limit=f"it is made of letters, digits and . _ + -, and is not {ANALYTIC_NAME!r}",
-            fix="For example llama3_8b-h200.",
+            f"it is made of letters, digits and . _ + -, and is not {ANALYTIC_NAME!r}",
+            "For example llama3_8b-h200.",
         )
     return name
 
@@ -296,7 +296,7 @@ def default_name(machine: Machine, spec: TransformerSpec, precision: Precision) 
 
 
 def _bad_field(name: str, value: object, limit: str) -> ProfileError:
-    return ProfileError(name, value, limit, fix="Measure the profile again.")
+    return ProfileError(name, value, limit, "Measure the profile again.")
 
 
 class ProfileMode(Name):

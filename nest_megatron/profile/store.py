@@ -83,13 +83,13 @@ def read_fields(text: str, name: str, what: str, newest: int) -> dict[str, Any]:
     try:
         fields = parse_yaml(text, name)
     except UserInputError as error:
-        raise ProfileError(name, None, limit=error.limit, fix=AGAIN) from error
+        raise ProfileError(name, None, error.limit, AGAIN) from error
     if not isinstance(fields, dict):
         raise ProfileError(
             what,
             name,
-            limit=f"it is no {what}, which is a mapping with the key 'schema'",
-            fix="Name a file that nest-megatron has written.",
+            f"it is no {what}, which is a mapping with the key 'schema'",
+            "Name a file that nest-megatron has written.",
         )
     if "layout" in fields and "predicted" in fields:
         fix = f"Name the {what}; `nest-megatron explain {name}` shows the plan."
@@ -99,8 +99,8 @@ def read_fields(text: str, name: str, what: str, newest: int) -> dict[str, Any]:
         raise ProfileError(
             f"{name}: schema",
             schema,
-            limit=f"this version reads {what}s up to schema {newest}",
-            fix="Upgrade nest-megatron, or measure again with this version.",
+            f"this version reads {what}s up to schema {newest}",
+            "Upgrade nest-megatron, or measure again with this version.",
         )
     return fields
 
@@ -113,11 +113,9 @@ def record_of(kind: type[Record], fields: dict[str, Any], name: str) -> Record:
     try:
         return from_plain(kind, fields)
     except UserInputError as error:
-        raise ProfileError(
-            f"{name}: {error.what}", error.value, limit=error.limit, fix=error.fix
-        ) from error
+        raise ProfileError(f"{name}: {error.what}", error.value, error.limit, error.fix) from error
     except ArithmeticError as error:  # a number far outside what its type holds
-        raise ProfileError(name, str(error), limit="a number is out of range", fix=AGAIN) from error
+        raise ProfileError(name, str(error), "a number is out of range", AGAIN) from error
 
 
 #: What helps where a file is damaged.
@@ -129,7 +127,7 @@ def read(path: Path) -> LayerProfile:
     try:
         text = read_text(path, "profile")
     except UserInputError as error:
-        raise ProfileError(error.what, error.value, limit=error.limit, fix=error.fix) from error
+        raise ProfileError(error.what, error.value, error.limit, error.fix) from error
     return load(text, str(path))
 
 
@@ -169,7 +167,7 @@ def _check_sums(
         value = ", ".join(_differing(profile, derived, sums))
         if not value:
             return
-    raise ProfileError(f"{name}: {_CHECKSUM}", value, limit, fix=AGAIN)
+    raise ProfileError(f"{name}: {_CHECKSUM}", value, limit, AGAIN)
 
 
 def _differing(
@@ -271,8 +269,8 @@ def find_entry(name: str) -> Entry:
     raise UserInputError(
         "profile",
         name,
-        limit=f"there is no such profile, neither shipped nor in {profiles_folder()}",
-        fix=nearest(name, entries)
+        f"there is no such profile, neither shipped nor in {profiles_folder()}",
+        nearest(name, entries)
         if entries
         else "Measure one with torchrun -m nest_megatron.profile, or import one.",
     )
@@ -361,9 +359,9 @@ def _same_profile(profile: LayerProfile) -> LayerProfile | None:
             raise ProfileError(
                 "profile name",
                 profile.name,
-                limit="the store has a profile of this name from another device, version, layer or "
+                "the store has a profile of this name from another device, version, layer or "
                 "origin",
-                fix=f"Give another name, or remove {profiles_folder() / (profile.name + _SUFFIX)}.",
+                f"Give another name, or remove {profiles_folder() / (profile.name + _SUFFIX)}.",
             )
     return None
 
@@ -374,8 +372,8 @@ def timing_alone(gpu: str) -> Iterator[None]:
     held = ProfileError(
         "GPU",
         gpu,
-        limit="another process times layers on it, and each would slow the other",
-        fix="Start one process for each GPU with torchrun, or wait until that one ends.",
+        "another process times layers on it, and each would slow the other",
+        "Start one process for each GPU with torchrun, or wait until that one ends.",
     )
     with _locked(0.0, f".gpu-{gpu}{_LOCK}", held):
         yield
@@ -397,8 +395,8 @@ def _locked(
         raise held or ProfileError(
             "profile store",
             str(folder / name),
-            limit=f"another process has held the lock for {timeout_s:g} s",
-            fix=f"End that process, or use another folder with {FOLDER_VARIABLE}.",
+            f"another process has held the lock for {timeout_s:g} s",
+            f"End that process, or use another folder with {FOLDER_VARIABLE}.",
         ) from error
     except (OSError, NotImplementedError) as error:  # a disk without locks
         raise _unwritable(folder, error) from error
@@ -412,10 +410,10 @@ def _unwritable(folder: Path, error: Exception) -> ProfileError:
     return ProfileError(
         "profile store",
         str(folder),
-        limit=f"it cannot be written to: {error}",
-        fix=f"Name a folder that you may write to with {FOLDER_VARIABLE}.",
+        f"it cannot be written to: {error}",
+        f"Name a folder that you may write to with {FOLDER_VARIABLE}.",
     )
 
 
 def _unusable(path: str, limit: str) -> ProfileError:
-    return ProfileError("profile", path, limit, fix="Rename, import or remove the file.")
+    return ProfileError("profile", path, limit, "Rename, import or remove the file.")

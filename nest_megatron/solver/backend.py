@@ -51,8 +51,8 @@ def choose(wanted: Backend | None = None) -> Backend:
         raise UserInputError(
             ENVIRONMENT_VARIABLE,
             named,
-            limit=f"it is unset or one of {', '.join(known)}",
-            fix=nearest(named, known),
+            f"it is unset or one of {', '.join(known)}",
+            nearest(named, known),
         )
     return Backend(named)
 
@@ -107,7 +107,7 @@ def solve_compiled(
         check_shape(problem, threshold, node_limit)
         check_values(problem)
         raise UserInputError(
-            "stage problem", problem, limit=f"no number above {MOST}", fix="Check its units."
+            "stage problem", problem, f"no number above {MOST}", "Check its units."
         )
     return StageSolution(_STATUS[solved[0]], *solved[1:])
 

@@ -38,23 +38,23 @@ def check_partition(
         raise UserInputError(
             "stage partition",
             partition.boundaries[-1],
-            limit=f"model {spec.name} has {units} units (layers, embedding, MTP, head)",
-            fix="Cut the units of this very model.",
+            f"model {spec.name} has {units} units (layers, embedding, MTP, head)",
+            "Cut the units of this very model.",
         )
     pp, chunk = partition.pipeline_model_parallel_size, misplaced_mtp_chunk(spec, partition)
     if chunk is not None:
         raise UserInputError(
             "stage partition",
             f"MTP layers in virtual stage {chunk // pp} of pipeline rank {chunk % pp}",
-            limit="Megatron keeps them in the last virtual stage of a rank other than the first",
-            fix="Move them to the last stage.",
+            "Megatron keeps them in the last virtual stage of a rank other than the first",
+            "Move them to the last stage.",
         )
     if mtp_beside_layer and not lets_nemo_build_mtp(spec, partition):
         raise UserInputError(
             "pipeline_model_parallel_layout",
             layout_string(spec, partition),
-            limit="NeMo builds MTP layers in the last virtual stage, of a layer there",
-            fix="Move the last layer and them to the head.",
+            "NeMo builds MTP layers in the last virtual stage, of a layer there",
+            "Move the last layer and them to the head.",
         )
 
 
@@ -138,8 +138,8 @@ def joined(problem: PipelineProblem, boundaries: tuple[int, ...]) -> PipelinePro
         raise UserInputError(
             "stage partition",
             len(kinds),
-            limit=f"it may have {_MOST_KINDS} virtual stages of different cost",
-            fix="Give more virtual stages the same layers.",
+            f"it may have {_MOST_KINDS} virtual stages of different cost",
+            "Give more virtual stages the same layers.",
         )
     return problem._replace(
         unit_kinds=bytes(kinds[cost] for cost in chunks),

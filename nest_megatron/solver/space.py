@@ -117,16 +117,16 @@ class SearchSpace:
                     raise UserInputError(
                         f"{where}{name}",
                         value,
-                        limit="a degree is a whole number of at least 1",
-                        fix="Give a positive whole number, or leave it out to search it.",
+                        "a degree is a whole number of at least 1",
+                        "Give a positive whole number, or leave it out to search it.",
                     )
         for name in self.fixed.keys() & self.limits.keys():
             if self.fixed[name] > self.limits[name]:
                 raise UserInputError(
                     f"search.max_{name}",
                     self.limits[name],
-                    limit=f"{name} is fixed at {self.fixed[name]}, which is more",
-                    fix="Give one of the two, or raise the limit.",
+                    f"{name} is fixed at {self.fixed[name]}, which is more",
+                    "Give one of the two, or raise the limit.",
                 )
 
     def values(self, name: str, divisors_of: int, cluster: Cluster) -> list[int]:
@@ -162,7 +162,7 @@ class SearchSpace:
 
 def _require_known(what: str, name: str, value: object, kind: str, known: Sequence[str]) -> None:
     if name not in known:
-        raise UserInputError(what, value, limit=f"no such {kind}", fix=nearest(name, known))
+        raise UserInputError(what, value, f"no such {kind}", nearest(name, known))
 
 
 def _with_its_degrees(fixed: Mapping[str, int], partition: StagePartition) -> dict[str, int]:
@@ -177,15 +177,15 @@ def _with_its_degrees(fixed: Mapping[str, int], partition: StagePartition) -> di
             raise UserInputError(
                 f"parallel.{name}",
                 fixed[name],
-                limit=f"the stage partition has {value}",
-                fix=f"Use {value}, or leave one of the two out.",
+                f"the stage partition has {value}",
+                f"Use {value}, or leave one of the two out.",
             )
     if pp == 1 and partition.num_chunks > 1:
         raise UserInputError(
             "stage partition",
             partition.num_chunks,
-            limit="virtual stages need at least 2 pipeline ranks",
-            fix="Raise parallel.pipeline_model_parallel_size, or give one stage.",
+            "virtual stages need at least 2 pipeline ranks",
+            "Raise parallel.pipeline_model_parallel_size, or give one stage.",
         )
     return {**fixed, **degrees}
 

@@ -296,7 +296,7 @@ def resumed_session(folder: Path) -> Iterator[Session]:
             _OPTION,
             str(folder),
             f"it holds no tuning (there is no {_JOURNAL})",
-            fix="Check the path.",
+            "Check the path.",
         )
     with _held(folder):
         request, trials = _read(journal)
@@ -320,7 +320,7 @@ def _read(journal: Path) -> tuple[TuneRequest, dict[int, Trial]]:
         except ValueError:
             warn_once(f"{journal}: line {number} is cut off, and is passed over.")
     if not documents:
-        raise UserInputError(_OPTION, str(journal), limit="it is empty", fix="Begin again.")
+        raise UserInputError(_OPTION, str(journal), "it is empty", "Begin again.")
     trials = (from_plain(Trial, each, "journal:") for each in documents[1:])
     return from_plain(TuneRequest, documents[0], "journal:"), {
         trial.number: trial for trial in trials

@@ -67,8 +67,8 @@ def read_table(path: Path) -> tuple[Mapping[str, str], ...]:
         raise UserInputError(
             str(path),
             ", ".join(missing),
-            limit="a table of models needs these columns",
-            fix=f"Write at least {','.join(NEEDED)} in the first line.",
+            "a table of models needs these columns",
+            f"Write at least {','.join(NEEDED)} in the first line.",
         )
     return tuple(rows)
 
@@ -121,8 +121,8 @@ def _size(row: Mapping[str, str], column: str) -> int | None:
         raise UserInputError(
             f"model {row['name']}: {column}",
             row[column],
-            limit="it must be a whole number, which may be a product",
-            fix="Write for example 4096, or 25256 * 8.",
+            "it must be a whole number, which may be a product",
+            "Write for example 4096, or 25256 * 8.",
         ) from error
 
 
@@ -136,8 +136,8 @@ def _extra(row: Mapping[str, str]) -> Mapping[str, object]:
         raise UserInputError(
             f"model {row['name']}: extra",
             text,
-            limit="it must be a JSON object",
-            fix='Write for example {"tied": false}.',
+            "it must be a JSON object",
+            'Write for example {"tied": false}.',
         )
     return fields
 

@@ -96,8 +96,8 @@ def _joined(path: Path, rows: list[dict[str, str]]) -> list[dict[str, str]]:
         raise UserInputError(
             SETTINGS_FILE,
             str(settings),
-            limit="it has no columns row_id and confidence",
-            fix="docs/accuracy.md lists the columns; move the file away if it is another one.",
+            "it has no columns row_id and confidence",
+            "docs/accuracy.md lists the columns; move the file away if it is another one.",
         )
     known = {row["row_id"]: row for row in table if row["confidence"]}
     found = [known.get(row.get("throughput_row") or row.get("row_id", ""), {}) for row in rows]
@@ -160,9 +160,7 @@ def whole(row: Row, column: str) -> int | None:
 
 
 def _unreadable(path: Path, limit: str) -> UserInputError:
-    return UserInputError(
-        "measurements", str(path), limit, fix="docs/accuracy.md lists the columns."
-    )
+    return UserInputError("measurements", str(path), limit, "docs/accuracy.md lists the columns.")
 
 
 #: Bytes of each unit in which sources print memory.

@@ -167,7 +167,7 @@ def research_job(
     for key in sorted(composed.given):
         if key == "out" or (key.startswith("search.") and key not in read):
             fix = "Leave it out; --json prints the plan for programs."
-            raise UserInputError(key, None, limit=_UNKNOWN, fix=fix)
+            raise UserInputError(key, None, _UNKNOWN, fix)
     request = request_of(composed, SearchSpace())
     limits = {name: getattr(composed.search, f"max_{name}") for name in _FIXED}
     choices = ResearchChoices(
@@ -192,7 +192,7 @@ def _fixed(settings: Settings) -> dict[str, int]:
     for name, value in stated_values(settings.parallel).items():
         if name not in _FIXED:
             fix = f"Leave it out; {', '.join(_FIXED)} can be fixed, and research.* be set."
-            raise UserInputError(f"parallel.{name}", value, limit=_UNKNOWN, fix=fix)
+            raise UserInputError(f"parallel.{name}", value, _UNKNOWN, fix)
     for name, value in found.items():
         if value < 1:
             what, fix = f"parallel.{name}", "Use 1 or more."

@@ -133,8 +133,8 @@ def downsets_of(dag: LayerDag) -> Downsets:
         raise UserInputError(
             "downsets of the layer graph",
             f"{more}{min(len(masks), _MOST_COUNTED)}",
-            limit=f"at most {MOST_DOWNSETS} are searched",
-            fix=f"Contract branches that run side by side into one node each: {names}.",
+            f"at most {MOST_DOWNSETS} are searched",
+            f"Contract branches that run side by side into one node each: {names}.",
         )
     masks.sort(key=lambda mask: (mask.bit_count(), mask))
     index = {mask: at for at, mask in enumerate(masks)}

@@ -275,8 +275,8 @@ def cases(pricer: Pricer) -> list[Case]:
         raise UserInputError(
             "parallel.* and train.*",
             dict(pricer.job.choices.fixed),
-            limit="no strategy fits the model, the batch and the devices",
-            fix="Change the degrees that are fixed, the batch, or the number of GPUs.",
+            "no strategy fits the model, the batch and the devices",
+            "Change the degrees that are fixed, the batch, or the number of GPUs.",
         )
     return sorted(found, key=lambda case: case.least_total)
 
