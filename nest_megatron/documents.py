@@ -281,12 +281,12 @@ _OTHERS: Any = yaml.SafeLoader.yaml_implicit_resolvers
 
 def _key(event: yaml.ScalarEvent) -> object:
     """A key as it is built: ``on`` and ``yes`` are one, and so are 1 and 0x1."""
-    value: str = event.value
+    value = event.value
     others = _OTHERS.get(value[:1], ())
     if event.style or event.tag == _TEXT or not any(word.match(value) for _, word in others):
         return value
     try:
-        key: object = yaml.load(value, Loader=LOADER)
+        key = yaml.load(value, Loader=LOADER)
     except (yaml.YAMLError, ValueError):
         return value
     return key if isinstance(key, Hashable) else value

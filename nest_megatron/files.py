@@ -397,7 +397,7 @@ def user_folder(kind: str) -> Path:
     import platformdirs
 
     try:
-        folder: Path = getattr(platformdirs, f"user_{kind}_path")(PROGRAM, appauthor=False)
+        folder = getattr(platformdirs, f"user_{kind}_path")(PROGRAM, appauthor=False)
     except RuntimeError:
         return _NO_HOME
     return folder if folder.is_absolute() else _NO_HOME  # before 4.11, "~" may be left in it

@@ -94,7 +94,7 @@ def read(*paths: Path) -> tuple[RunRecord, ...]:
 def read_audit(*paths: Path) -> tuple[tuple[RunRecord, ...], tuple[RefusedLaunch, ...]]:
     """The runs of files as ``read`` has them, and the launches that were refused."""
     runs: dict[tuple[str, str, str], RunRecord] = {}
-    refused: dict[tuple[str, str, str], RefusedLaunch] = {}
+    refused = {}
     for path in paths:
         for record in _records(path):
             key = (record.id, record.user, record.start)
@@ -111,7 +111,7 @@ def _by_start(records: Iterable[Record]) -> tuple[Record, ...]:
 
 
 def _records(path: Path) -> Iterator[RunRecord | RefusedLaunch]:
-    broken: list[str] = []
+    broken = []
     newer = 0
     for number, line in enumerate(_lines(path), 1):
         if not line.strip():

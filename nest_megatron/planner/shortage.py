@@ -211,7 +211,7 @@ def _broken(request: Request) -> Iterator[list[Callable[[], UserInputError]]]:
     """The errors of each combination; none for one that only the search excludes."""
     space, spec = request.space, request.spec
     rules = [rule for rule in rulebook.RULES if is_searched(rule)]
-    step: SearchStep | None = None
+    step = None
     model, world = request.cost_model(), request.cluster.num_gpus
     batch = space.batch_unit or request.global_batch_size
 

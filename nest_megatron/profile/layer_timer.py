@@ -230,7 +230,7 @@ def _saved_bytes(unit: Unit, inputs: Sequence[Any]) -> int:
     known = [*unit.module.parameters(), *unit.module.buffers()]
     known += [tensor for tensor in shared if tensor is not None]
     weights = {tensor.untyped_storage().data_ptr() for tensor in known}
-    kept: dict[int, Any] = {first.untyped_storage().data_ptr(): first.untyped_storage()}
+    kept = {first.untyped_storage().data_ptr(): first.untyped_storage()}
 
     def keep(tensor: Any) -> Any:
         storage = tensor.untyped_storage()

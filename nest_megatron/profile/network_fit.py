@@ -299,7 +299,7 @@ def _record(
     kinds = kinds_of(mine)
     pairs = list(zip(mine, logs, strict=True))
     sizes = [each.message_bytes for each in mine]
-    shared: dict[str, Any] = {name: getattr(level, name) for name in _SHARED}
+    shared = {name: getattr(level, name) for name in _SHARED}
     return LevelFit(
         name=level.name,
         efficiency={kind: level.efficiency[kind] for kind in kinds if kind in found},

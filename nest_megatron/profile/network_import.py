@@ -132,7 +132,7 @@ def cluster_yaml(cluster: Cluster, defaults: Sequence[Any] = ()) -> str:
         defaults: names the accelerator as Hydra does; its figures are written out where it is
             empty.
     """
-    fields: dict[str, Any] = to_plain(cluster)
+    fields = to_plain(cluster)
     fields["levels"] = [_without_empty(level) for level in fields["levels"]]
     if defaults:
         del fields["accelerator"]

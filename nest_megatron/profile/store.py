@@ -28,7 +28,6 @@ from nest_megatron.plain import from_plain, frozen, to_plain
 from nest_megatron.profile.records import (
     SCHEMA,
     LayerProfile,
-    Timing,
     fingerprint_of,
     require_name,
     shape_digest,
@@ -138,7 +137,7 @@ def write(profile: LayerProfile, path: Path) -> None:
 
 def _fields(profile: LayerProfile) -> dict[str, Any]:
     """All fields in the order of the file, those that are worked out behind the name."""
-    plain: dict[str, Any] = to_plain(profile)
+    plain = to_plain(profile)
     head = {key: plain.pop(key) for key in ("schema", "name")}
     derived = {
         FINGERPRINT: fingerprint_of(profile),
@@ -161,7 +160,7 @@ def _check_sums(
     profile: LayerProfile, derived: Mapping[str, object], sums: object, name: str
 ) -> None:
     limit = "it is missing, so the file was cut short"
-    value: object = sums
+    value = sums
     if isinstance(sums, Mapping):
         limit = "these fields do not match their checksums, so the file was edited or damaged"
         value = ", ".join(_differing(profile, derived, sums))
@@ -303,9 +302,7 @@ def record(profile: LayerProfile, *, timeout_s: Seconds = LOCK_TIMEOUT_S) -> Lay
 def merged(one: LayerProfile, other: LayerProfile) -> LayerProfile:
     """Both profiles' timings under the first one's name; the newer profile's win."""
     older, newer = sorted((one, other), key=lambda p: datetime.fromisoformat(p.created))
-    timings: Mapping[object, Timing] = {
-        timing.shape: timing for profile in (older, newer) for timing in profile.timings
-    }
+    timings = {timing.shape: timing for profile in (older, newer) for timing in profile.timings}
     return dataclasses.replace(
         newer,
         name=one.name,

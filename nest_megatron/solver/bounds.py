@@ -149,7 +149,7 @@ class Bounds(Caching):
         own, share = self._work(grid, NO_RECOMPUTE)
         plain = p > 1 and grid.dims.virtual_pipeline_model_parallel_size == 1
         spread = _spread(p, m, share) * (1.0 - 1e-12) if plain else 0.0
-        added: dict[Recompute, tuple[Ticks, ...]] = {}
+        added = {}
         bounds = []
         for recompute in settings:
             each = own

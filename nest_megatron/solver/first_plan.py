@@ -77,7 +77,7 @@ def _plan_of(
     shards: Iterable[PartialLayout],
 ) -> SolvedLayout | None:
     """The fastest plan of some shards; those with more context ranks are tried while they gain."""
-    best: SolvedLayout | None = None
+    best = None
     for shard in shards:
         plans = [
             plan
@@ -100,7 +100,7 @@ def _pipelines(
     Each with the ZeRO stage that costs least of those with which its states fit, and with the
     plain schedule or the most virtual stages.
     """
-    tight: list[tuple[float, PartialLayout]] = []
+    tight = []
     for grid in grids.grids(shard):
         zeros = grids.zero_stages(grid.dims)
         needs = {zero: memory.of_states(grid.dims, zero) for zero in zeros}

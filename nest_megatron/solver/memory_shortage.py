@@ -68,7 +68,7 @@ def least_memory(search: Search, out_of_time: OutOfTime = lambda: False) -> Shor
     Returns:
         ``None`` if the space is empty.
     """
-    best: Shortage | None = None
+    best = None
     for missing, grid in _by_bound(search):
         if best is not None and (missing >= best.missing_bytes or out_of_time()):
             break

@@ -157,7 +157,7 @@ class _Search:
         Args:
             length: of stage ``k`` with units ``x .. y`` and of the suffix behind it.
         """
-        least: Table = defaultdict(lambda: NO_THRESHOLD, {(self.p, self.n): 0})
+        least = defaultdict(lambda: NO_THRESHOLD, {(self.p, self.n): 0})
         for (k, x), ends in reversed(self.fit.items()):
             lengths = [length(k, x, y, least[k + 1, y]) for y in ends]
             least[k, x] = min([NO_THRESHOLD, *lengths])

@@ -178,7 +178,7 @@ class Search(Caching):
         return True
 
     def _drain(self) -> bool:
-        expand: tuple[Callable[[Node], object], ...] = (
+        expand = (
             self._expand_shard,
             self._expand_grid,
             self._expand_schedule,

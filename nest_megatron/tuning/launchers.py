@@ -86,7 +86,7 @@ def step_words(command: RunCommand, environment: Mapping[str, str]) -> list[str]
     tasks = 1 if command.is_torchrun else command.gpus_per_node
     sizes = [f"--nodes={command.num_nodes}", f"--ntasks-per-node={tasks}"]
     step = ["srun", *sizes, "--kill-on-bad-exit=1"]
-    meeting: list[str] = []
+    meeting = []
     if command.is_torchrun and not meets(command.launcher):
         host = first_host(environment.get("SLURM_JOB_NODELIST", "")) or "localhost"
         job = environment["SLURM_JOB_ID"]
@@ -216,7 +216,7 @@ def read_options(name: str, options: Sequence[str]) -> dict[str, Any]:
 
 
 def _pairs(options: Iterable[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found = {}
     for option in options:
         key, equals, value = option.partition("=")
         if not equals:
@@ -259,7 +259,7 @@ def run_process(
                 f"it cannot be started: {error.strerror or error}",
                 "Start it by hand once, in this folder and environment.",
             ) from error
-        code: int | None = None
+        code = None
         try:
             code = child.wait(timeout_s)
         except subprocess.TimeoutExpired:

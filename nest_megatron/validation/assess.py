@@ -236,7 +236,7 @@ class Assessor(Caching):
 
     def outcomes(self, file: RowFile, basis: Basis) -> Iterator[RowOutcome]:
         """Every row of a file, in order, predicted or refused."""
-        judges: dict[RowKind, Callable[[Row, Basis], RowOutcome]] = {
+        judges = {
             RowKind.THROUGHPUT: self._throughput,
             RowKind.MEMORY_PEAK: self._memory_peak,
         }

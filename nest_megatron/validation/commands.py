@@ -56,7 +56,7 @@ def run_validate(
     files = [read_rows(path) for path in paths]
     book = ModelBook.load(models)
     judged = _judged(files, book, left_out=left_out)
-    written: list[Path] = []
+    written = []
     if docs is not None:
         runs = [file for file in files if file.kind is RowKind.THROUGHPUT]
         unseen = _judged(runs, book, left_out=True)

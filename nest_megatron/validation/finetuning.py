@@ -96,8 +96,8 @@ _SQUAD_TOKENS, _SQUAD_DEVIATION = (79_346_108 / 87_599 - 24) / 3.94, 100.0
 
 def with_known_cells(row: Row) -> tuple[Row, tuple[str, ...]]:
     """A row with what its page misprints or leaves out, and a note for each such cell."""
-    known: dict[str, str] = {}
-    notes: list[str] = []
+    known = {}
+    notes = []
     for page in _PAGES:
         printed, models = page.get("printed", {}), page.get("models")
         of_model = {} if models is None else models.get(row.get("model", ""))

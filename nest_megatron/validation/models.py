@@ -84,7 +84,7 @@ def mapping_of(row: Mapping[str, str], base: Mapping[str, object] | None) -> dic
         UserInputError: if a size is no whole number, or the ``extra`` column no JSON object.
     """
     gated = row.get("gated_mlp", "").lower() in ("true", "1")
-    mapping: dict[str, object] = dict(base or ({} if gated else MEGATRON_DEFAULTS))
+    mapping = dict(base or ({} if gated else MEGATRON_DEFAULTS))
     for column, field in _WHOLE.items():
         value = _size(row, column)
         if value is not None:
@@ -184,7 +184,7 @@ def resized(match: ModelMatch, row: Mapping[str, str], name: ModelName) -> Model
     pattern, cut = _cut_pattern(spec.moe_layer_pattern, layers)
     mtp, predicted = _mtp(spec, name, cut=layers < spec.num_layers)
     spec = spec if mtp else without_mtp(spec)
-    changes: dict[str, Any] = {
+    changes = {
         "num_layers": layers,
         "moe_layer_pattern": pattern,
         "mtp_num_layers": mtp,
@@ -202,7 +202,7 @@ def resized(match: ModelMatch, row: Mapping[str, str], name: ModelName) -> Model
 def _columns(spec: TransformerSpec, row: Mapping[str, str]) -> dict[str, Any]:
     named = {"ffn": "ffn_hidden_size", "heads": "num_attention_heads", "vocab": "vocab_size"}
     found = {field: whole(row, column) for column, field in named.items()}
-    changes: dict[str, Any] = {field: value for field, value in found.items() if value}
+    changes = {field: value for field, value in found.items() if value}
     groups = whole(row, "kv_heads")
     if groups and not spec.multi_latent_attention:
         changes["num_query_groups"] = groups
@@ -246,7 +246,7 @@ def shape_of_columns(row: Mapping[str, str], name: ModelName) -> ModelMatch:
         raise RefusedRowError(reason, f"{row.get('model', '')!r} hidden={hidden} heads={heads}")
     style, notes = _style(row, name)
     layers, note = _layers(row, name, hidden, int(style["vocab_size"]))
-    mapping: dict[str, Any] = {
+    mapping = {
         **style,
         "name": row.get("model") or name.key,
         "num_layers": layers,

@@ -105,7 +105,7 @@ class FileScores:
 def file_scores(judged: Judged) -> FileScores:
     """Score a file by source, in the order in which sources appear, in all, and by regime."""
     kind = judged.file.kind
-    sources: dict[str, list[Pair]] = defaultdict(list)
+    sources = defaultdict(list)
     for pair in judged.pairs:
         sources[pair[0].source].append(pair)
     return FileScores(
@@ -214,7 +214,7 @@ def measured_jobs(outcomes: Iterable[RowOutcome]) -> tuple[MeasuredJob, ...]:
 
 
 def _measured_job(layouts: Mapping[tuple[str, ...], Sequence[RowOutcome]]) -> MeasuredJob:
-    times: dict[tuple[str, ...], tuple[float, float]] = {}
+    times = {}
     candidates = []
     for layout, runs in layouts.items():
         predicted, measured = zip(*(each.time for each in runs if each.time), strict=True)

@@ -68,7 +68,7 @@ def _candidates(job: ComparisonJob, mesh: CostModel) -> Iterator[SolvedLayout]:
     A sub-mesh is whole nodes, or a part that divides one.
     """
     node = job.model.cluster.gpus_per_node
-    submeshes: defaultdict[tuple[int, int], list[PartialLayout]] = defaultdict(list)
+    submeshes = defaultdict(list)
     for grid in job.families(restricted(job, PLAIN, zero_stages=(ZeroStage.NONE,))):
         stage = grid.dims.ranks_per_stage
         if node % stage == 0 or stage % node == 0:

@@ -119,7 +119,7 @@ def _from_rule(job: ComparisonJob) -> tuple[SolvedLayout | None, int]:
 
 def _most_interleaved(plans: list[SolvedLayout]) -> Iterator[SolvedLayout]:
     """Of the plans that fit, for each micro batch those with most virtual stages."""
-    by_micro: defaultdict[int, list[SolvedLayout]] = defaultdict(list)
+    by_micro = defaultdict(list)
     for plan in plans:
         by_micro[plan.layout.micro_batch_size].append(plan)
     for group in by_micro.values():
@@ -134,7 +134,7 @@ def _steps(job: ComparisonJob) -> dict[_Step, list[PartialLayout]]:
     degrees = [shard_of(grid).tensor for grid in grids]
     inside = (tp for tp in degrees if tp <= min(node, _WIDEST))
     widest = max(inside, default=min(degrees, default=1))
-    steps: defaultdict[_Step, list[PartialLayout]] = defaultdict(list)
+    steps = defaultdict(list)
     for grid, tp in zip(grids, degrees, strict=True):
         pipeline = pipeline_of(grid)
         advised = tp <= widest and (pipeline.stages == 1 or tp == widest)

@@ -185,7 +185,7 @@ def _network(file: _File) -> Network:
 
 
 def _chain(file: _File, tp: str) -> Chain:
-    layers: dict[int, Layer] = {}
+    layers = {}
     for at, node in enumerate(file.nodes[tp]):
         where = f"nodes.{tp}[{at}]"
         if node.id in layers:
@@ -196,7 +196,7 @@ def _chain(file: _File, tp: str) -> Chain:
         layers[node.id] = node.layer()
     if not 0 < len(layers) <= _MOST_LAYERS:
         raise _wrong(f"nodes.{tp}", len(layers), f"it must hold 1 to {_MOST_LAYERS:,} nodes")
-    sizes: dict[tuple[int, int], float] = {}
+    sizes = {}
     for at, edge in enumerate(file.edges[tp]):
         where, ends = f"edges.{tp}[{at}]", (edge.sourceId, edge.destId)
         for name, node_id in zip(("sourceId", "destId"), ends, strict=True):

@@ -195,7 +195,7 @@ def rule_without(switches: Iterable[str]) -> ArtifactRule:
     >>> rule_without(["sync_first_stage_only"]).sync_first_stage_only
     False
     """
-    off: set[str] = set()
+    off = set()
     for name in switches:
         if name not in (*SWITCHES, "all"):
             fix = f"Known: {', '.join((*SWITCHES, 'all'))}."

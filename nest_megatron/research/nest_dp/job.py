@@ -137,8 +137,8 @@ def split_research(texts: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
     >>> split_research(["model=llama3_8b", "research.zero=false"])
     (['model=llama3_8b'], {'zero': False})
     """
-    job: list[str] = []
-    found: dict[str, Any] = {}
+    job = []
+    found = {}
     for text in texts:
         if not text.startswith(_PREFIX):
             job.append(text)

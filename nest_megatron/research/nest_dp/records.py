@@ -116,7 +116,7 @@ def downsets_of(dag: LayerDag) -> Downsets:
             that can run side by side and are to be contracted.
     """
     readers = dag.readers()
-    found: dict[int, tuple[int, int]] = {0: (0, -1)}
+    found = {0: (0, -1)}
     masks, widest = [0], list[int]()
     for mask in masks:  # which grows on the way
         ready = [v for v, after in enumerate(readers) if not mask >> v & 1 and not after & ~mask]

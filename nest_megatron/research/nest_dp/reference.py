@@ -156,7 +156,7 @@ def pipeline_of(
         steps: times that the bottleneck is paid in a step of training.
     """
     level, outer, device = t.num_levels - 1, t.num_downsets - 1, t.num_devices
-    found: list[FoundStage] = []
+    found = []
     for stages in range(num_stages, 0, -1):
         row = t.at(stages, level, outer)
         end, value = device, table[row + device]

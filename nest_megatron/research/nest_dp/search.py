@@ -21,7 +21,6 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
-from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.zero import ZeroStage
@@ -250,7 +249,7 @@ def _round(
     solved: set[Case],
     compiled: bool | None,
 ) -> tuple[Case, Problem, FoundPipeline] | None:
-    best: tuple[Case, Problem, FoundPipeline] | None = None
+    best = None
     for case in found:
         if case.least_total >= limit:
             break
@@ -376,7 +375,7 @@ def best_pipeline(
     """
     t = tables_of(problem)
     least_sync, sync_cap = _least_sync(problem), UNREACHABLE
-    found: FoundPipeline | None = None
+    found = None
     while least_sync < sync_cap and least_sync < limit:
         table = filled(t, _caps(problem, limit - least_sync), sync_cap, compiled=compiled)
         depth = _best_depth(problem, t, table)
@@ -405,7 +404,7 @@ def filled(
 
     table = array("q", [0]) * t.table_size
     scratch = array("q", [0]) * (t.num_levels * (t.num_devices + 1) + len(t.options_first))
-    question: list[Any] = [getattr(t, field.name) for field in dataclasses.fields(t)]
+    question = [getattr(t, field.name) for field in dataclasses.fields(t)]
     question += [array("q", caps), sync_cap, table, scratch]
     _recurrence.fill(*question)
     return table

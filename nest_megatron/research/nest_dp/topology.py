@@ -56,7 +56,7 @@ def link_levels(cluster: Cluster, topology: Topology) -> tuple[LinkLevel, ...]:
     Of a torus or mesh, affinity classes: those that reach along one dimension, all inner ones being
     whole. A part of a dimension has no link around; the whole of a torus' has.
     """
-    found: list[LinkLevel] = []
+    found = []
     inner, hops = 1, 0
     for level, size in zip(cluster.levels, cluster.group_sizes(), strict=True):
         if topology is Topology.LEVELS:
