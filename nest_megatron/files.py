@@ -29,13 +29,13 @@ _NO_HOME = Path(os.devnull) / PROGRAM
 _OPEN_FILES = "/proc/self/fd"
 #: Links that Linux follows in one path.
 _MAX_LINKS = 40
-_KINDS = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-    (stat.S_ISSOCK, "a socket"),
-)
+_KINDS = {
+    stat.S_ISDIR: "a folder",
+    stat.S_ISFIFO: "a pipe",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+    stat.S_ISSOCK: "a socket",
+}
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
@@ -366,7 +366,7 @@ def warn_once(text: str) -> None:
 
 
 def _kind_of(mode: int) -> str | None:
-    return next((name for is_kind, name in _KINDS if is_kind(mode)), None)
+    return next((_KINDS[is_kind] for is_kind in _KINDS if is_kind(mode)), None)
 
 
 def expanded(path: Path, what: str) -> Path:

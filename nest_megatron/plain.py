@@ -79,8 +79,9 @@ OWN = Source()
 def to_plain(value: object) -> Any:
     """Records, enums, tuples, sets and mappings as dicts, lists, numbers and text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = (f for f in dataclasses.fields(value) if f.init and not _is_left_out(f, value))
-        return {key_of(f): to_plain(getattr(value, f.name)) for f in fields}
+        held = {f: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        kept = {f: item for f, item in held.items() if not (is_added(f) and item == f.default)}
+        return {key_of(f): to_plain(item) for f, item in kept.items()}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
@@ -114,10 +115,6 @@ def key_of(field: dataclasses.Field[Any]) -> str:
     """The name that files give a record's field."""
     name: str = field.metadata.get(_WRITTEN_AS, field.name)
     return name
-
-
-def _is_left_out(field: dataclasses.Field[Any], value: object) -> bool:
-    return is_added(field) and getattr(value, field.name) == field.default
 
 
 def from_plain(kind: type[Record], value: object, where: str = "", source: Source = OWN) -> Record:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 from nest_megatron.errors import ProfileError, UserInputError
 
@@ -160,8 +160,7 @@ def _prefixed(
     return {f"{name}{unit}": size * each for name, size in prefixes.items() for unit in units}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dimension:
+class Dimension(NamedTuple):
     """What a field measures, by the end of its name.
 
     Args:
@@ -175,38 +174,36 @@ class Dimension:
 
 
 _COUNT = Dimension(
-    words="a number",
-    units={**{name: Fraction(size) for name, size in {**_DECIMAL, **_BINARY}.items() if name}}
+    "a number",
+    {**{name: Fraction(size) for name, size in {**_DECIMAL, **_BINARY}.items() if name}}
     | {"B": Fraction(10**9)},
-    example="128k (128,000), 128Ki (131,072) or 15T",
+    "128k (128,000), 128Ki (131,072) or 15T",
 )
 _DIMENSIONS: Mapping[str, Dimension] = {
     "_bytes_per_s": Dimension(
-        words="a data rate in bytes/s",
-        units={**_prefixed("B/s"), **_prefixed("b/s", "bit/s", "bps", each=Fraction(1, 8))},
-        example="100GB/s, or 400Gb/s",
+        "a data rate in bytes/s",
+        {**_prefixed("B/s"), **_prefixed("b/s", "bit/s", "bps", each=Fraction(1, 8))},
+        "100GB/s, or 400Gb/s",
     ),
     "_flops_per_s": Dimension(
-        words="a rate in FLOP/s",
-        units=_prefixed("FLOP/s", "FLOPS", binary=False),
-        example="989TFLOP/s",
+        "a rate in FLOP/s",
+        _prefixed("FLOP/s", "FLOPS", binary=False),
+        "989TFLOP/s",
     ),
-    "_bytes": Dimension(words="a size in bytes", units=_prefixed("B"), example="80GB, or 141GiB"),
-    "_watts": Dimension(
-        words="a power in watts", units=_prefixed("W", binary=False), example="1.2kW"
-    ),
+    "_bytes": Dimension("a size in bytes", _prefixed("B"), "80GB, or 141GiB"),
+    "_watts": Dimension("a power in watts", _prefixed("W", binary=False), "1.2kW"),
     "_minutes": Dimension(
-        words="a time in minutes",
-        units={name: size / 60 for name, size in _TIMES.items()},
-        example="90s, or 10min",
+        "a time in minutes",
+        {name: size / 60 for name, size in _TIMES.items()},
+        "90s, or 10min",
     ),
     "_hours": Dimension(
-        words="a time in hours",
-        units={name: size / 3600 for name, size in _TIMES.items()},
-        example="50000h",
+        "a time in hours",
+        {name: size / 3600 for name, size in _TIMES.items()},
+        "50000h",
     ),
-    "_seconds": Dimension(words="a time in seconds", units=_TIMES, example="90s, or 2min"),
-    "_s": Dimension(words="a time in seconds", units=_TIMES, example="2us, or 1.5ms"),
+    "_seconds": Dimension("a time in seconds", _TIMES, "90s, or 2min"),
+    "_s": Dimension("a time in seconds", _TIMES, "2us, or 1.5ms"),
 }
 
 

@@ -95,8 +95,10 @@ def run_command(
     ours = ("+nest=pinned", f"nest.plan={pinned}", f"nest.watch={iterations}")
     num_nodes, per_node = launch_size(plan)
     launcher = command.launcher or tuple(torchrun_words(num_nodes, per_node))
+    if is_torchrun(launcher) and _has_option(launcher, "--max-restarts"):
+        launcher = (*launcher, "--max-restarts=0")  # a run that fails would fail again
     return RunCommand(
-        launcher=_once(launcher) if is_torchrun(launcher) else launcher,
+        launcher=launcher,
         script=script_words(command.script),
         argv=(*short_run(launch.argv, command.version, iterations + 1), *ours),
         environment={**command.environment, **launch.environment, VARIABLE: str(history)},
@@ -123,13 +125,11 @@ def _is_python(word: str) -> bool:
 
 def meets(launcher: tuple[str, ...]) -> bool:
     """Whether torchrun's options say where its agents meet."""
-    return any(word.replace("_", "-").startswith(_MEETING) for word in launcher)
+    return _has_option(launcher, *_MEETING)
 
 
-def _once(launcher: tuple[str, ...]) -> tuple[str, ...]:
-    """Torchrun without restarts: a run that fails would fail again."""
-    restarts = any(word.replace("_", "-").startswith("--max-restarts") for word in launcher)
-    return (*launcher, "--max-restarts=0") if restarts else launcher
+def _has_option(launcher: tuple[str, ...], *names: str) -> bool:
+    return any(word.replace("_", "-").startswith(names) for word in launcher)
 
 
 #: Layouts that are compared, the plan among them.

@@ -59,22 +59,15 @@ class Failure(Name):
 
 _STOPS = "stops before training"
 #: What the last lines of a run's output say of its end, where its record does not.
-_SIGNS = (
-    (
-        Failure.OUT_OF_MEMORY,
-        rf"{OUT_OF_MEMORY.pattern}|OutOfMemoryError|MemoryError|std::bad_alloc|not enough memory",
-    ),
-    (
-        Failure.NCCL,
-        r"NCCL error|nccl(System|Internal|Unhandled\w*|Remote)Error|Watchdog caught collective"
-        r"|DistBackendError|connectFullMesh failed|Connection closed by peer",
-    ),
-    (
-        Failure.REFUSED,
-        r"error: (unrecognized arguments|argument|the following arguments)|AssertionError"
-        rf"|{_STOPS}",
-    ),
-)
+_SIGNS = {
+    Failure.OUT_OF_MEMORY: rf"{OUT_OF_MEMORY.pattern}|OutOfMemoryError|MemoryError|std::bad_alloc"
+    r"|not enough memory",
+    Failure.NCCL: r"NCCL error|nccl(System|Internal|Unhandled\w*|Remote)Error"
+    r"|Watchdog caught collective|DistBackendError|connectFullMesh failed"
+    r"|Connection closed by peer",
+    Failure.REFUSED: r"error: (unrecognized arguments|argument|the following arguments)"
+    rf"|AssertionError|{_STOPS}",
+}
 _SILENT = "it ended without a record of its steps: is nest-megatron installed where it runs?"
 _TAIL_BYTES = 64 * 2**10
 #: Lines that say that something went wrong elsewhere.
@@ -191,7 +184,7 @@ def _failure(lines: Iterable[str]) -> tuple[Failure, str | None]:
     <Failure.OUT_OF_MEMORY: 'out_of_memory'>
     """
     shown = [line.strip() for line in lines if not _CONSEQUENCES.search(line)]
-    for failure, sign in _SIGNS:
+    for failure, sign in _SIGNS.items():
         at = next((k for k, line in enumerate(shown) if re.search(sign, line, re.IGNORECASE)), None)
         if at is not None:
             ends = shown[at:] if _STOPS in shown[at] else ()  # our error stands behind this line

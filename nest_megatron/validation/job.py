@@ -327,19 +327,19 @@ def _recompute(row: Row, notes: list[str]) -> Recompute:
 
 
 #: What a number format is called; ``None`` for what is not modelled. The first that occurs counts.
-_PRECISIONS = (
-    (r"nvfp4", Precision.NVFP4),
-    (r"fp4", None),
-    (r"fp8", Precision.FP8),
-    (r"fp16", Precision.FP16),
-    (r"bf16|^$", Precision.BF16),
-    (r"^(fp32|tf32|float32)$", Precision.FP32),
-)
+_PRECISIONS = {
+    r"nvfp4": Precision.NVFP4,
+    r"fp4": None,
+    r"fp8": Precision.FP8,
+    r"fp16": Precision.FP16,
+    r"bf16|^$": Precision.BF16,
+    r"^(fp32|tf32|float32)$": Precision.FP32,
+}
 
 
 def _precision(row: Row, cluster: Cluster) -> Precision:
     text = row.get("precision", "").strip().lower()
-    wanted = next((found for pattern, found in _PRECISIONS if re.search(pattern, text)), None)
+    wanted = next((_PRECISIONS[each] for each in _PRECISIONS if re.search(each, text)), None)
     if wanted is None:
         raise RefusedRowError("number format is not modelled", row["precision"])
     if cluster.accelerator.supports(wanted):

@@ -384,7 +384,11 @@ class ModelBook:
         *stem, last = name.words or ("",)
         size = size_in_billions(last)
         spec = self._at("".join(stem)) if size else None
-        return _agreeing(spec, "", row) if spec and size and _has_size(spec, size) else None
+        if not spec or not size:
+            return None
+        counts = [total_parameters(each) / 1e9 for each in (spec, without_mtp(spec))]
+        near = any(abs(count - size) <= _SIZE_TOLERANCE * size for count in counts)
+        return _agreeing(spec, "", row) if near else None
 
     def _at(self, key: str) -> TransformerSpec | None:
         row = self.extra.get(key)
@@ -421,10 +425,3 @@ def _agreeing(spec: TransformerSpec, assumed: str, row: Mapping[str, str]) -> Mo
     if not whole(row, "seq"):
         notes.append(f"a sequence of {spec.seq_length} tokens, as in the catalogue")
     return ModelMatch(spec=spec, assumptions=tuple(notes))
-
-
-def _has_size(spec: TransformerSpec, size: float) -> bool:
-    return any(
-        abs(total_parameters(each) / 1e9 - size) <= _SIZE_TOLERANCE * size
-        for each in (spec, without_mtp(spec))
-    )

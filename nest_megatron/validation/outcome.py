@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import field
+from typing import NamedTuple
 
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.names import Name
@@ -176,8 +177,7 @@ _SFT = re.compile(r"sft|fine-?tun|dpo|kto|\brm\b", re.IGNORECASE)
 _FSDP = re.compile(r"fsdp|zero[-_ ]?[23]", re.IGNORECASE)
 
 
-@frozen
-class Regime:
+class Regime(NamedTuple):
     """Runs that are scored together.
 
     Args:
@@ -221,63 +221,63 @@ def _step_s(each: RowOutcome) -> float:
 
 REGIMES: tuple[Regime, ...] = (
     Regime(
-        name="dense",
-        definition="models without experts",
-        reason="GEMMs of large matrices decide their time",
-        holds=lambda each: not _is_moe(each),
+        "dense",
+        "models without experts",
+        "GEMMs of large matrices decide their time",
+        lambda each: not _is_moe(each),
     ),
     Regime(
-        name="moe",
-        definition="models with experts; of a model that is not known, EP above 1",
-        reason="the token all-to-all and small grouped GEMMs decide their time",
-        holds=_is_moe,
+        "moe",
+        "models with experts; of a model that is not known, EP above 1",
+        "the token all-to-all and small grouped GEMMs decide their time",
+        _is_moe,
     ),
     Regime(
-        name="fp8",
-        definition="precision holds fp8 (also MXFP8); neither fp4 nor 16 bits",
-        reason="casts, copies of the weights, and GEMMs that no longer fill the GPU",
-        holds=lambda each: "fp8" in each.row.get("precision", "").lower(),
+        "fp8",
+        "precision holds fp8 (also MXFP8); neither fp4 nor 16 bits",
+        "casts, copies of the weights, and GEMMs that no longer fill the GPU",
+        lambda each: "fp8" in each.row.get("precision", "").lower(),
     ),
     Regime(
-        name="hybrid",
-        definition="models with Mamba or gated-delta-net layers",
-        reason="kernels of scans, which are measured nowhere by themselves",
-        holds=lambda each: each.has_scans,
+        "hybrid",
+        "models with Mamba or gated-delta-net layers",
+        "kernels of scans, which are measured nowhere by themselves",
+        lambda each: each.has_scans,
     ),
     Regime(
-        name="lora",
-        definition="task or model names LoRA or PEFT",
-        reason="most weights are frozen: no gradients, no states, a cheaper backward pass",
-        holds=lambda each: trains_adapters(each.row),
+        "lora",
+        "task or model names LoRA or PEFT",
+        "most weights are frozen: no gradients, no states, a cheaper backward pass",
+        lambda each: trains_adapters(each.row),
     ),
     Regime(
-        name="sft",
-        definition="task names SFT, fine-tuning, DPO, KTO or RM, and no LoRA",
-        reason="packed sequences, small batches, other sequence lengths than pre-training",
-        holds=_is_sft,
+        "sft",
+        "task names SFT, fine-tuning, DPO, KTO or RM, and no LoRA",
+        "packed sequences, small batches, other sequence lengths than pre-training",
+        _is_sft,
     ),
     Regime(
-        name="long_context",
-        definition=f"sequences of {LONG_SEQUENCE:,} tokens and more",
-        reason="attention and context parallelism decide the time, activations the memory",
-        holds=lambda each: _number(each, "seq") >= LONG_SEQUENCE,
+        "long_context",
+        f"sequences of {LONG_SEQUENCE:,} tokens and more",
+        "attention and context parallelism decide the time, activations the memory",
+        lambda each: _number(each, "seq") >= LONG_SEQUENCE,
     ),
     Regime(
-        name="fsdp",
-        definition="ZeRO-2 or ZeRO-3, FSDP2 or Megatron-FSDP, stated or the framework's default",
-        reason="weights are gathered in every pass, in reach of nothing that hides them",
-        holds=_is_fsdp,
+        "fsdp",
+        "ZeRO-2 or ZeRO-3, FSDP2 or Megatron-FSDP, stated or the framework's default",
+        "weights are gathered in every pass, in reach of nothing that hides them",
+        _is_fsdp,
     ),
     Regime(
-        name="small_step",
-        definition=f"a measured step under {SMALL_STEP_S:g} s",
-        reason="launches, CPU overhead and latencies weigh as much as the work",
-        holds=lambda each: 0 < _step_s(each) < SMALL_STEP_S,
+        "small_step",
+        f"a measured step under {SMALL_STEP_S:g} s",
+        "launches, CPU overhead and latencies weigh as much as the work",
+        lambda each: 0 < _step_s(each) < SMALL_STEP_S,
     ),
     Regime(
-        name="large_scale",
-        definition=f"{LARGE_SCALE_GPUS:,} GPUs and more",
-        reason="stragglers, jitter and the upper levels of the network",
-        holds=lambda each: _number(each, "n_gpus") >= LARGE_SCALE_GPUS,
+        "large_scale",
+        f"{LARGE_SCALE_GPUS:,} GPUs and more",
+        "stragglers, jitter and the upper levels of the network",
+        lambda each: _number(each, "n_gpus") >= LARGE_SCALE_GPUS,
     ),
 )
