@@ -19,7 +19,7 @@ import sys
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +79,8 @@ def block_of(module: Any) -> Callable[[str], str]:
     opened = frozenset(_opened(module, ""))
 
     def block(path: str) -> str:
-        words = path.split(".") if path else []
-        for length in range(len(words) + 1):
-            prefix = ".".join(words[:length])
-            if prefix not in opened:
-                return prefix
-        return path
+        prefixes = accumulate(path.split("."), "{}.{}".format)
+        return next((prefix for prefix in ("", *prefixes) if prefix not in opened), path)
 
     return block
 
@@ -94,13 +90,9 @@ def _opened(module: Any, path: str) -> Iterator[str]:
     yield path
     repeated = _repeated_classes(module)
     for name, child in module.named_children():
-        inner = f"{path}.{name}" if path else name
-        if type(child) not in repeated and _holds_a_list(child):
-            yield from _opened(child, inner)
-
-
-def _holds_a_list(module: Any) -> bool:
-    return any(_repeated_classes(part) for part in module.modules())
+        holds_a_list = any(map(_repeated_classes, child.modules()))
+        if holds_a_list and type(child) not in repeated:
+            yield from _opened(child, f"{path}.{name}" if path else name)
 
 
 def _repeated_classes(module: Any) -> frozenset[type]:
@@ -117,41 +109,37 @@ def chain_blocks(
     work: ChainWork, block: Callable[[str], str], module: Any
 ) -> tuple[ChainBlock, ...]:
     """The blocks of a chain, in the order of the run; the module's parts name their kinds."""
-    runs = _runs(work.places, block)
+
+    def call_of(place: Place) -> _Call:
+        """One call of a block: one that is called twice in a row is two blocks."""
+        path = block(place.path)
+        return path, place.call_of(path)
+
+    runs: list[_Run] = []
+    for call, run in groupby(work.places, key=call_of):
+        first = runs[-1][2] if runs else 0
+        runs.append((call, first, first + len(list(run))))
+    saved: defaultdict[_Call, float] = defaultdict(float)
+    for place, num_bytes in work.saved:
+        saved[call_of(place)] += num_bytes
     names = _numbered([path for (path, _), _, _ in runs])
-    kinds = _kinds(work.operators, runs, module)
-    saved = _saved(work, runs, block)
-    crossing = _crossing(work, [last for _, _, last in runs])
+    rows = zip(
+        runs, names, _kinds(work.operators, runs, module), _crossing(work, runs), strict=True
+    )
     return tuple(
         ChainBlock(
-            name=names[at],
-            kind=kinds[at],
+            name=name,
+            kind=kind,
             first=first,
             last=last,
             flops=sum(op.flops for op in work.operators[first:last]),
             bytes_moved=sum(op.bytes_moved for op in work.operators[first:last]),
             parameters=sum(op.parameters for op in work.operators[first:last]),
-            saved_bytes=saved[at],
-            cut_bytes=crossing[at],
+            saved_bytes=saved.pop(call, 0.0),  # a call in pieces has them all at its first
+            cut_bytes=crossing,
         )
-        for at, (_, first, last) in enumerate(runs)
+        for (call, first, last), name, kind, crossing in rows
     )
-
-
-def _runs(places: Sequence[Place], block: Callable[[str], str]) -> list[_Run]:
-    """Call and bounds of each stretch of operators of one block."""
-    runs, first = [], 0
-    for call, run in groupby(places, key=lambda place: _call(place, block)):
-        last = first + len(list(run))
-        runs.append((call, first, last))
-        first = last
-    return runs
-
-
-def _call(place: Place, block: Callable[[str], str]) -> _Call:
-    """One call of a block: one that is called twice in a row is two blocks."""
-    path = block(place.path)
-    return path, place.call_of(path)
 
 
 def _numbered(paths: Sequence[str]) -> list[str]:
@@ -184,16 +172,8 @@ def _kinds(operators: Sequence[ChainOperator], runs: Sequence[_Run], module: Any
     return [f"{name}.{at + 1}" if len(works[name]) > 1 else name for name, at in kinds]
 
 
-def _saved(work: ChainWork, runs: Sequence[_Run], block: Callable[[str], str]) -> list[float]:
-    """Bytes of each block's saved activations; a call in pieces has them all at its first."""
-    by_call: defaultdict[_Call, float] = defaultdict(float)
-    for place, num_bytes in work.saved:
-        by_call[_call(place, block)] += num_bytes
-    return [by_call.pop(call, 0.0) for call, _, _ in runs]
-
-
-def _crossing(work: ChainWork, ends: Sequence[int]) -> list[float]:
-    """Bytes that cross each cut between blocks: each tensor made before and read after it."""
+def _crossing(work: ChainWork, runs: Sequence[_Run]) -> list[float]:
+    """Bytes that cross the cut behind each block: each tensor made before and read after it."""
     position = {op.name: at for at, op in enumerate(work.operators)}
     lives: dict[str, tuple[int, int, float]] = {}
     for edge in work.edges:
@@ -201,7 +181,9 @@ def _crossing(work: ChainWork, ends: Sequence[int]) -> list[float]:
             made, reader = position[edge.source], position[edge.target]
             _, last, size = lives.get(edge.source, (made, made, 0.0))
             lives[edge.source] = (made, max(last, reader), max(size, edge.num_bytes))
-    return [sum(size for made, last, size in lives.values() if made < end <= last) for end in ends]
+    return [
+        sum(size for made, last, size in lives.values() if made < end <= last) for _, _, end in runs
+    ]
 
 
 def read_inputs(inputs: Sequence[str], dtypes: Sequence[str]) -> list[TensorShape]:
@@ -249,9 +231,31 @@ def build(name: str) -> Any:
     if not path or not attribute:
         limit = "it names a Python module and what to call in it, with a colon between them"
         raise _wrong(name, limit, "Write for example mypackage.mymodule:build.")
-    made = _found(name, _imported(name, path), attribute)
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(path)
+    except Exception as error:  # whatever the user's own code raises
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent is None or not f"{path}.".startswith(f"{absent}."):
+            raise _fails(name, error, "importing it fails") from error
+        limit = f"there is no Python module {absent}, neither installed nor in {folder}"
+        fix = "Check the name, or run the command in the folder that holds it."
+        raise _wrong(name, limit, fix) from error
+    if not hasattr(module, attribute):
+        known = [key for key, value in vars(module).items() if callable(value) and key[:1] != "_"]
+        fix = nearest(attribute, known) if known else "It has nothing that can be called."
+        raise _wrong(name, f"{path} has no {attribute}", fix)
+    made = getattr(module, attribute)
     if not isinstance(made, nn.Module):
-        made = _called(name, made)
+        if not callable(made):
+            limit = f"it is {type(made).__name__}, which cannot be called"
+            raise _wrong(name, limit, "Name a function that takes nothing and returns the model.")
+        try:
+            made = made()
+        except Exception as error:  # whatever the user's own code raises
+            raise _fails(name, error, "calling it without arguments fails") from error
     if not isinstance(made, nn.Module):
         limit = f"it returns {type(made).__name__}, not a torch.nn.Module"
         raise _wrong(name, limit, "Return the model itself.")
@@ -260,40 +264,6 @@ def build(name: str) -> Any:
 
 def _wrong(name: str, limit: str, fix: str) -> UserInputError:
     return UserInputError("--module", name, limit, fix)
-
-
-def _imported(name: str, path: str) -> Any:
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        return importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
-            raise _fails(name, error, "importing it fails") from error
-        limit = f"there is no Python module {error.name}, neither installed nor in {folder}"
-        fix = "Check the name, or run the command in the folder that holds it."
-        raise _wrong(name, limit, fix) from error
-    except Exception as error:  # whatever the user's own code raises
-        raise _fails(name, error, "importing it fails") from error
-
-
-def _found(name: str, module: Any, attribute: str) -> Any:
-    if not hasattr(module, attribute):
-        known = [key for key, value in vars(module).items() if callable(value) and key[:1] != "_"]
-        fix = nearest(attribute, known) if known else "It has nothing that can be called."
-        raise _wrong(name, f"{module.__name__} has no {attribute}", fix)
-    return getattr(module, attribute)
-
-
-def _called(name: str, function: Any) -> Any:
-    if not callable(function):
-        limit = f"it is {type(function).__name__}, which cannot be called"
-        raise _wrong(name, limit, "Name a function that takes nothing and returns the model.")
-    try:
-        return function()
-    except Exception as error:  # whatever the user's own code raises
-        raise _fails(name, error, "calling it without arguments fails") from error
 
 
 def _fails(name: str, error: Exception, what: str) -> UserInputError:

@@ -12,6 +12,7 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -177,31 +178,25 @@ class _Run:
         """Follow the run through a module and all inside it."""
         handles = []
         for path, part in module.named_modules():
-            handles.append(part.register_forward_pre_hook(self._enter(path)))
-            handles.append(part.register_forward_hook(self._leave(path)))
+            handles.append(part.register_forward_pre_hook(partial(self._enter, path)))
+            handles.append(part.register_forward_hook(partial(self._leave, path)))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _enter(self, path: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            self.mark()
-            self.calls += 1
-            self.place = Place((*self.place.calls, (path, self.calls)))
+    def _enter(self, path: str, *_: Any) -> None:
+        self.mark()
+        self.calls += 1
+        self.place = Place((*self.place.calls, (path, self.calls)))
 
-        return hook
-
-    def _leave(self, path: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            self.mark()
-            # A module inside that raised, and was caught, is left with it.
-            names = [name for name, _ in self.place.calls]
-            last = len(names) - 1 - names[::-1].index(path)
-            self.place = Place(self.place.calls[:last])
-
-        return hook
+    def _leave(self, path: str, *_: Any) -> None:
+        self.mark()
+        # A module inside that raised, and was caught, is left with it.
+        names = [name for name, _ in self.place.calls]
+        last = len(names) - 1 - names[::-1].index(path)
+        self.place = Place(self.place.calls[:last])
 
 
 #: Words of torch where a run needs a tensor's values; the classes differ from release to release.
@@ -334,15 +329,12 @@ def _saved(trace: Trace) -> dict[int, tuple[Place, float]]:
 
 def _is_operator(node: Any, makers: dict[int, str]) -> bool:
     """Whether a node is an operator that a device works on."""
-    if node.op != "call_function" or not hasattr(node.target, "_schema"):
+    if node.op != "call_function" or not hasattr(node.target, "_schema") or _name(node) in _FREE:
         return False
-    if _name(node) in _FREE:
-        return False
-    given = {_storage(t) for argument in node.all_input_nodes for t in _tensors(argument)}
     made = {_storage(t) for t in _tensors(node)}
     if node.target._schema.is_mutable:
         return bool(made)
-    return not made <= (given | makers.keys())
+    return not made <= (_read(node).keys() | makers.keys())
 
 
 def _read(node: Any) -> dict[int, float]:
@@ -360,11 +352,8 @@ def _tensors(node: Any) -> list[Any]:
     import torch
 
     value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [each for each in value if isinstance(each, torch.Tensor)]
-    return []
+    values = value if isinstance(value, tuple | list) else [value]
+    return [each for each in values if isinstance(each, torch.Tensor)]
 
 
 def _storage(tensor: Any) -> int:

@@ -75,12 +75,15 @@ def extract_layer(
         for setting in settings
     }
     part = functools.partial(part_of, kind=kind, latent_attention=spec.multi_latent_attention)
+    saved: defaultdict[Part, float] = defaultdict(float)
+    for path, num_bytes in record.saved.items():
+        saved[part(path)] += num_bytes
     return ExtractedLayer(
         graph=LayerGraph(
             operators=tuple(_operators(record, part)),
             collectives=tuple(_collectives(record, part, groups)),
             input_bytes=record.input_bytes,
-            saved_bytes=tuple(_by_part(record.saved, part).items()),
+            saved_bytes=tuple(saved.items()),
             working_bytes=0.0,
         ),
         parameters=parameters,
@@ -247,13 +250,6 @@ def _collectives(
     ]
 
 
-def _by_part(saved: Mapping[str, int], part: _PartOf) -> dict[Part, float]:
-    parts: defaultdict[Part, float] = defaultdict(float)
-    for path, num in saved.items():
-        parts[part(path)] += num
-    return parts
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputedLayer:
     """What a recompute setting makes of a layer.
@@ -284,7 +280,7 @@ class ExtractedLayer:
 
 
 #: Patterns of module paths inside a decoder layer; the first that matches counts.
-_LAYER: tuple[tuple[str, Part], ...] = (
+_PATTERNS: tuple[tuple[str, Part], ...] = (
     (r"input_layernorm", Part.INPUT_NORM),
     (r"(self|cross)_attention\.core_attention", Part.CORE_ATTENTION),
     (r"(self|cross)_attention\.linear_proj", Part.PROJECTION),
@@ -294,14 +290,11 @@ _LAYER: tuple[tuple[str, Part], ...] = (
     (r"self_attention\.linear_(q|kv)_up_proj|self_attention\.linear_q_proj", Part.MLA_UP),
     (r"self_attention", Part.QKV),
     (r"pre_mlp_layernorm", Part.MLP_NORM),
-    (r"mlp\.router", Part.ROUTER),
+    (r"mlp\.(router|fc[12]_latent_proj)", Part.ROUTER),
     (r"mlp\.shared_experts", Part.SHARED_EXPERTS),
-    (r"mlp\.fc[12]_latent_proj", Part.ROUTER),
-    (r"mlp\.experts\.local_experts\.\d+$", Part.EXPERT_ACTIVATION),
-    (r"mlp\.experts\.activation", Part.EXPERT_ACTIVATION),
+    (r"mlp\.experts\.(local_experts\.\d+$|activation)", Part.EXPERT_ACTIVATION),
     (r"mlp\.experts", Part.EXPERTS),
 )
-_PATTERNS = tuple((re.compile(pattern), part) for pattern, part in _LAYER)
 _MIXER = re.compile(r"input_layernorm|self_attention")
 _INSIDE_MTP = re.compile(r"(transformer_layer|mtp_model_layer)\.?")  # 0.16, and since
 
@@ -329,7 +322,7 @@ def part_of(path: str, kind: LayerKind, *, latent_attention: bool) -> Part:
         path = path[inside.end() :]
     if not path:
         return Part.RESIDUAL
-    part = next((part for pattern, part in _PATTERNS if pattern.match(path)), None)
+    part = next((part for pattern, part in _PATTERNS if re.match(pattern, path)), None)
     if part is Part.QKV and latent_attention:
         return Part.MLA_DOWN if path.endswith("q_layernorm") else Part.MLA_UP
     if part is not None:

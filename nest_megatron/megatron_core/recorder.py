@@ -8,6 +8,7 @@ is marked with its module in the forward pass.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -145,7 +146,8 @@ class _Recorder(TorchDispatchMode):
         """Watch the module's parts."""
         handles = []
         for path, part in self._module.named_modules():
-            handles.append(part.register_forward_pre_hook(self._enter(path), with_kwargs=True))
+            enter = functools.partial(self._enter, path)
+            handles.append(part.register_forward_pre_hook(enter, with_kwargs=True))
             handles.append(part.register_forward_hook(self._leave, always_call=True))
         try:
             with self:
@@ -154,12 +156,9 @@ class _Recorder(TorchDispatchMode):
             for handle in handles:
                 handle.remove()
 
-    def _enter(self, path: str) -> Callable[..., None]:
-        def enter(_: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-            self.mark((*args, *kwargs.values()), self._stack[-1])
-            self._stack.append(path)
-
-        return enter
+    def _enter(self, path: str, _: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.mark((*args, *kwargs.values()), self._stack[-1])
+        self._stack.append(path)
 
     def _leave(self, _: object, __: object, output: Any) -> None:
         self.mark(output, self._stack.pop())

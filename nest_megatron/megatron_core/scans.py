@@ -31,17 +31,16 @@ def mamba_layer(config: Any, norm: Any) -> Any:
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
     projections = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
-    submodules = MambaLayerSubmodules(
-        norm=norm,
-        mixer=ModuleSpec(module=MambaMixer, submodules=projections),
-        mamba_bda=get_bias_dropout_add,
-    )
-    return build_module(
-        ModuleSpec(module=MambaLayer, submodules=submodules),
+    return MambaLayer(
         config=config,
+        submodules=MambaLayerSubmodules(
+            norm=norm,
+            mixer=ModuleSpec(module=MambaMixer, submodules=projections),
+            mamba_bda=get_bias_dropout_add,
+        ),
         layer_number=1,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
@@ -64,7 +63,10 @@ def _mamba_kernels() -> Iterator[None]:
         import megatron.core.ssm.mamba_mixer as mixer
     replaced: dict[str, Any] = {
         "HAVE_MAMBA_SSM": True,
-        "ExtendedRMSNorm": _group_norm,
+        # mamba_ssm's norm over groups of channels keeps its input and a figure of each group
+        "ExtendedRMSNorm": lambda width, *, group_size, dtype, **_: FusedNorm(
+            width, dtype, is_rms=True, num_groups=width // group_size
+        ),
         # ``[batch, tokens, channels]`` to the inner width
         "mamba_split_conv1d_scan_combined": lambda projected, weight, *_, **sizes: _Scan.apply(
             projected, weight, sizes["chunk_size"], sizes["headdim"], sizes["ngroups"]
@@ -85,11 +87,6 @@ def _triton() -> Iterator[None]:
     finally:
         if absent:
             del sys.modules["triton"], sys.modules["triton.language"]
-
-
-def _group_norm(width: int, *, group_size: int, dtype: torch.dtype, **_: object) -> FusedNorm:
-    """mamba_ssm's norm over groups of channels: it keeps its input and a figure of each group."""
-    return FusedNorm(width, dtype, is_rms=True, num_groups=width // group_size)
 
 
 class _Scan(torch.autograd.Function):
@@ -221,7 +218,12 @@ class _DeltaRule(torch.autograd.Function):
         decay: Tensor,
         strength: Tensor,
     ) -> Tensor:
-        q, k, v = (_in_chunks(each) for each in (query, key, value))
+        # ``[batch, tokens, heads, width]`` as a matrix for each head and chunk
+        q, k, v = (
+            each.new_empty((each.numel() // (DELTA_CHUNK * width), DELTA_CHUNK, width))
+            for each in (query, key, value)
+            for width in each.shape[-1:]
+        )
         inside = torch.bmm(k, k.transpose(1, 2))
         w, u = torch.bmm(inside, k), torch.bmm(inside, v)
         states = torch.bmm(k.transpose(1, 2), u)
@@ -234,9 +236,3 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.empty_like(each) for each in ctx.saved_tensors[:5])
-
-
-def _in_chunks(vectors: Tensor) -> Tensor:
-    """``[batch, tokens, heads, width]`` as a matrix for each head and chunk."""
-    batch, tokens, heads, width = vectors.shape
-    return vectors.new_empty((batch * heads * tokens // DELTA_CHUNK, DELTA_CHUNK, width))

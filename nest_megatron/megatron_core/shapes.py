@@ -151,10 +151,15 @@ def _flash_backward(_: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 #: Collectives by whether they return the tensors of their first argument beside their handle.
 COLLECTIVES = {
-    **dict.fromkeys(("allreduce_", "broadcast_", "alltoall_"), True),
-    **dict.fromkeys(("allgather_", "_allgather_base_"), True),
-    **dict.fromkeys(("reduce_scatter_", "_reduce_scatter_base_"), True),
-    **dict.fromkeys(("alltoall_base_", "barrier"), False),
+    "allreduce_": True,
+    "broadcast_": True,
+    "alltoall_": True,
+    "allgather_": True,
+    "_allgather_base_": True,
+    "reduce_scatter_": True,
+    "_reduce_scatter_base_": True,
+    "alltoall_base_": False,
+    "barrier": False,
 }
 
 

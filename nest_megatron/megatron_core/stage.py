@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.dims import DEGREES, ParallelDims
 from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute, RecomputeGranularity
 from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
 from nest_megatron.layout.stage_layout import StagePartition, layout_string
@@ -30,6 +30,7 @@ from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import DELTA_NET_SIZES, LATENT_SIZES, MAMBA_SIZES, TransformerSpec
 from nest_megatron.names import Name
 from nest_megatron.packages import require_package
+from nest_megatron.plain import to_plain
 
 
 class Where(Name):
@@ -168,8 +169,8 @@ _SAME_FIELDS = (
     "attention_output_gate",
 )
 _EXPERT_FIELDS = (
-    *("moe_router_topk", "moe_router_enable_expert_bias", "moe_shared_expert_gate"),
-    "moe_latent_size",
+    *("moe_router_topk", "moe_router_enable_expert_bias", "moe_latent_size"),
+    *("moe_shared_expert_gate", "moe_shared_expert_intermediate_size"),
 )
 
 
@@ -200,18 +201,19 @@ def transformer_config(
         TransformerConfig,
     )
 
-    layout = None
-    if dims.pipeline_model_parallel_size > 1 and partition is not None:
-        layout = layout_string(spec, partition)
     fields = {
         **_shape_fields(spec),
         **_expert_fields(spec),
         **_degrees(spec, dims),
-        "pipeline_model_parallel_layout": layout,
         "sequence_parallel": sequence_parallel,
-        **_recompute_fields(recompute),
-        **changes,
     }
+    if dims.pipeline_model_parallel_size > 1 and partition is not None:
+        fields["pipeline_model_parallel_layout"] = layout_string(spec, partition)
+    if recompute.granularity is not RecomputeGranularity.NONE:
+        fields |= {
+            f"recompute_{name}": value or None for name, value in to_plain(recompute).items()
+        }
+    fields |= changes
     if spec.heterogeneous_layers:
         from megatron.core.transformer.heterogeneous.heterogeneous_config import (
             HeterogeneousTransformerConfig,
@@ -262,7 +264,6 @@ def _expert_fields(spec: TransformerSpec) -> dict[str, Any]:
     return {
         **{name: getattr(spec, name) for name in _EXPERT_FIELDS},
         "num_moe_experts": spec.num_experts,
-        "moe_shared_expert_intermediate_size": spec.moe_shared_expert_intermediate_size,
         "moe_layer_freq": list(spec.moe_layer_pattern) or 1,
         "moe_ffn_hidden_size": spec.expert_ffn_hidden_size,
         "moe_router_pre_softmax": spec.moe_router_topk == 1,
@@ -275,24 +276,9 @@ def _expert_fields(spec: TransformerSpec) -> dict[str, Any]:
 def _degrees(spec: TransformerSpec, dims: ParallelDims) -> dict[str, Any]:
     vpp = dims.virtual_pipeline_model_parallel_size
     return {
-        "tensor_model_parallel_size": dims.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": dims.pipeline_model_parallel_size,
+        **{name: getattr(dims, name) for name in DEGREES if name != "data_parallel_size"},
         "virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None,
-        "context_parallel_size": dims.context_parallel_size,
-        "expert_model_parallel_size": dims.expert_model_parallel_size,
         "expert_tensor_parallel_size": launched_expert_tensor_size(spec, dims),
-    }
-
-
-def _recompute_fields(recompute: Recompute) -> dict[str, Any]:
-    if recompute.granularity is RecomputeGranularity.NONE:
-        return {}
-    modules = [module.value for module in recompute.modules]
-    return {
-        "recompute_granularity": recompute.granularity.value,
-        "recompute_method": recompute.method and recompute.method.value,
-        "recompute_num_layers": recompute.num_layers,
-        "recompute_modules": modules or None,
     }
 
 

@@ -48,13 +48,11 @@ def without_gpu() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Other attributes of a module or class, some of which it may lack."""
-    with contextlib.ExitStack() as stack:
-        for name, value in attributes.items():
-            stack.enter_context(mock.patch.object(owner, name, value, create=True))
-        yield
+def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Any:
+    """Replace attributes of a module or class, some of which it may lack."""
+    if not attributes:  # which mock refuses
+        return contextlib.nullcontext()
+    return mock.patch.multiple(owner, create=True, **attributes)
 
 
 def _missing(owner: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:

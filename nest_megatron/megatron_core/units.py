@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from nest_megatron.errors import UserInputError
@@ -106,11 +107,16 @@ def build(
     if kind is LayerKind.MTP:
         return _mtp(layers, stretch)
     if kind is LayerKind.MAMBA:
-        return _mamba_layer(layers)
+        from nest_megatron.megatron_core.scans import mamba_layer
+
+        layer = mamba_layer(layers.config, layers.norm)
+        return Unit(layer, lambda: (_hidden(layers),), layer)
     if kind in (LayerKind.ENCODER, LayerKind.CROSS):
         return _stack_layer(layers, kind, recompute)
-    if LayerBlock.GATED_DELTA_NET in kind.blocks:
-        layers = _with_delta_net(layers)
+    if LayerBlock.GATED_DELTA_NET in kind.blocks:  # where attention would be
+        from nest_megatron.megatron_core.scans import gated_delta_net
+
+        layers = replace(layers, layer=_with(layers.layer, self_attention=gated_delta_net()))
     return _decoder_layer(layers, _HALVES.get(kind, stretch), recompute)
 
 
@@ -186,45 +192,22 @@ def _decoder_layer(layers: Layers, stretch: Stretch, recompute: Recompute | None
     def inputs() -> tuple[Any, ...]:
         return _hidden(layers), *_mask_and_angles(layers)
 
-    def whole(hidden: Any, mask: Any, rotary: Any) -> Any:
-        return layer(hidden_states=hidden, attention_mask=mask, rotary_pos_emb=rotary)[0]
+    def forward(hidden: Any, mask: Any, rotary: Any) -> Any:
+        if stretch is Stretch.FEED_FORWARD:
+            return layer._forward_mlp(hidden)
+        run = layer._forward_attention if stretch is Stretch.ATTENTION else layer
+        return run(hidden_states=hidden, attention_mask=mask, rotary_pos_emb=rotary)[0]
 
-    def attention(hidden: Any, mask: Any, rotary: Any) -> Any:
-        return layer._forward_attention(
-            hidden_states=hidden, attention_mask=mask, rotary_pos_emb=rotary
-        )[0]
-
-    def feed_forward(hidden: Any, *_: Any) -> Any:
-        return layer._forward_mlp(hidden)
-
-    chosen = {Stretch.ATTENTION: attention, Stretch.FEED_FORWARD: feed_forward}.get(stretch, whole)
-    forward = _recomputed(whole, recompute) or chosen
-    return Unit(layer, inputs, _in_format(layers.config, forward))
+    return Unit(layer, inputs, _in_format(layers.config, _recomputed(forward, recompute)))
 
 
-def _recomputed(
-    forward: Callable[..., Any], recompute: Recompute | None
-) -> Callable[..., Any] | None:
+def _recomputed(forward: Callable[..., Any], recompute: Recompute | None) -> Callable[..., Any]:
     """A forward pass that the backward pass repeats, where whole layers are recomputed."""
     if recompute is None or recompute.granularity is not FULL_RECOMPUTE.granularity:
-        return None
+        return forward
     from megatron.core import tensor_parallel
 
-    return lambda *given: tensor_parallel.checkpoint(forward, False, *given)
-
-
-def _mamba_layer(layers: Layers) -> Unit:
-    from nest_megatron.megatron_core.scans import mamba_layer
-
-    layer = mamba_layer(layers.config, layers.norm)
-    return Unit(layer, lambda: (_hidden(layers),), layer)
-
-
-def _with_delta_net(layers: Layers) -> Layers:
-    """Decoder layers with a gated delta net where attention would be."""
-    from nest_megatron.megatron_core.scans import gated_delta_net
-
-    return replace(layers, layer=_with(layers.layer, self_attention=gated_delta_net()))
+    return partial(tensor_parallel.checkpoint, forward, False)
 
 
 def _stack_layer(layers: Layers, kind: LayerKind, recompute: Recompute | None) -> Unit:
@@ -237,25 +220,23 @@ def _stack_layer(layers: Layers, kind: LayerKind, recompute: Recompute | None) -
     from megatron.core.transformer.spec_utils import build_module
 
     spec, is_encoder = layers.spec, kind is LayerKind.ENCODER
-    describe = (
-        specs.encoder_model_with_local_spec if is_encoder else specs.decoder_model_with_local_spec
-    )
+    encoder = replace(layers, spec=encoder_of(spec))
+    own, describe = encoder, specs.encoder_model_with_local_spec
+    if not is_encoder:
+        own = replace(layers, spec=decoder_of(spec))
+        describe = specs.decoder_model_with_local_spec
     layer = build_module(describe(), config=layers.config, layer_number=1)
-    encoder, decoder = (
-        replace(layers, spec=stack) for stack in (encoder_of(spec), decoder_of(spec))
-    )
 
-    def mask(queries: Layers, keys: Layers) -> Any:
-        shape = (1, 1, _sequence(queries), _sequence(keys))
-        is_kept = not layers.shard.flash_attention
-        device = torch.cuda.current_device()
-        return torch.zeros(shape, dtype=torch.bool, device=device) if is_kept else None
+    def mask(keys: Layers) -> Any:
+        if layers.shard.flash_attention:
+            return None
+        shape, device = (1, 1, _sequence(own), _sequence(keys)), torch.cuda.current_device()
+        return torch.zeros(shape, dtype=torch.bool, device=device)
 
     def inputs() -> tuple[Any, ...]:
-        own = encoder if is_encoder else decoder
         _, angles = _mask_and_angles(own)
         context = None if is_encoder else _hidden(encoder)
-        return _hidden(own), context, mask(own, own), mask(own, encoder), angles
+        return _hidden(own), context, mask(own), mask(encoder), angles
 
     def whole(hidden: Any, context: Any, own_mask: Any, context_mask: Any, rotary: Any) -> Any:
         return layer(
@@ -266,7 +247,7 @@ def _stack_layer(layers: Layers, kind: LayerKind, recompute: Recompute | None) -
             rotary_pos_emb=rotary,
         )[0]
 
-    return Unit(layer, inputs, _recomputed(whole, recompute) or whole)
+    return Unit(layer, inputs, _recomputed(whole, recompute))
 
 
 def _in_format(config: Any, forward: Callable[..., Any], *, fp4: bool = True) -> Callable[..., Any]:
