@@ -23,7 +23,12 @@ from nest_megatron.config.overrides import first_line
 from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.integrations import megatron_bridge, nemo
 from nest_megatron.integrations.launchers import NOWHERE, LaunchPlace
-from nest_megatron.integrations.megatron_lm.parser import SplitCommand, split_command, tokens
+from nest_megatron.integrations.megatron_lm.parser import (
+    CommandText,
+    SplitCommand,
+    split_command,
+    tokens,
+)
 from nest_megatron.packages import install_command
 
 _RECIPE = "--recipe"
@@ -37,7 +42,7 @@ _SWITCHES = (
 
 
 def read_recipe(
-    text: str | Sequence[str],
+    text: CommandText,
     place: LaunchPlace = NOWHERE,
     *,
     assume_harmless: Sequence[str] = (),

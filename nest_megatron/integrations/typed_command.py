@@ -5,22 +5,17 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nest_megatron.cluster.placement import torchrun_words
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.catalogue import read_cluster, read_spec
 from nest_megatron.config.cluster_detection import node_notes
 from nest_megatron.config.compose import Settings
-from nest_megatron.config.job import (
-    Job,
-    LaunchedRanks,
-    ReadCommand,
-    megatron_version,
-)
+from nest_megatron.config.job import Job, ReadCommand, megatron_version
 from nest_megatron.config.request import request_for
 from nest_megatron.config.schema import stated_values
 from nest_megatron.cost_model.target_defaults import newer_release_notes
@@ -42,7 +37,13 @@ from nest_megatron.integrations.launchers import (
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_command
 from nest_megatron.integrations.megatron_lm.changed_command import require_model, with_flags
 from nest_megatron.integrations.megatron_lm.checkpoint import check_loadable, checkpoint_of_plan
-from nest_megatron.integrations.megatron_lm.parser import newest_flags, read_command, tokens
+from nest_megatron.integrations.megatron_lm.layout_arguments import Values
+from nest_megatron.integrations.megatron_lm.parser import (
+    CommandText,
+    newest_flags,
+    read_command,
+    tokens,
+)
 from nest_megatron.integrations.megatron_lm.planning import job_request
 from nest_megatron.integrations.megatron_lm.present_layout import (
     refusal,
@@ -70,7 +71,7 @@ from nest_megatron.units import Seconds
 
 
 def read_request(
-    text: str | Sequence[str],
+    text: CommandText,
     composed: Settings,
     *,
     free: Collection[str],
@@ -105,15 +106,14 @@ def read_request(
 
 
 def read_typed(
-    text: str | Sequence[str], composed: Settings, *, version: str | None, strict: bool = False
+    text: CommandText, composed: Settings, *, version: str | None, strict: bool = False
 ) -> tuple[Job, Cluster]:
     """The job of a command, and where it runs; errors as of ``read_request``."""
     job = _read(composed, text, version)
-    ranks = LaunchedRanks() if job.command is None else job.command.ranks
+    command = job.command
     flags = [word for word in job.passthrough if word.startswith("--")]  # a recipe has none
     if strict and flags:
-        notes = job.command.notes if job.command else ()
-        said = [note for note in notes if note.endswith("?")]  # Did you mean ...
+        said = [note for note in job.notes if note.endswith("?")]  # Did you mean ...
         raise UserInputError(
             "--from",
             " ".join(flags),
@@ -126,7 +126,7 @@ def read_typed(
     if job.num_gpus is None:
         cluster = read_cluster(composed)
         if not composed.describes_cluster:  # the size of one of the catalogue is an example
-            unsaid = "the recipe does not say it" if job.command is None else ranks.unsaid
+            unsaid = "the recipe does not say it" if command is None else command.ranks.unsaid
             raise UserInputError(
                 "cluster.num_gpus",
                 None,
@@ -140,14 +140,15 @@ def read_typed(
         )
         job = replace(job, num_gpus=cluster.num_gpus)
     cluster = read_cluster(composed, job.num_gpus)
-    size = (ranks.num_ranks, ranks.num_nodes) if job.command else (job.num_gpus, job.num_nodes)
-    assumed += node_notes(cluster, *size)
-    return replace(job, notes=tuple(assumed)), cluster
+    size = (job.num_gpus, job.num_nodes)
+    if command is not None:
+        size = (command.ranks.num_ranks, command.ranks.num_nodes)
+    return replace(job, notes=(*assumed, *node_notes(cluster, *size))), cluster
 
 
 def read_model(
-    composed: Settings, text: str | Sequence[str] | None, version: str | None
-) -> tuple[TransformerSpec, Mapping[str, Any]]:
+    composed: Settings, text: CommandText | None, version: str | None
+) -> tuple[TransformerSpec, Values]:
     """The model, and the values of the command's flags.
 
     Args:
@@ -162,7 +163,7 @@ def read_model(
     return job.spec, job.values
 
 
-def _read(composed: Settings, text: str | Sequence[str], version: str | None) -> Job:
+def _read(composed: Settings, text: CommandText, version: str | None) -> Job:
     """The job of a command, its embedding padded by its own tensor-parallel size; a recipe's."""
     model = composed.model
     if model is not None:
@@ -172,29 +173,17 @@ def _read(composed: Settings, text: str | Sequence[str], version: str | None) ->
             "with --from the model comes from the command",
             "Leave model out, or change the command.",
         )
-    launch = recorded_launch(text, composed)
+    launch = _launch(text, composed)
     place = LaunchPlace(
-        environment=os.environ if launch is None else launch.environment,
-        header=() if launch is None else launch.header,
+        environment=launch.environment,
+        header=launch.header,
         gpus_per_node=None if composed.cluster is None else read_cluster(composed).host_size,
     )
-    if launch is None:
-        from nest_megatron.integrations.recipe_command import read_recipe
-
-        vocab_size = _vocabulary_set(composed)
-        recipe = read_recipe(
-            text, place, assume_harmless=composed.assume_harmless, vocab_size=vocab_size
-        )
-        if recipe is not None:
-            _require_vocabulary(recipe.spec, vocab_size, composed)
-            return recipe
+    if not launch.notes and (recipe := _read_recipe(composed, text, place)) is not None:
+        return recipe
     try:
-        words = text if launch is None else launch.words
-        own = () if launch is None else launch.notes
-        if version is None and composed.target is None:
-            version, notes = _release_of_tree(words, "" if launch is None else launch.folder)
-            own = (*own, *notes)
-        command = read_command(words, megatron_version(composed, version), place)
+        version, notes = _release_of_tree(launch, composed, version)
+        command = read_command(launch.words, megatron_version(composed, version), place)
         if not command.argv:
             raise UserInputError(
                 "--from",
@@ -202,15 +191,9 @@ def _read(composed: Settings, text: str | Sequence[str], version: str | None) ->
                 "it has no flags, so it says nothing about the model",
                 "Give the whole command in quotes, or - to read it from standard input.",
             )
-        command = replace(
-            command,
-            notes=(
-                *own,
-                *newer_release_notes(f"megatron_lm_{version or ''}"),
-                *command.notes,
-            ),
-        )
-        command = with_flags(command, composed)
+        newer = newer_release_notes(f"megatron_lm_{version or ''}")
+        notes = (*launch.notes, *notes, *newer, *command.notes)
+        command = with_flags(replace(command, notes=notes), composed)
         unread = unread_model([command.script])  # unless the command describes the model
         if unread and not {"num_layers", "hidden_size"} & command.explicit:
             raise UserInputError(
@@ -222,12 +205,11 @@ def _read(composed: Settings, text: str | Sequence[str], version: str | None) ->
         job = read_job(command)
         require_model(job.spec, composed, command)
     except UserInputError as error:
-        if launch is None:
+        if not launch.notes:
             raise
         # what its script left out, and what nothing sets
-        raise UserInputError(
-            error.what, error.value, error.limit, " ".join((error.fix, *launch.notes))
-        ) from error
+        fix = " ".join((error.fix, *launch.notes))
+        raise UserInputError(error.what, error.value, error.limit, fix) from error
     assert job.command is not None
     values = job.command.values
     if is_assumed(values, job.spec.family, job.version):  # Megatron pads what there is
@@ -235,37 +217,38 @@ def _read(composed: Settings, text: str | Sequence[str], version: str | None) ->
     return replace(job, spec=job.spec.with_padded_vocab(values["tensor_model_parallel_size"]))
 
 
-def _vocabulary_set(composed: Settings) -> int | None:
-    """Rows of the vocabulary that ``--set --vocab-size`` says, and no other flag beside it."""
+def _read_recipe(composed: Settings, text: CommandText, place: LaunchPlace) -> Job | None:
+    """The job of a recipe's command, of which ``--set`` may state the vocabulary alone."""
+    from nest_megatron.integrations.recipe_command import read_recipe
+
     words = " ".join(shlex.split(composed.flags or ""))
-    found = re.fullmatch(r"--vocab-size[= ]([1-9]\d{0,8})", words)
-    return None if found is None else int(found[1])
+    said = re.fullmatch(r"--vocab-size[= ]([1-9]\d{0,8})", words)
+    rows = None if said is None else int(said[1])
+    job = read_recipe(text, place, assume_harmless=composed.assume_harmless, vocab_size=rows)
+    if job is not None and composed.flags is not None and job.spec.vocab_size != rows:
+        raise UserInputError(
+            "--set",
+            composed.flags,
+            "of a recipe it sets --vocab-size alone, where the recipe does not say the size",
+            "Write the recipe's own fields behind its name.",
+        )
+    return job
 
 
-def _require_vocabulary(spec: TransformerSpec, vocab_size: int | None, composed: Settings) -> None:
-    """Raise for flags beside a recipe, but for the vocabulary that it leaves open."""
-    if composed.flags is None or spec.vocab_size == vocab_size:
-        return
-    raise UserInputError(
-        "--set",
-        composed.flags,
-        "of a recipe it sets --vocab-size alone, where the recipe does not say the size",
-        "Write the recipe's own fields behind its name.",
-    )
-
-
-def _release_of_tree(text: str | Sequence[str], folder: str) -> tuple[str | None, tuple[str, ...]]:
+def _release_of_tree(
+    launch: RecordedLaunch, composed: Settings, version: str | None
+) -> tuple[str | None, tuple[str, ...]]:
     """The release of Megatron-LM whose tree a command's program lies in, and what to say of it.
 
     Args:
-        folder: in which the command starts.
+        version: the release that the user names; a target says it, too.
     """
-    words = tokens(text) if isinstance(text, str) else text
-    program = next((word for word in words if word.endswith(".py")), None)
-    if program is None or not (path := Path(folder, program)).is_file():
-        return None, ()
-    trees = (parent for parent in path.resolve().parents if (parent / _PACKAGE_INFO).is_file())
-    if (tree := next(trees, None)) is None:
+    if version is not None or composed.target is not None:
+        return version, ()
+    program = next((word for word in launch.words if word.endswith(".py")), "")
+    path = Path(launch.folder, program).resolve()
+    trees = (parent for parent in path.parents if (parent / _PACKAGE_INFO).is_file())
+    if not path.is_file() or (tree := next(trees, None)) is None:
         return None, ()
     lines = read_text(tree / _PACKAGE_INFO, "the release of Megatron-LM")
     numbers = dict(re.findall(r"^(MAJOR|MINOR) = (\d+)$", lines, re.MULTILINE))
@@ -282,26 +265,25 @@ def _release_of_tree(text: str | Sequence[str], folder: str) -> tuple[str | None
 _PACKAGE_INFO = Path("megatron", "core", "package_info.py")
 
 
-def recorded_launch(text: str | Sequence[str], composed: Settings) -> RecordedLaunch | None:
-    """What the script launches that words start, which bash runs; ``None`` for other words.
+def _launch(text: CommandText, composed: Settings) -> RecordedLaunch:
+    """What the script launches that words start, which bash runs; other words, without notes.
 
     Raises:
         UserInputError: for a text that names a script, and the errors of ``script_launch``.
     """
-    if isinstance(text, str):
-        if names_script(words := tokens(text)):
-            limit = "it takes one command line, and this names a script"
-            call = shlex.join(["bash", *words] if "." in words[0] else words)
-            raise UserInputError(
-                "--from",
-                text,
-                limit,
-                f"Put `-- {call}` behind all other words; in Python give a list of its words.",
-            )
-        return None
-    if not is_script_call(text):
-        return None
-    return script_launch(text, None if composed.cluster is None else read_cluster(composed))
+    words = tokens(text)
+    if isinstance(text, str) and names_script(words):
+        limit = "it takes one command line, and this names a script"
+        call = shlex.join(["bash", *words] if "." in words[0] else words)
+        raise UserInputError(
+            "--from",
+            text,
+            limit,
+            f"Put `-- {call}` behind all other words; in Python give a list of its words.",
+        )
+    if isinstance(text, str) or not is_script_call(words):
+        return RecordedLaunch(words=tuple(words), environment=os.environ, header=(), line="")
+    return script_launch(words, None if composed.cluster is None else read_cluster(composed))
 
 
 class KeptCommand(NamedTuple):
@@ -319,19 +301,14 @@ class KeptCommand(NamedTuple):
     notes: tuple[str, ...]
 
 
-def kept_command(text: str | Sequence[str], composed: Settings, version: str | None) -> KeptCommand:
+def kept_command(text: CommandText, composed: Settings, version: str | None) -> KeptCommand:
     """What words come to, which bash runs where they start a script."""
-    launch = recorded_launch(text, composed)
-    words: str | tuple[str, ...] = text if isinstance(text, str) else tuple(text)
-    folder, notes = ("", ()) if launch is None else (launch.folder, launch.notes)
-    if launch is not None:
-        sizes = slurm_options(launch.header).items()
-        said = (f"{SLURM_VARIABLES[option][0]}={value}" for option, value in sizes)
-        words = (*said, *launch.words)
-    if version is None and composed.target is None:
-        version, of_tree = _release_of_tree(words, folder)
-        notes = (*notes, *of_tree)
-    return KeptCommand(words, version, folder, notes)
+    launch = _launch(text, composed)
+    version, notes = _release_of_tree(launch, composed, version)
+    sizes = slurm_options(launch.header).items()
+    said = (f"{SLURM_VARIABLES[option][0]}={value}" for option, value in sizes)
+    words = text if isinstance(text, str) else (*said, *launch.words)
+    return KeptCommand(words, version, launch.folder, (*launch.notes, *notes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,7 +327,7 @@ class CommandPlan:
 
 
 def plan_command(
-    text: str | Sequence[str],
+    text: CommandText,
     composed: Settings,
     *,
     free: Collection[str],
@@ -413,7 +390,7 @@ def _with_size_note(plan: ParallelPlan, command: ReadCommand) -> ParallelPlan:
 
 
 def estimate_command(
-    text: str | Sequence[str], composed: Settings, *, version: str | None, strict: bool = False
+    text: CommandText, composed: Settings, *, version: str | None, strict: bool = False
 ) -> CommandPlan:
     """Price a command, or the script that launches it, as it is typed.
 
@@ -434,21 +411,16 @@ def estimate_command(
     request = request_for(
         with_device_settings(job, cluster), cluster, composed, SearchSpace(), choose_execution=False
     )
-    found, _ = typed_plan(job, request, composed)
-    launch = {}
+    found = with_origin(typed_plan(job, request, composed)[0], job, "estimate --from")
     if (command := job.command) is not None:
-        launch[LAUNCHER] = LaunchCommand(
+        launch = LaunchCommand(
             script=command.script,
             argv=command.argv,
             environment=without_secrets(command.environment),
             launcher=command.launcher,
         )
-        found = _with_size_note(found, command)
-    found = replace(with_origin(found, job, "estimate --from"), launch=launch)
+        found = replace(_with_size_note(found, command), launch={LAUNCHER: launch})
     return CommandPlan(job=job, request=request, plan=found, changes=())
-
-
-_RESHARDABLE = "dist_ckpt_optim_fully_reshardable"
 
 
 def before_and_after(found: CommandPlan, composed: Settings) -> BeforeAfter:
@@ -489,28 +461,26 @@ def _needs(found: CommandPlan, before: ParallelPlan) -> Iterator[str]:
         argv = found.plan.launch[LAUNCHER].argv
         if needed := newest_flags(argv, given=found.job.command.argv):
             yield needed
-    values = found.job.values
+    values, version = found.job.values, found.job.version
+    name = "a checkpoint of the present layout"
     if not (values.get("save") or values.get("load")):
         return
-    kind = "fsdp_dtensor" if before.layout.uses_megatron_fsdp else values.get("ckpt_format")
-    said = f"a checkpoint of the present layout ({kind or 'torch_dist'})"
-    if not (limit := _obstacle(found, before, values)):
-        yield f"Checkpoint: the plan loads {said} as it is."
-        return
-    if not _obstacle(found, before, {**values, _RESHARDABLE: True}):
+
+    def obstacle(values: Values) -> str:
+        """Why the plan does not load what a job of the present layout saves."""
+        saved = checkpoint_of_plan(before, values, version, name)
+        try:
+            check_loadable(saved, found.plan.arguments, values, version)
+        except UserInputError as error:
+            return str(error)
+        return ""
+
+    if not (limit := obstacle(values)):
+        kind = checkpoint_of_plan(before, values, version, name).format
+        limit = f"the plan loads {name} ({kind}) as it is."
+    elif not obstacle({**values, "dist_ckpt_optim_fully_reshardable": True}):
         limit += (
             " With --dist-ckpt-optim-fully-reshardable in the present command, the next checkpoint "
             "that it saves is one that the plan loads with its optimizer state."
         )
     yield f"Checkpoint: {limit}"
-
-
-def _obstacle(found: CommandPlan, before: ParallelPlan, values: Mapping[str, Any]) -> str:
-    """Why the plan does not load what a job of the present layout saves; empty where it does."""
-    version = found.job.version
-    saved = checkpoint_of_plan(before, values, version, "a checkpoint of the present layout")
-    try:
-        check_loadable(saved, found.plan.arguments, values, version)
-    except UserInputError as error:
-        return str(error)
-    return ""

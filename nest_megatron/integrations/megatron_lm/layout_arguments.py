@@ -14,6 +14,7 @@ from typing import Any
 
 from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError, require_known
+from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.execution_rules import EXECUTION_ARGUMENTS
 from nest_megatron.layout.recompute import (
     Recompute,
@@ -151,12 +152,9 @@ def read_recompute(values: Values) -> Recompute | None:
         granularity, modules = "selective", [*modules, "moe"]
     if granularity is None:
         return None
-    method = values.get("recompute_method")
-    for name, value, known in (
-        ("recompute_granularity", granularity, ("full", "selective")),
-        ("recompute_method", method or "uniform", tuple(RecomputeMethod)),
-    ):
-        require_known(flag_of(name), value, known)  # a recipe may hold any text
+    method = values.get("recompute_method")  # a recipe may hold any text
+    require_known("--recompute-granularity", granularity, ("full", "selective"))
+    require_known("--recompute-method", method or "uniform", RecomputeMethod)
     if granularity == "full":
         return Recompute(
             granularity=RecomputeGranularity.FULL,
@@ -164,6 +162,12 @@ def read_recompute(values: Values) -> Recompute | None:
             num_layers=values.get("recompute_num_layers"),
         )
     return selective_recompute(modules)
+
+
+def rank_order_of(values: Values) -> RankOrder:
+    """The order in which ranks are numbered."""
+    has_other = values.get("use_tp_pp_dp_mapping")
+    return RankOrder.TP_CP_EP_PP_DP if has_other else RankOrder.TP_CP_EP_DP_PP
 
 
 def read_zero(values: Values) -> ZeroStage | None:

@@ -28,7 +28,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     Values,
     arguments_of,
 )
-from nest_megatron.integrations.megatron_lm.parser import load_arguments
+from nest_megatron.integrations.megatron_lm.parser import defaults_of
 from nest_megatron.integrations.process_variables import set_variables
 from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
 from nest_megatron.megatron_core.stage import Where, smallest_dims
@@ -59,12 +59,15 @@ class JobArguments:
 
 def job_arguments(command: ReadCommand, defaults: Values) -> JobArguments:
     """The arguments of a command; those at the recorded release's default are left out."""
-    recorded = {argument.dest: argument.default for argument in load_arguments(command.version)}
-    plain = {name: value for name, value in command.values.items() if is_plain(value)}
+    recorded = defaults_of(command.version)
     return JobArguments(
         script=command.script,
         argv=command.argv,
-        values={name: value for name, value in plain.items() if value != recorded.get(name)},
+        values={
+            name: value
+            for name, value in command.values.items()
+            if is_plain(value) and value != recorded.get(name)
+        },
         defaults={name: value for name, value in defaults.items() if is_plain(value)},
     )
 

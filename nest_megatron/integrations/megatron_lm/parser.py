@@ -28,6 +28,8 @@ from nest_megatron.model.layer_pattern import read_frequency
 if TYPE_CHECKING:
     from nest_megatron.integrations.launchers import LaunchPlace
 
+#: A command of the shell, as one text or as its words.
+CommandText = str | Sequence[str]
 _NEST_TOKEN = re.compile(r"^\+?\+?nest[.=]")
 
 
@@ -45,7 +47,7 @@ class Argument:
 
 
 def read_command(
-    command: str | Sequence[str], version: str = DEFAULT_VERSION, place: LaunchPlace | None = None
+    command: CommandText, version: str = DEFAULT_VERSION, place: LaunchPlace | None = None
 ) -> ReadCommand:
     """Take a training command apart.
 
@@ -80,9 +82,13 @@ def _read(split: SplitCommand, version: str) -> ReadCommand:
             "the shell has not expanded it, so its flags cannot be read",
             "Paste the expanded command (bash -x prints it).",
         )
-    values = {argument.dest: argument.default for argument in load_arguments(version)}
-    if sees_images(split.script):
-        own, rest = _vlm_parser().parse_known_args(unknown)
+    values = defaults_of(version)
+    if sees_images(split.script):  # options that it adds and a plan reads (add_vlm_extra_args)
+        parser = _Parser(prog="pretrain_vlm.py", allow_abbrev=False, add_help=False)
+        for flag in ("--freeze-LM", "--freeze-ViT", "--disable-vision-class-token"):
+            parser.add_argument(flag, action="store_true")
+        parser.add_argument("--dataloader-seq-length", type=int)
+        own, rest = parser.parse_known_args(unknown)
         values, unknown = {**values, **vars(own)}, tuple(rest)
     return ReadCommand(
         version=version,
@@ -109,16 +115,6 @@ def sees_images(script: str) -> bool:
     return "vlm" in name_words(script)
 
 
-@cache
-def _vlm_parser() -> argparse.ArgumentParser:
-    """Options that ``pretrain_vlm.py`` adds and a plan reads (``add_vlm_extra_args``)."""
-    parser = _Parser(prog="pretrain_vlm.py", allow_abbrev=False, add_help=False)
-    for flag in ("--freeze-LM", "--freeze-ViT", "--disable-vision-class-token"):
-        parser.add_argument(flag, action="store_true")
-    parser.add_argument("--dataloader-seq-length", type=int)
-    return parser
-
-
 def parse_words(words: Sequence[str], version: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     """What words set, by destination, and those that Megatron does not know."""
     namespace, rest = build_parser(version).parse_known_args(list(words))
@@ -139,6 +135,11 @@ def load_arguments(version: str) -> tuple[Argument, ...]:
         Argument(**{**row, **{name: tuple(row.get(name, ())) for name in ("flags", "choices")}})
         for row in rows_of(version)
     )
+
+
+def defaults_of(version: str) -> dict[str, Any]:
+    """The defaults of one Megatron release, by destination."""
+    return {argument.dest: argument.default for argument in load_arguments(version)}
 
 
 def rows_of(version: str) -> Iterator[dict[str, Any]]:
@@ -165,10 +166,10 @@ def newest_flags(argv: Iterable[str], given: Iterable[str] = ()) -> str:
     >>> newest_flags(["--bf16"])
     ''
     """
-    flags = {word.partition("=")[0] for word in argv} - {word.partition("=")[0] for word in given}
+    flags, known = ({word.partition("=")[0] for word in words} for words in (argv, given))
     first: dict[str, str] = {}
     for row in _rows():  # in the order of the releases where they begin
-        for flag in flags.intersection(row["flags"]):
+        for flag in (flags - known).intersection(row["flags"]):
             first.setdefault(flag, row.get("since", RELEASES[0]))
     newest = max(first.values(), key=release_number, default=RELEASES[0])
     if newest == RELEASES[0]:
@@ -305,7 +306,7 @@ class SplitCommand:
     ranks: LaunchedRanks
 
 
-def split_command(command: str | Sequence[str], place: LaunchPlace | None = None) -> SplitCommand:
+def split_command(command: CommandText, place: LaunchPlace | None = None) -> SplitCommand:
     """Split a training command into environment, launcher, script and script arguments.
 
     >>> parts = split_command("A=1 torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py --bf16")
@@ -314,7 +315,11 @@ def split_command(command: str | Sequence[str], place: LaunchPlace | None = None
     """
     from nest_megatron.integrations.launchers import NOWHERE, assignment, launched_ranks
 
-    words = _unwrap_shell(tokens(command))
+    words = tokens(command)
+    for at, (shell, flags, text) in enumerate(zip(words, words[1:], words[2:], strict=False)):
+        if shell.rpartition("/")[2] in ("bash", "sh") and re.fullmatch(r"-[a-z]*c", flags):
+            words = [*words[:at], *tokens(text)]  # srun ... bash -c "python x.py ..."
+            break
     leading = list(
         itertools.takewhile(lambda w: assignment(w) or w in ("env", "export", "exec"), words)
     )
@@ -329,7 +334,7 @@ def split_command(command: str | Sequence[str], place: LaunchPlace | None = None
     )
 
 
-def tokens(command: str | Sequence[str]) -> list[str]:
+def tokens(command: CommandText) -> list[str]:
     """The words of a command of the shell; ``UserInputError`` for an open quote."""
     if not isinstance(command, str):
         return list(command)
@@ -337,14 +342,6 @@ def tokens(command: str | Sequence[str]) -> list[str]:
         return shlex.split(command.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise UserInputError("command", command, str(error), "Close the quotes.") from error
-
-
-def _unwrap_shell(words: list[str]) -> list[str]:
-    """``srun ... bash -c "python x.py ..."`` as one flat command."""
-    for at, (shell, flags, command) in enumerate(zip(words, words[1:], words[2:], strict=False)):
-        if shell.rpartition("/")[2] in ("bash", "sh") and re.fullmatch(r"-[a-z]*c", flags):
-            return [*words[:at], *tokens(command)]
-    return words
 
 
 def _at_script(words: list[str]) -> tuple[list[str], str, list[str]]:

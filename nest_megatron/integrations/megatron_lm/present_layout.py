@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -19,10 +20,11 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     Values,
     flag_error,
     partition_of_values,
+    rank_order_of,
     read_recompute,
     read_zero,
 )
-from nest_megatron.layout.dims import ParallelDims, RankOrder
+from nest_megatron.layout.dims import REPLICA_DEGREES, ParallelDims
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import Layout, PartialLayout
 from nest_megatron.layout.plan import ParallelPlan
@@ -37,8 +39,7 @@ from nest_megatron.planner.changes import Refusal
 from nest_megatron.planner.layouts import Variant, estimate_for
 from nest_megatron.solver.space import SearchSpace
 
-_TP, _PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
-_MICRO = "micro_batch_size"
+_TP, _MICRO = "tensor_model_parallel_size", "micro_batch_size"
 _DISPATCHER = "moe_token_dispatcher_type"
 
 
@@ -101,12 +102,12 @@ def _space_with(space: SearchSpace, present: Layout, cluster: Cluster) -> Search
     A limit that the user has set holds for other layouts.
     """
     recompute, micro = present.recompute, present.micro_batch_size
-    free = {n: v for n, v in present.sizes.items() if n not in (*space.fixed, *space.limits)}
-    power = micro & (micro - 1) == 0
     beyond = {
         name: value
-        for name, value in free.items()
-        if not space.allows(name, value, cluster) or (name == _MICRO and not power)
+        for name, value in present.sizes.items()
+        if name not in (*space.fixed, *space.limits)
+        # the search tries powers of 2 alone
+        and (not space.allows(name, value, cluster) or (name == _MICRO and micro & (micro - 1)))
     }
     is_full = recompute.granularity is RecomputeGranularity.FULL
     is_tried = space.without_modules.isdisjoint(recompute.modules)
@@ -213,13 +214,12 @@ def refusal_text(
 def _dims(job: Job, request: Request) -> ParallelDims:
     """The degrees that are typed, one virtual stage a rank; the GPUs that are left replicate."""
     values = job.values
-    names = (_TP, _PP, "context_parallel_size", "expert_model_parallel_size")
+    names = (*REPLICA_DEGREES, "expert_model_parallel_size")
     degrees = {name: int(values.get(name) or 1) for name in names}
     if request.spec.is_moe:
-        degrees["expert_tensor_parallel_size"] = int(
-            values.get("expert_tensor_parallel_size") or degrees[_TP]
-        )
-    replica = degrees[_TP] * degrees[_PP] * degrees["context_parallel_size"]
+        etp = "expert_tensor_parallel_size"
+        degrees[etp] = int(values.get(etp) or degrees[_TP])
+    replica = math.prod(degrees[name] for name in REPLICA_DEGREES)
     gpus = request.cluster.num_gpus
     if gpus % replica:
         raise UserInputError(
@@ -228,19 +228,15 @@ def _dims(job: Job, request: Request) -> ParallelDims:
             f"tp * cp * pp must divide the {gpus} GPUs of the job (arguments.py:317)",
             "Change a degree, or say with cluster.num_gpus or the launcher how many GPUs run it.",
         )
-    order = (
-        RankOrder.TP_CP_EP_PP_DP if values.get("use_tp_pp_dp_mapping") else RankOrder.TP_CP_EP_DP_PP
-    )
+    order = rank_order_of(values)
     return ParallelDims(**degrees, data_parallel_size=gpus // replica, rank_order=order)
 
 
 def _execution(job: Job, request: Request, composed: Settings) -> Execution:
     """As the flags say; of experts with the dispatcher that Megatron has where none is typed."""
-    own = job.values.get(_DISPATCHER) if request.spec.is_moe else None
-    flags = {
-        **with_device_settings(job, request.cluster).memory_flags,
-        **({} if own is None else {_DISPATCHER: own}),
-    }
+    flags = {**with_device_settings(job, request.cluster).memory_flags}
+    if request.spec.is_moe and (own := job.values.get(_DISPATCHER)) is not None:
+        flags[_DISPATCHER] = own
     job = replace(job, spec=request.spec, memory_flags=flags)
     return CostInputs(composed, job, request.cluster.accelerator.name).execution()
 

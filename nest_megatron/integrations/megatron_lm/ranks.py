@@ -255,11 +255,20 @@ class Watch:
 
 
 def _log(recording: Recorder, iteration: int) -> None:
-    """Tell the job's own trackers what was measured."""
+    """Tell the job's TensorBoard and Weights & Biases, which Megatron-LM opens on the last rank."""
     with recording.reporting_errors("logged"):
-        if recording.measured and (writers := list(_writers())) and (run := recording.run()):
-            for write in writers:
-                write(figures(run, recording.measured), iteration)
+        global_vars = sys.modules.get("megatron.training.global_vars")
+        board, wandb = (
+            getattr(global_vars, f"get_{name}_writer", lambda: None)()
+            for name in ("tensorboard", "wandb")
+        )
+        if board is wandb or recording.measured is None or (run := recording.run()) is None:
+            return
+        values = figures(run, recording.measured)
+        if wandb is not None:
+            wandb.log(values, iteration)
+        for name, value in values.items() if board is not None else ():
+            board.add_scalar(name, value, iteration)
 
 
 def has_planned_batch(plan: ParallelPlan) -> bool:
@@ -269,22 +278,6 @@ def has_planned_batch(plan: ParallelPlan) -> bool:
     from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
     return bool(get_current_global_batch_size() == plan.layout.global_batch_size)
-
-
-def _writers() -> Iterator[Callable[[Mapping[str, float], int], None]]:
-    """The job's TensorBoard and Weights & Biases, which Megatron-LM opens on the last rank."""
-    global_vars = sys.modules.get("megatron.training.global_vars")
-    board = getattr(global_vars, "get_tensorboard_writer", lambda: None)()
-    if board is not None:
-
-        def write(values: Mapping[str, float], iteration: int) -> None:
-            for name, value in values.items():
-                board.add_scalar(name, value, iteration)
-
-        yield write
-    wandb = getattr(global_vars, "get_wandb_writer", lambda: None)()
-    if wandb is not None:
-        yield lambda values, iteration: wandb.log(dict(values), iteration)
 
 
 #: Megatron's function for each kind of group; the last two are those of experts.
@@ -322,15 +315,15 @@ def ranks_by_host(
 
 def check_permutation(ranks: Sequence[int], world_size: int, *, zero_may_move: bool) -> None:
     """Raise for a list that is no permutation, or moves rank 0 where it hosts the store of all."""
-    limit = None
     if sorted(ranks) != list(range(world_size)):
         limit = f"it names each of the ranks 0 to {world_size - 1} once"
         fix = "Correct the list, or use by_host."
-    elif ranks and ranks[0] != 0 and not zero_may_move:
+    elif ranks[0] != 0 and not zero_may_move:
         limit = "global rank 0 hosts the store at MASTER_ADDR and cannot move"
         fix = "Begin the list with 0, or launch with torchrun."
-    if limit is not None:
-        raise UserInputError("nest.ranks", list(ranks)[:16], limit, fix)
+    else:
+        return
+    raise UserInputError("nest.ranks", list(ranks)[:16], limit, fix)
 
 
 def compare_groups(plan: ParallelPlan, parallel_state: ModuleType) -> None:

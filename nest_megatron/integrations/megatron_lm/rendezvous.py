@@ -89,26 +89,26 @@ def comparable_text(value: object, above: tuple[int, ...] = ()) -> str:
         return repr(os.fspath(value))
     if type(value) in _PLAIN:
         return repr(value)
+    kind = type(value).__name__
     if id(value) in above or len(above) > _DEEPEST:
-        return type(value).__name__
+        return kind
     inside = (*above, id(value))
+
+    def joined(parts: Mapping[Any, Any], pair: str) -> str:
+        pairs = (pair.format(key, comparable_text(each, inside)) for key, each in parts.items())
+        return ", ".join(sorted(pairs))
+
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{k!r}: {v}" for k, v in _items(value, inside)) + "}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(comparable_text(item, inside) for item in value)}]"
-    if isinstance(value, set | frozenset):
-        return "{" + ", ".join(sorted(comparable_text(item, inside) for item in value)) + "}"
-    return _object(value, inside)
-
-
-def _object(value: object, inside: tuple[int, ...]) -> str:
+        return f"{{{joined(value, '{!r}: {}')}}}"
+    if isinstance(value, list | tuple | set | frozenset):
+        texts = [comparable_text(item, inside) for item in value]
+        is_list = isinstance(value, list | tuple)
+        return f"[{', '.join(texts)}]" if is_list else f"{{{', '.join(sorted(texts))}}}"
     name = getattr(value, "__qualname__", None)
     if isinstance(name, str):  # a class or a function
         return f"{getattr(value, '__module__', '')}.{name}"
-    kind = type(value).__name__
-    attributes = _attributes(value)
-    if attributes is not None:
-        return f"{kind}({', '.join(f'{k}={v}' for k, v in _items(attributes, inside))})"
+    if (attributes := _attributes(value)) is not None:
+        return f"{kind}({joined(attributes, '{}={}')})"
     if isinstance(value, _PLAIN) or kind in ("dtype", "device", "timedelta", "Size"):
         return repr(value)
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
@@ -125,11 +125,6 @@ def _attributes(value: object) -> Mapping[str, Any] | None:
         return {"func": value.func, "args": value.args, **value.keywords}
     own = getattr(value, "__dict__", None)
     return own if isinstance(own, dict) and own and not hasattr(value, "dtype") else None
-
-
-def _items(value: Mapping[Any, Any], inside: tuple[int, ...]) -> list[tuple[Any, str]]:
-    pairs = [(key, comparable_text(each, inside)) for key, each in value.items()]
-    return sorted(pairs, key=lambda pair: str(pair[0]))
 
 
 def _leaves(node: Any, name: str, above: tuple[int, ...]) -> Iterable[tuple[str, str]]:
@@ -201,9 +196,7 @@ _ANSWER_S = 2.0
 #: Variables that tell one attempt of one job from all others. Each agent counts restarts for
 #: itself: one that joined late counts fewer than the others, so they tell attempts apart only where
 #: these share its store.
-_OF_ATTEMPT = (
-    *("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID"),
-)
+_OF_ATTEMPT = ["MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID"]
 _OF_AGENTS_STORE = "TORCHELASTIC_RESTART_COUNT"
 
 

@@ -22,10 +22,10 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     flag_error,
     flag_of,
     partition_of_values,
+    rank_order_of,
     states_stages,
 )
 from nest_megatron.integrations.megatron_lm.read import pipeline_limits
-from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.execution_rules import EXECUTION_ARGUMENTS
 from nest_megatron.layout.recompute import NO_RECOMPUTE
 from nest_megatron.layout.rulebook.devices import (
@@ -203,23 +203,12 @@ def with_required(
         if fixed.setdefault(name, int(need.value)) != need.value:
             raise _not_loadable(name, fixed[name], need)
 
-    def loading(needs: Mapping[str, Requirement]) -> tuple[ZeroStage, ...]:
-        return tuple(
-            zero
-            for zero in space.zero_stages
-            if all(
-                needs[name].value in (None, has(zero, space.sharding))
-                for name, has in _OF_CHECKPOINTS.items()
-                if name in needs
-            )
-        )
-
-    zeros = loading(required)
-    if not zeros:
-        needs = {name: required[name] for name in _OF_CHECKPOINTS if name in required}
-        alone = [name for name in needs if not loading({name: needs[name]})]
-        name = next(iter((*alone, *needs)))
-        raise _not_loadable(name, not needs[name].value, needs[name])
+    zeros = space.zero_stages
+    for name, has in _OF_CHECKPOINTS.items():
+        if (need := required.get(name)) is not None and need.value is not None:
+            zeros = tuple(zero for zero in zeros if has(zero, space.sharding) == need.value)
+            if not zeros:
+                raise _not_loadable(name, not need.value, need)
     partition, layout = space.partition, required.get(_LAYOUT)
     if layout is not None and layout.value is not None:
         saved = parse_layout(str(layout.value), spec, fixed[_PIPELINE])
@@ -228,7 +217,7 @@ def with_required(
         partition = saved
     orders = space.rank_orders
     if (mapping := required.get(_ORDER)) is not None:
-        order = RankOrder.TP_CP_EP_PP_DP if mapping.value else RankOrder.TP_CP_EP_DP_PP
+        order = rank_order_of({_ORDER: mapping.value})
         if order not in orders:
             raise _not_loadable(_ORDER, not mapping.value, mapping)
         orders = (order,)
@@ -258,11 +247,9 @@ def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
             virtual = 1
         fixed |= {} if virtual is None else {_VIRTUAL: virtual}
     orders, recompute = own.rank_orders, own.recompute
-    if settings.parallel.rank_order is None and _ORDER not in freed:
-        if stated.get(_ORDER):
-            orders = (RankOrder.TP_CP_EP_PP_DP,)
-        elif says_all:
-            orders = (RankOrder.TP_CP_EP_DP_PP,)
+    states_order = stated.get(_ORDER) or says_all
+    if states_order and settings.parallel.rank_order is None and _ORDER not in freed:
+        orders = (rank_order_of(stated),)
     if recompute is None and not freed.intersection(RECOMPUTE):
         recompute = job.recompute or (NO_RECOMPUTE if says_all else None)
     # sequence parallelism belongs to all degrees together, and is no choice by itself
@@ -287,13 +274,10 @@ def _unset_degrees(
 
     Every field of a recipe is said; what is absent from a command is free.
     """
-    names = [
-        _TENSOR,
-        _PIPELINE,
-        "context_parallel_size",
-        *(["expert_model_parallel_size"] if spec.is_moe else []),
-    ]
-    kept = {name: 1 for name in names if name not in freed}
+    names = {_TENSOR, _PIPELINE, "context_parallel_size"}
+    if spec.is_moe:
+        names.add("expert_model_parallel_size")
+    kept = dict.fromkeys(names - freed, 1)
     tp = {**kept, **fixed}.get(_TENSOR)
     if spec.is_moe and _EXPERT_TENSOR not in freed and tp is not None:
         kept[_EXPERT_TENSOR] = tp
@@ -383,8 +367,7 @@ def _with_own_sharding(
                 "Use 1, or another data-parallel sharding.",
             )
     fixed_sizes = {**space.fixed, **dict.fromkeys(alone, 1)}
-    own = replace(space, zero_stages=zeros, sharding=job.sharding, fixed=fixed_sizes)
-    return own, offer
+    return replace(space, zero_stages=zeros, sharding=job.sharding, fixed=fixed_sizes), offer
 
 
 def for_optimizer(zeros: Collection[ZeroStage], job: Job) -> tuple[ZeroStage, ...]:
