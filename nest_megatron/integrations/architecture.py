@@ -386,21 +386,7 @@ def _qwen_vl(config: Any) -> dict[str, Any]:
     return {"position_embedding_type": "rope", "vision": encoder}
 
 
-_WHOLE_SCORES = "its attention keeps all scores and splits no sequence"
 _HETEROGENEOUS_LAYERS = ("heterogeneous_layer_spec", "get_gpt_heterogeneous_layer_spec")
-_GEMMA2 = Family(
-    fields=_gemma2,
-    ones={"context_parallel_size": _WHOLE_SCORES},
-    packs=False,
-)
-_WHOLE_SEQUENCES = {"context_parallel_size": "its forward pass splits no sequence"}
-_QWEN3_VL = Family(
-    fields=_qwen_vl,
-    ones={
-        **_WHOLE_SEQUENCES,
-        "virtual_pipeline_model_parallel_size": "its layers are not told their virtual stage",
-    },
-)
 
 #: Base class of a family's configurations in NeMo or Megatron-Bridge, or the function that builds
 #: its layers -> the family.
@@ -408,58 +394,31 @@ FAMILIES: dict[str | None, Family] = {
     "ExaoneMoeModelProvider": Family(fields=_exaone_moe),
     "exaone4_layer_spec": Family(
         fields=lambda _: {"variant": ModelVariant(norm_placement=NormPlacement.POST)},
-        ones={"context_parallel_size": _WHOLE_SCORES},
         packs=False,
         keeps_scores=True,
     ),
-    "HybridModelProvider": Family(
-        fields=_hybrid,
-        ones={"virtual_pipeline_model_parallel_size": "its provide refuses virtual stages"},
-    ),
+    "HybridModelProvider": Family(fields=_hybrid),
     "MambaModelProvider": Family(fields=_hybrid),
     "NemotronHConfigBase": Family(fields=_nemotron_h),
     "SSMConfig": Family(fields=_nemo_hybrid),
-    "HeterogeneousTransformerConfig": Family(
-        fields=_heterogeneous,
-        ones={"virtual_pipeline_model_parallel_size": "its layers are built for one stage a rank"},
-    ),
-    "Gemma2Config": replace(
-        _GEMMA2,
-        ones={
-            **_GEMMA2.ones,
-            "virtual_pipeline_model_parallel_size": "its configure_model takes no virtual stage",
-        },
-    ),
-    "Gemma2ModelProvider": _GEMMA2,
-    "BertConfig": Family(
-        ones={"virtual_pipeline_model_parallel_size": "its configure_model takes even stages alone"}
-    ),
-    "Gemma3Config": Family(
-        fields=_gemma3,
-        ones={
-            "context_parallel_size": "its configure_model refuses context parallelism",
-            "virtual_pipeline_model_parallel_size": "its configure_model refuses virtual stages",
-        },
-    ),
+    "HeterogeneousTransformerConfig": Family(fields=_heterogeneous),
+    "Gemma2Config": Family(fields=_gemma2, packs=False),
+    "Gemma2ModelProvider": Family(fields=_gemma2, packs=False),
+    "BertConfig": Family(),
+    "Gemma3Config": Family(fields=_gemma3),
     # its rotary embedding is a pair of tensors, which CheckpointFunction does not save
     "Gemma3ModelProvider": Family(fields=_gemma3, recomputes_layers=False),
     "OlMoEModelProvider": Family(
         fields=lambda _: {"variant": ModelVariant(qk_norm_full_width=True)},
-        ones={
-            "tensor_model_parallel_size": "its norms of queries and keys are as wide as all heads "
-            "on every rank"
-        },
     ),
-    "Qwen25VLModelProvider": Family(fields=_qwen_vl, ones=_WHOLE_SEQUENCES),
-    "Qwen3VLModelProvider": _QWEN3_VL,
-    "Qwen3VLMoEModelProvider": _QWEN3_VL,
+    "Qwen25VLModelProvider": Family(fields=_qwen_vl),
+    "Qwen3VLModelProvider": Family(fields=_qwen_vl),
+    "Qwen3VLMoEModelProvider": Family(fields=_qwen_vl),
     "Llama4Config": Family(
         # on every layer, rotated or not (``Llama4SelfAttention.forward`` of ``llama4_utils``)
         fields=lambda config: {"attention_chunk_size": value_or(config, "attention_chunk_size")},
-        ones={
-            "context_parallel_size": "its chunks are cut from the part of a sequence that one rank "
-            "holds"
-        },
         cuts_chunks=True,
     ),
 }
+for _name, _ones in _TABLE["family_ones"].items():
+    FAMILIES[_name] = replace(FAMILIES[_name], ones=_ones)

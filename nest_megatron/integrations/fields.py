@@ -31,7 +31,7 @@ from nest_megatron.layout.execution_rules import (
 from nest_megatron.layout.knobs import KNOBS, execution_reason
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.options import contradicted
-from nest_megatron.model.execution import OF_LAYERS, PLAIN, ContextTraffic, Execution
+from nest_megatron.model.execution import OF_LAYERS, PLAIN, ContextTraffic
 from nest_megatron.plain import to_plain
 
 #: Where the configurations of frameworks hold what a plan reads and writes.
@@ -221,15 +221,13 @@ def changed_fields(
         value = attribute(holder, name)
         if name in known or name.startswith("_") or value is ABSENT:
             continue
-        default = _default(defaults[name]) if name in defaults else None
+        default: Any = MISSING
+        if (default_field := defaults.get(name)) is not None:
+            factory = default_field.default_factory
+            default = default_field.default if factory is MISSING else factory()
+        default = None if default is MISSING else default
         if value != default and (value or default):
             yield name, value
-
-
-def _default(field: Field[Any]) -> Any:
-    if field.default_factory is not MISSING:
-        return field.default_factory()
-    return None if field.default is MISSING else field.default
 
 
 def short_text(value: Any) -> str:
@@ -256,7 +254,11 @@ def changes(root: Any, wanted: Iterable[FieldValue]) -> tuple[Change, ...]:
     for path, value, reason in wanted:
         before = find(root, path)
         if before is not ABSENT:
-            if not _is_same(path, before, value):
+            old, new = to_plain(before), to_plain(value)
+            are_lists = isinstance(old, list) and isinstance(new, list)
+            if path.endswith("recompute_modules") and are_lists:
+                old, new = set(old), set(new)  # in whatever order
+            if old != new:
                 found.append(Change(field=path, before=before, after=value, reason=reason))
         # what a framework does that has no such field: one rank, off, or unset
         elif not (
@@ -293,13 +295,6 @@ def set_fields(root: Any, changed: tuple[Change, ...]) -> tuple[Change, ...]:
 def _set(root: Any, path: str, value: Any) -> None:
     parent, _, name = path.rpartition(".")
     setattr(find(root, parent), name, value)
-
-
-def _is_same(path: str, before: Any, value: Any) -> bool:
-    old, new = to_plain(before), to_plain(value)
-    if path.rpartition(".")[2] == "recompute_modules" and isinstance(old, list):
-        return isinstance(new, list) and set(old) == set(new)  # in whatever order
-    return bool(old == new)
 
 
 #: Settings that such an object has, where it has them: NeMo's has the first alone.
@@ -369,8 +364,8 @@ class ExecutionPlaces:
             planned["cuda_graph_scope"] = None
         stated = self.values()
         asked, changed = (
-            _differing_fields(wanted, PLAIN),
-            _differing_fields(wanted, execution_of(stated)),
+            {knob.name for knob in KNOBS if getattr(wanted, knob.name) != getattr(each, knob.name)}
+            for each in (PLAIN, execution_of(stated))
         )
         values = {name: self._value(name) for name in EXECUTION_FIELDS}
         raw = {name: value for name, value in values.items() if value not in (ABSENT, None, "")}
@@ -387,21 +382,18 @@ class ExecutionPlaces:
             fields = dict.fromkeys(EXECUTION_FIELDS[name] for name in names)
             if not plan.model.is_moe and _OF_EXPERTS.issuperset(fields):
                 continue
-            for name, why in lacking.items():
-                if name in fields and name in asked and name in changed:
+            differs = not changed.isdisjoint(fields) or ("cp_comm_type" in fields and idle)
+            for name in fields:
+                if name in lacking and name in asked & changed:
                     raise UserInputError(
                         name,
                         getattr(wanted, name),
-                        why,
+                        lacking[name],
                         "Set it up in the job, or plan the job itself (auto_recipe) with what it "
                         "has.",
                     )
-            switches = {name: getattr(wanted, name) for name in fields}
-            differs = not changed.isdisjoint(fields) or ("cp_comm_type" in fields and idle)
-            differs |= any(  # a switch would be beside the plan's
-                isinstance(value, bool) and bool(stated[name]) != value
-                for name, value in switches.items()
-            )
+                switch = getattr(wanted, name)  # another one would contradict the plan's
+                differs |= isinstance(switch, bool) and bool(stated[name]) != switch
             for name in fields:
                 arguments = self._present(name)
                 if not differs:  # what the framework lacks has no effect, and is set all the same
@@ -444,9 +436,3 @@ class ExecutionPlaces:
 
 def _first(value: Any) -> Any:
     return value[0] if isinstance(value, list | tuple) and value else value
-
-
-def _differing_fields(wanted: Execution, other: Execution) -> set[str]:
-    """Fields of two executions that differ."""
-    names = (knob.name for knob in KNOBS)
-    return {name for name in names if getattr(wanted, name) != getattr(other, name)}

@@ -13,21 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nest_megatron.cluster.topology import hosts_of, tasks_per_node
 from nest_megatron.config.job import LaunchedRanks
+from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_text
 
 _COUNT = r"0*[1-9][0-9]{0,8}"
 #: A count of processes that is the number of GPUs of a node (``torchrun --nproc-per-node=gpu``).
 _EACH_GPU = ("gpu", "auto")
-
-
-def _spelled(**said: str) -> dict[str, str]:
-    """What each option or variable says, of quantities with all spellings."""
-    return {name: quantity for quantity, names in said.items() for name in names.split()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,81 +51,31 @@ class Launcher:
         return meant.pop() if len(meant) == 1 else None
 
 
+def _launcher(row: Mapping[str, Any]) -> Launcher:
+    """A launcher by its row, in which a quantity has all its spellings."""
+    options, variables = (
+        {name: quantity for quantity, names in row.get(kind, {}).items() for name in names.split()}
+        for kind in ("options", "variables")
+    )
+    nodes = row.get("nodes", "N").replace("N", _COUNT)
+    return Launcher(names=row["names"], options=options, variables=variables, nodes=nodes)
+
+
+_ROWS = packaged(__package__, "launchers.toml")
+_TORCHRUN, _SLURM, _MPI, _DEEPSPEED, _ACCELERATE, _WRAPPER, _CONTAINER = map(
+    _launcher, _ROWS.values()
+)
 #: Slurm's options of a job or step with the variables that say them inside of one.
 SLURM_VARIABLES = {
-    "--nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-    "--ntasks": ("SLURM_NTASKS", "SLURM_NPROCS"),
-    "--ntasks-per-node": ("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
-    "--gpus": ("SLURM_GPUS",),
-    "--gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
+    _ROWS["slurm"]["options"][quantity].split()[0]: names.split()
+    for quantity, names in _ROWS["slurm"]["variables"].items()
 }
-_SLURM_OPTIONS = _spelled(
-    nodes="--nodes -N",
-    ranks="--ntasks -n",
-    per_node="--ntasks-per-node",
-    gpus="--gpus -G",
-    gpus_per_node="--gpus-per-node --gres",
-    gpus_per_rank="--gpus-per-task",
-    ranks_per_gpu="--ntasks-per-gpu",
-    hosts="--nodelist -w",
-)
-
-# Sources: torch/distributed/run.py, whose variables are PET_<OPTION>; nvidia_resiliency_ext
-# fault_tolerance/launcher.py, which has its options.
-_TORCHRUN = Launcher(
-    names="torchrun torch.distributed.run torch.distributed.launch ft_launcher "
-    "nvidia_resiliency_ext.fault_tolerance.launcher",
-    options=_spelled(nodes="--nnodes", per_node="--nproc-per-node"),
-    variables=_spelled(nodes="PET_NNODES", per_node="PET_NPROC_PER_NODE"),
-    nodes=rf"{_COUNT}(:{_COUNT})?",
-)
-_SLURM = Launcher(
-    names="srun sbatch salloc",
-    options=_SLURM_OPTIONS,
-    variables={
-        name: _SLURM_OPTIONS[option] for option, names in SLURM_VARIABLES.items() for name in names
-    },
-    nodes=rf"{_COUNT}[kKmM]?([-:,]{_COUNT}[kKmM]?)*",
-)
-# Open MPI, MPICH and Intel MPI
-_MPI = Launcher(
-    names="mpirun mpiexec mpiexec.hydra orterun prterun",
-    options=_spelled(
-        ranks="-n -np --n --np",
-        per_node="-N --npernode -npernode -ppn --ppn -perhost",
-        hosts="-H --host -host -hosts --hosts",
-        host_file="--hostfile -hostfile --machinefile -machinefile -f",
-        mapping="--map-by -map-by",
-    ),
-)
-# Source: deepspeed/launcher/runner.py
-_DEEPSPEED = Launcher(
-    names="deepspeed deepspeed.launcher.runner",
-    options=_spelled(
-        nodes="--num-nodes",
-        per_node="--num-gpus",
-        host_file="-H --hostfile",
-        selected_gpus="-i --include -e --exclude",
-    ),
-)
-# Source: accelerate/commands/launch.py
-_ACCELERATE = Launcher(
-    names="accelerate accelerate-launch accelerate.commands.launch",
-    options=_spelled(ranks="--num-processes", nodes="--num-machines"),
-)
-#: Programs that pass none of the variables before them on to what they start.
-_CONTAINERS = ("ray", "docker", "podman", "apptainer", "singularity", "enroot", "nerdctl")
-#: Programs that start one other each, so that their options count nothing.
-_WRAPPER = Launcher(
-    names="python python3 bash sh env exec export nohup time timeout numactl taskset nsys ncu uv "
-    "uvx poetry conda mamba sudo stdbuf " + " ".join(_CONTAINERS),
-)
 #: Names of torchrun, and of what has its options.
 TORCHRUN = _TORCHRUN.names.split()
 LAUNCHERS = (_TORCHRUN, _SLURM, _MPI, _DEEPSPEED, _ACCELERATE)
 #: Names of launchers that start each rank themselves, with one environment for all.
 START_EACH_RANK = frozenset((*_SLURM.names.split(), *_MPI.names.split()))
-_BY_NAME = {name: row for row in (*LAUNCHERS, _WRAPPER) for name in row.names.split()}
+_BY_NAME = {name: row for row in (*LAUNCHERS, _WRAPPER, _CONTAINER) for name in row.names.split()}
 #: What they start, by the beginning of its name.
 _STARTED = (*TORCHRUN, *_ACCELERATE.names.split(), *_DEEPSPEED.names.split(), "python")
 #: Variables that hold the number of all ranks.
@@ -189,7 +135,7 @@ def with_variables(
     """
     names = [Path(word).name for word in words]
     started = [at for at, name in enumerate(names) if name.startswith(_STARTED)]
-    is_inside = started and any(name in _CONTAINERS for name in names[: started[-1]])
+    is_inside = started and any(_BY_NAME.get(n) is _CONTAINER for n in names[: started[-1]])
     if not (is_inside and variables):
         return [*words], {**variables}
     pairs = (f"{name}={value}" for name, value in variables.items())
@@ -250,20 +196,15 @@ def slurm_options(words: Sequence[str]) -> dict[str, str]:
     """
     said = _option_values(_SLURM, words)
     return {
-        name: said[_SLURM_OPTIONS[name]].text
+        name: said[_SLURM.options[name]].text
         for name in SLURM_VARIABLES
-        if _SLURM_OPTIONS[name] in said
+        if _SLURM.options[name] in said
     }
-
-
-def _launcher(word: str) -> Launcher | None:
-    """The launcher that a word names."""
-    return _BY_NAME.get(word.rpartition("/")[2])
 
 
 def is_launcher(word: str) -> bool:
     """Whether a word names a program that starts ranks, or the nodes of ranks."""
-    return _launcher(word) not in (None, _WRAPPER)
+    return _BY_NAME.get(word.rpartition("/")[2]) in LAUNCHERS
 
 
 def assignment(word: str) -> tuple[str, str] | None:
@@ -331,8 +272,8 @@ class _Launch:
         self._parts: list[tuple[Launcher, _Said]] = []
         end = len(words)
         for at in reversed(range(end)):
-            if (launcher := _launcher(words[at])) is not None:
-                if launcher is not _WRAPPER:
+            if (launcher := _BY_NAME.get(words[at].rpartition("/")[2])) is not None:
+                if launcher in LAUNCHERS:
                     said = _option_values(launcher, words[at + 1 : end])
                     self._parts.append((launcher, said))
                 end = at
@@ -364,7 +305,7 @@ class _Launch:
             ranks = self._world_size(self._environment)
         if ranks is None and not self._unsaid:
             what = "neither a launcher nor Slurm nor WORLD_SIZE says it"
-            if self._first and _launcher(self._first) is None:
+            if self._first and self._first.rpartition("/")[2] not in _BY_NAME:
                 what = f"{self._first} is no launcher that is known, and nothing else says it"
             self._unsaid.append(what)
         return LaunchedRanks(

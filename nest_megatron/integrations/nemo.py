@@ -34,11 +34,7 @@ from nest_megatron.integrations.fields import (
 )
 from nest_megatron.integrations.megatron_lm.attach import is_blackwell
 from nest_megatron.integrations.megatron_lm.rendezvous import within
-from nest_megatron.integrations.recipe import (
-    Recipe,
-    lightning_precision,
-    memory_fields,
-)
+from nest_megatron.integrations.recipe import Recipe, lightning_precision, memory_fields
 from nest_megatron.integrations.recipe_plan import (
     OVERLAPS,
     Recorded,
@@ -48,12 +44,7 @@ from nest_megatron.integrations.recipe_plan import (
     planned_items,
 )
 from nest_megatron.integrations.restore import Restored, packed_sequence_size, restored_by_nemo
-from nest_megatron.integrations.vocabulary import (
-    hub_name,
-    is_cached,
-    rows_of_model,
-    without_hub,
-)
+from nest_megatron.integrations.vocabulary import hub_name, is_cached, rows_of_model, without_hub
 from nest_megatron.integrations.watching import STEPS
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.diff import Change, reason

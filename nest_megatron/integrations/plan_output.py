@@ -26,12 +26,7 @@ from nest_megatron.integrations.megatron_lm.parser import load_arguments
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.plan import MEGATRON_LM, ParallelPlan, launch_words
-from nest_megatron.layout.policy import (
-    OnMismatch,
-    PolicyError,
-    PolicyFile,
-    require_allowed,
-)
+from nest_megatron.layout.policy import OnMismatch, PolicyError, PolicyFile, require_allowed
 from nest_megatron.layout.rulebook import require_launchable
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.planner.pins import (
@@ -307,37 +302,34 @@ def explanation(
         yield ""
         yield notes_report([*launch.notes, *launch.unset_notes()])
     yield notes_report(plan.notes)
-    yield from _advice(plan, times)
-    if pin is not None:
-        said = f" ({pin.note})" if pin.note else ""
-        yield f"\nPinned {pin.created} by {pin.by}{said}, for {pinned_for(plan, pin.megatron_lm)}."
-
-
-def _advice(plan: ParallelPlan, times: LayerTimes | None) -> Iterator[str]:
     profile = plan.provenance.profile
     if times is None and profile != ANALYTIC_NAME:
         yield (
             f"\nIts layer times ({profile}) are not in the profile store of this machine; what is "
             "priced again here is priced from data sheets. Import the profile to see its own."
         )
-    if plan.launch:
-        return
-    target = restored_settings(plan.provenance.settings).target
-    if target is None or target_named(target) in MEGATRON_LM_TARGETS:
-        yield "\nThis plan holds no launch command; plan again with this version to get one."
-    else:
-        framework = target_named(target).framework
-        yield f"\nThe plan is for {framework}; docs/nemo.md says how recipes take it."
+    if not plan.launch:
+        named = restored_settings(plan.provenance.settings).target
+        target = None if named is None else target_named(named)
+        if target is None or target in MEGATRON_LM_TARGETS:
+            yield "\nThis plan holds no launch command; plan again with this version to get one."
+        else:
+            yield f"\nThe plan is for {target.framework}; docs/nemo.md says how recipes take it."
+    if pin is not None:
+        said = f" ({pin.note})" if pin.note else ""
+        yield f"\nPinned {pin.created} by {pin.by}{said}, for {pinned_for(plan, pin.megatron_lm)}."
 
 
 def launched_report(
     plan: ParallelPlan, changes: Iterable[Change], notes: Sequence[str] = (), what: str = "flags"
 ) -> RenderableType:
     """The plan in a few lines, what it changes in a job's flags or fields, and what was assumed."""
-    if rows := change_rows(changes):
-        table = changes_table(rows, plan.model)
-        return _report(plan, notes, Text(f"nest: changes to its {what}"), table)
-    return _report(plan, notes, Text(f"nest: its {what} are already the plan"))
+    rows = change_rows(changes)
+    if not rows:
+        return _report(plan, notes, Text(f"nest: its {what} are already the plan"))
+    return _report(
+        plan, notes, Text(f"nest: changes to its {what}"), changes_table(rows, plan.model)
+    )
 
 
 def fields_report(
@@ -372,11 +364,11 @@ def _report(plan: ParallelPlan, notes: Sequence[str], *changes: RenderableType) 
 
 def change_rows(changes: Iterable[Change]) -> list[tuple[str, str | None, str | None, str]]:
     """Changes as ``changes_table`` takes them."""
-
-    def text(value: object) -> str | None:
-        return None if value is None else short_text(value)
-
-    return [(each.field, text(each.before), text(each.after), each.reason) for each in changes]
+    rows = []
+    for change in changes:
+        before, after = (v if v is None else short_text(v) for v in (change.before, change.after))
+        rows.append((change.field, before, after, change.reason))
+    return rows
 
 
 def flag_cost_report(planned_s: Seconds, costs: Iterable[tuple[str, Seconds]]) -> RenderableType:

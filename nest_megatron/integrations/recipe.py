@@ -234,15 +234,16 @@ class Recipe(Configuration, ABC):
         params, holder = self.number_format()
         precision, fp8_recipe = params, "delayed"
         for name, narrow in (("fp8", Precision.FP8), ("fp4", Precision.NVFP4)):
-            if (given := value_or(holder, name)) and params is Precision.FP32:
+            if not (given := value_or(holder, name)):
+                continue
+            if params is Precision.FP32:
                 raise UserInputError(
                     name,
                     given,
                     "weights and activations are in 32 bits, which is not priced beside it",
                     "Train in bf16-mixed.",
                 )
-            if given:
-                precision, fp8_recipe = narrow, str(value_or(holder, "fp8_recipe", "delayed"))
+            precision, fp8_recipe = narrow, str(value_or(holder, "fp8_recipe", "delayed"))
         restored = self.restored_by(self.root)
         config, data, places = self.find(self.model), self.find(self.data), self.places
         for item, path in self.items.items():
@@ -284,16 +285,22 @@ class Recipe(Configuration, ABC):
         with naming_fields({flag_of(item): self.items[item] for item in RECOMPUTE}):
             recompute = read_recompute(stated)
         graphs = {name: value_or(config, name) for name in GRAPH_FIELDS}
-        overlaps = {  # ``_get_optimizer_overlap_cfgs`` of both: on, if not switched off there
-            name: False not in [self.find(f"{path}.{name}") for path in places.overlap]
-            for name in ("overlap_grad_reduce", "overlap_param_gather")
-            if places.overlap
-        }
-        overlap_p2p = [
-            self.find(f"{path}.{_OVERLAP_P2P}") for path in places.overlap or (self.model,)
-        ]
-        if False in overlap_p2p and any(map(stated.get, _STAGES)):
+
+        def is_off(name: str) -> bool:
+            return False in [self.find(f"{p}.{name}") for p in places.overlap or (self.model,)]
+
+        overlaps = {}  # ``_get_optimizer_overlap_cfgs`` of both: on, if not switched off there
+        if places.overlap:
+            names = ("overlap_grad_reduce", "overlap_param_gather")
+            overlaps = {name: not is_off(name) for name in names}
+        if is_off(_OVERLAP_P2P) and any(map(stated.get, _STAGES)):
             overlaps[_OVERLAP_P2P] = False
+        growth = self.find(self.rampup_batch_size)
+        ignores_ramp = growth not in (ABSENT, None) and self._ignores_ramp
+        ramp_note = (
+            f"{self.rampup_batch_size} = {growth} is ignored by megatron-core "
+            f"{self.target.megatron_core}: every step has {self.items['global_batch_size']}."
+        )
         return Job(
             spec=spec,
             target=self.target,
@@ -347,7 +354,7 @@ class Recipe(Configuration, ABC):
                 *newer_release_notes(self.installed_name),
                 *notes_on_unknown_fields({path: self.find(path) for path in self.training_parts}),
                 *(() if restored is None else (restored.note(),)),
-                *self._ramp_notes(),
+                *([ramp_note] if ignores_ramp else ()),
                 *loss_notes(self, needs),
                 *self.own_notes(restored),
                 *time_notes(flags),
@@ -388,15 +395,6 @@ class Recipe(Configuration, ABC):
         Source: ``init_num_microbatches_calculator`` since 0.18.
         """
         return release_number(self.target.megatron_core) >= (0, 18)
-
-    def _ramp_notes(self) -> tuple[str, ...]:
-        growth = self.find(self.rampup_batch_size)
-        if growth in (ABSENT, None) or not self._ignores_ramp:
-            return ()
-        return (
-            f"{self.rampup_batch_size} = {growth} is ignored by megatron-core "
-            f"{self.target.megatron_core}: every step has {self.items['global_batch_size']}.",
-        )
 
     def item_values(self) -> dict[str, Any]:
         """The items of a plan that it has, with their values; a layout of stages as text."""

@@ -8,6 +8,7 @@ what is ``None`` there, and both let a job set the same names on the model.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -35,10 +36,7 @@ from nest_megatron.config.space import builds_mtp_beside_layer
 from nest_megatron.config.train import LENGTH_SETTINGS
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.fields import ABSENT, FIELDS, FieldValue, changes, set_fields
-from nest_megatron.integrations.megatron_lm.attach import (
-    OF_THE_COMMAND_LINE,
-    launch_request,
-)
+from nest_megatron.integrations.megatron_lm.attach import OF_THE_COMMAND_LINE, launch_request
 from nest_megatron.integrations.megatron_lm.layout_arguments import partition_of_values
 from nest_megatron.integrations.megatron_lm.planning import job_request, plan_to_launch
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters
@@ -54,12 +52,7 @@ from nest_megatron.layout.rulebook.devices import initializes_on_meta_device
 from nest_megatron.layout.rulebook.options import contradicted
 from nest_megatron.model.execution import FlexBackend
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.planner.pinned_job import (
-    ActualJob,
-    other_numbers,
-    require_same_job,
-    resolved,
-)
+from nest_megatron.planner.pinned_job import ActualJob, other_numbers, require_same_job, resolved
 from nest_megatron.planner.pins import PinnedPlan
 from nest_megatron.solver.one_partition import check_partition
 
@@ -79,6 +72,7 @@ _RESETS = {
 }
 #: What a checkpoint decides by its format alone.
 _FSDP = "use_megatron_fsdp"
+_PP = "pipeline_model_parallel_size"
 _DEFERRED = (
     "the last stage would keep the gradients of logits of many micro batches, which the plan's "
     "memory does not count"
@@ -90,7 +84,7 @@ def planned_items(plan: ParallelPlan) -> dict[str, Any]:
     """Of ``planned_values`` what a recipe states; the number of replicas follows from the ranks."""
     planned = planned_values(launch_request(plan))
     planned |= {name: plan.arguments[name] for name in OVERLAPS}
-    planned["use_tp_pp_dp_mapping"] &= planned["pipeline_model_parallel_size"] > 1
+    planned["use_tp_pp_dp_mapping"] &= planned[_PP] > 1
     return {item: planned[item] for item in plan_values(plan) if item != "data_parallel_size"}
 
 
@@ -101,11 +95,10 @@ def layout_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
     """
     pp, even = plan.layout.dims.pipeline_model_parallel_size, "pipeline_model_parallel_layout"
     arguments = recipe.arguments()
-    stays = arguments.get("pipeline_model_parallel_size") == pp
-    try:
-        stays = stays and partition_of_values(plan.model, arguments, pp) == plan.layout.partition
-    except UserInputError:
-        stays = False
+    stays = False
+    with contextlib.suppress(UserInputError):
+        partition = partition_of_values(plan.model, arguments, pp)
+        stays = (arguments.get(_PP), partition) == (pp, plan.layout.partition)
     virtual = "virtual_pipeline_model_parallel_size"
     of_stages: tuple[str, ...] = (even, virtual) if stays else ()
     size = plan.layout.dims.virtual_pipeline_model_parallel_size
@@ -298,15 +291,13 @@ def plan_changes(
     check_partition(
         spec, found.layout.partition, mtp_beside_layer=builds_mtp_beside_layer(spec, recipe.target)
     )
+    size = {"num_gpus": recipe.size()[0]}
     job = {
         "global_batch_size": recipe.find(recipe.items["global_batch_size"]),
         "seq_length": spec.seq_length,
+        **(size if recipe.states_size else {}),
     }
-    size = {"num_gpus": recipe.size()[0]}
-    if recipe.states_size:
-        job |= size
-    else:  # it is the launcher's
-        _require_same(found, size, ())
+    _require_same(found, {} if recipe.states_size else size, ())  # it is the launcher's
     _require_same(found, job, free)
     if differs := other_numbers(found, own.memory_flags, own.precision):
         warnings.warn(f"{differs}; auto_recipe plans this job.", stacklevel=3)

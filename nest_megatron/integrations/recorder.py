@@ -125,8 +125,8 @@ class Recorder:
 
         def keep(hosts: Hosts) -> None:
             launched, is_watched = hosts(), self.steps > 0
-            by_rank = sorted(zip(order or range(len(launched)), launched, strict=True))
-            named = tuple(host for _, host in by_rank)
+            by_rank = dict(zip(order or range(len(launched)), launched, strict=True))
+            named = tuple(by_rank[rank] for rank in range(len(launched)))
             if run is not None:
                 self._own_run = replace(run, hosts=named)
                 leave_run(self._store, self._own_run, is_watched=is_watched)
@@ -218,7 +218,8 @@ class Recorder:
         if self._store is None:
             self._record({0: self.measured})
         else:
-            self._gathering = threading.Thread(target=self._gather, daemon=True)
+            given = self._store, self.measured
+            self._gathering = threading.Thread(target=self._gather, args=given, daemon=True)
             self._gathering.start()
 
     def end(self, error: BaseException | None = None) -> None:
@@ -233,8 +234,17 @@ class Recorder:
                 if self.rank == 0 and (run := self.run()) is not None:
                     audit_outcome(replace(run, outcome=Outcome.FINISHED, end=now()))
             return
+        outcome = outcome_of(error)
         with self.reporting_errors("completed"):
-            self._record_failure(error)
+            if (run := self.run()) is None:
+                return
+            # the first rank says why, and one that ran out of memory, which is always a cause
+            is_first = self._store is None or self._store.count(_FAILED) == 1
+            if is_first or outcome is Outcome.OUT_OF_MEMORY:
+                said = f"rank {self.rank} ({socket.gethostname()}): {first_line(error)}"
+                run = replace(run, outcome=outcome, end=now(), error=said)
+                self._keep(run)
+                audit_outcome(run)
 
     def run(self) -> RunRecord | None:
         """The record of the run as it began; ``None`` if there is none."""
@@ -247,28 +257,31 @@ class Recorder:
         """Wait for the device, and read what the steps and the passes took."""
         (step_times,) = self._clock.read([self._begun])
         steps = [self._clock.read(passes) for passes in self._passes[: len(step_times)]]
+        warm_up = int(_WARM_UP * len(step_times))
+        ratios = (  # tokens of the busiest expert-parallel rank over the mean, by layer and rank
+            float((counts.max(dim=-1).values / counts.float().mean(dim=-1)).mean())
+            for step in self._tokens[warm_up : len(step_times)]
+            for counts in step
+        )
+        known = [*filter(math.isfinite, ratios)]
         return RankMeasured(
             rank=self.rank,
             host=socket.gethostname(),
             step_times_s=step_times,
-            warm_up=int(_WARM_UP * len(step_times)),
+            warm_up=warm_up,
             busy_s=tuple(sum(s for (s,) in step) for step in steps) if all(steps) else (),
             peak_memory_bytes=peak_memory_bytes(),
             peak_allocated_bytes=peak_allocated_bytes(),
-            expert_imbalance=_imbalance(
-                self._tokens[int(_WARM_UP * len(step_times)) : len(step_times)]
-            ),
+            expert_imbalance=statistics.fmean(known) if known else None,
         )
 
-    def _gather(self) -> None:
-        assert self._store is not None
-        assert self.measured is not None
-        ended = time.monotonic() + _GATHER_S + 2 * max(self.measured.step_times_s)
-        parts = {0: self.measured}
+    def _gather(self, store: RendezvousStore, own: RankMeasured) -> None:
+        ended = time.monotonic() + _GATHER_S + 2 * max(own.step_times_s)
+        parts = {0: own}
         with self.reporting_errors("completed"):
-            while self._store.num_parts(_MEASURED) < self.num_ranks and time.monotonic() < ended:
+            while store.num_parts(_MEASURED) < self.num_ranks and time.monotonic() < ended:
                 time.sleep(_PAUSE_S)
-            for part in self._store.parts(_MEASURED).values():
+            for part in store.parts(_MEASURED).values():
                 parts[part["rank"]] = from_plain(RankMeasured, part)
         self._record(parts)
 
@@ -289,18 +302,6 @@ class Recorder:
                 if self._prometheus is not None:
                     write_prometheus(ended, Path(self._prometheus))
                 audit_outcome(run)  # training goes on
-
-    def _record_failure(self, error: BaseException) -> None:
-        """Only the first rank says why, or one that ran out of memory, which is always a cause."""
-        outcome = outcome_of(error)
-        if (run := self.run()) is None:
-            return
-        is_first = self._store is None or self._store.count(_FAILED) == 1
-        if is_first or outcome is Outcome.OUT_OF_MEMORY:
-            said = f"rank {self.rank} ({socket.gethostname()}): {first_line(error)}"
-            run = replace(run, outcome=outcome, end=now(), error=said)
-            self._keep(run)
-            audit_outcome(run)
 
     def _keep(self, run: RunRecord) -> None:
         """Add to the history; an audit is the operators', and needs none."""
@@ -376,21 +377,6 @@ def outcome_of(error: BaseException) -> Outcome:
     if isinstance(error, torch.OutOfMemoryError) or of_cuda:
         return Outcome.OUT_OF_MEMORY
     return Outcome.FAILED
-
-
-def _imbalance(steps: Sequence[Sequence[Any]]) -> float | None:
-    """Tokens of the busiest expert-parallel rank over the mean, in the mean of layers and steps.
-
-    Args:
-        steps: by layer and expert-parallel rank, those of each update of each step.
-    """
-    ratios = [
-        float((counts.max(dim=-1).values / counts.float().mean(dim=-1)).mean())
-        for step in steps
-        for counts in step
-    ]
-    known = [each for each in ratios if math.isfinite(each)]
-    return statistics.fmean(known) if known else None
 
 
 def _is_capturing() -> bool:

@@ -34,11 +34,7 @@ from nest_megatron.integrations.fields import (
 )
 from nest_megatron.integrations.megatron_lm import checkpoint
 from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, read_checkpoint
-from nest_megatron.integrations.megatron_lm.layout_arguments import (
-    Values,
-    in_fields,
-    naming_fields,
-)
+from nest_megatron.integrations.megatron_lm.layout_arguments import Values, in_fields, naming_fields
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.facts import token_multiple
 from nest_megatron.model.encoder import EXPERTS, Adapters, PeftScheme

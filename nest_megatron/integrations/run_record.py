@@ -211,25 +211,20 @@ def _groups(run: RunRecord, parts: Mapping[int, RankMeasured]) -> list[_Group]:
     for rank in range(dims.world_size):
         if rank in seen:
             continue
-        ranks = _waiting_for(dims, rank)
+        # ranks that it waits for inside its passes, those that they wait for, and itself
+        ranks, ahead = set[int](), [rank]
+        while ahead:
+            if (each := ahead.pop()) not in ranks:
+                ranks.add(each)
+                ahead += [other for kind in _WAITING for other in group_of_rank(dims, kind, each)]
         seen |= ranks
         known = [parts[r].counted_busy_s for r in sorted(ranks) if r in parts]
-        busy = [each for of_rank in known for each in of_rank]
+        busy = [seconds for of_rank in known for seconds in of_rank]
         stage = pipeline_rank(dims, rank)
         predicted_s = run.predicted.busy_s[stage]
         if max(map(len, known), default=0) >= _FEWEST_STEPS and predicted_s > 0:
             least, middle, most = statistics.quantiles(busy, n=4, method="inclusive")
             found.append(_Group(tuple(sorted(ranks)), stage, least, middle, most, predicted_s))
-    return found
-
-
-def _waiting_for(dims: ParallelDims, rank: int) -> set[int]:
-    """Ranks that a rank waits for inside its passes, those that they wait for, and itself."""
-    found, ahead = set[int](), [rank]
-    while ahead:
-        if (each := ahead.pop()) not in found:
-            found.add(each)
-            ahead += [other for kind in _WAITING for other in group_of_rank(dims, kind, each)]
     return found
 
 
@@ -322,7 +317,7 @@ def _lines(run: RunRecord) -> Iterator[str]:
             yield f"# HELP nest_{name} {about}"
             yield f"# TYPE nest_{name} gauge"
         for labels, value in samples:
-            inside = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+            inside = ",".join(f'{key}="{text.translate(_ESCAPED)}"' for key, text in labels.items())
             yield f"nest_{name}{{{inside}}} {value!r}"
 
 
@@ -332,8 +327,8 @@ def _by_rank(
     return [({**job, label: str(r)}, v) for r, v in enumerate(values) if v is not None]
 
 
-def _escaped(text: str) -> str:
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+#: What Prometheus escapes in the value of a label.
+_ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 #: A disk that does not answer stops no job for longer.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -56,7 +56,7 @@ from nest_megatron.integrations.plan_job import with_origin
 from nest_megatron.integrations.restore import restored_by_command
 from nest_megatron.integrations.vocabulary import is_assumed
 from nest_megatron.layout.diff import Change
-from nest_megatron.layout.estimate import BeforeAfter, Changes, LayoutChange
+from nest_megatron.layout.estimate import BeforeAfter, LayoutChange
 from nest_megatron.layout.knobs import KNOBS
 from nest_megatron.layout.plan import LaunchCommand, ParallelPlan, launch_size
 from nest_megatron.layout.rulebook.facts import known_release
@@ -430,23 +430,20 @@ def before_and_after(found: CommandPlan, composed: Settings) -> BeforeAfter:
         before, own = typed_plan(job, request, composed)
     except UserInputError as error:
         return BeforeAfter(before=None, refused=str(error))
+
+    def by_fields(change: LayoutChange) -> LayoutChange:
+        """A change of a recipe by its own fields, as far as a choice is one of them."""
+        names = (job.fields.get(each.name, each.name) for each in change.choices)
+        pairs = zip(change.choices, names, strict=True)
+        return replace(change, choices=tuple(replace(each, name=name) for each, name in pairs))
+
     after = Variant(settings=request.settings, layout=plan.layout)
+    changed = changes(request, own, after, refusal(request, job))
+    alone, in_order = (tuple(map(by_fields, each)) for each in (changed.alone, changed.in_order))
     return BeforeAfter(
         before=before.priced(),
-        changes=_by_fields(changes(request, own, after, refusal(request, job)), job.fields),
+        changes=replace(changed, alone=alone, in_order=in_order),
         needs=tuple(_needs(found, before)),
-    )
-
-
-def _by_fields(found: Changes, fields: Mapping[str, str]) -> Changes:
-    """Changes of a recipe by its own fields, as far as a choice is one of them."""
-
-    def named(change: LayoutChange) -> LayoutChange:
-        choices = (replace(each, name=fields.get(each.name, each.name)) for each in change.choices)
-        return replace(change, choices=tuple(choices))
-
-    return replace(
-        found, alone=tuple(map(named, found.alone)), in_order=tuple(map(named, found.in_order))
     )
 
 

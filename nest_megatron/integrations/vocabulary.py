@@ -114,6 +114,7 @@ _LIMITS = Limits(num_bytes=_MOST_BYTES, num_nodes=_MOST_BYTES // 8)
 #: ``len`` of transformers' AutoTokenizer (a:167, sft_tokenizer.py:42; b huggingface_tokenizer:345).
 _HUGGING_FACE = ("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer")
 _SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_EXTRA = ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens")
 #: Without ``--vocab-size`` (a:CustomTikTokenizer; b tiktoken_tokenizer.py).
 _TIKTOKEN_ROWS = 1 << 17
 #: Of the vocabulary that a tokenizer is published with.
@@ -244,25 +245,16 @@ def _hugging_face(path: Path) -> set[str] | None:
         names = set(_pieces(folder / "tokenizer.model"))
     else:
         return None
-    for other in ("added_tokens.json", "tokenizer_config.json", "special_tokens_map.json"):
-        if (folder / other).is_file():
-            names |= set(
-                _extra_tokens(_object(folder / other), is_map=other == "added_tokens.json")
-            )
+    # files that add or name tokens, some of which may be in the vocabulary already
+    if (folder / "added_tokens.json").is_file():
+        names.update(_object(folder / "added_tokens.json"))
+    for other in ("tokenizer_config.json", "special_tokens_map.json"):
+        table = _object(folder / other) if (folder / other).is_file() else {}
+        names.update(_contents([table.get(name) for name in _SPECIAL]))
+        for name in _EXTRA:
+            more = table.get(name)
+            names.update(_contents(more.values() if isinstance(more, dict) else more))
     return names
-
-
-def _extra_tokens(table: Values, *, is_map: bool) -> Iterator[str]:
-    """Tokens that a file adds or names, some of which may be in the vocabulary already."""
-    if is_map:
-        yield from table
-        return
-    decoder = table.get("added_tokens_decoder")
-    yield from _contents(decoder.values() if isinstance(decoder, dict) else None)
-    yield from _contents([table.get(name) for name in _SPECIAL])
-    for name in ("additional_special_tokens", "extra_special_tokens"):
-        more = table.get(name)
-        yield from _contents(more.values() if isinstance(more, dict) else more)
 
 
 def _contents(tokens: Any) -> Iterator[str]:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from nest_megatron.errors import NestError, UserInputError
+from nest_megatron.errors import NestError, UserInputError, require_at_least
 from nest_megatron.history.records import Launch, RunRecord
 from nest_megatron.integrations.megatron_lm.agreement import connect, propagating_errors
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
@@ -54,10 +54,7 @@ class WatchedLoop:
         launch: Launch | None = None,
         run: RunRecord | None = None,
     ) -> None:
-        if steps < 1:
-            raise UserInputError(
-                "steps", steps, limit="it is at least 1", fix="Give at least 1, or do not watch it."
-            )
+        require_at_least("steps", steps, 1, "Give at least 1, or do not watch it.")
         self.plan, self._steps, self._launch, self._run = plan, steps, launch, run
         self._recorder: Recorder | None = None
         self._has_begun = False
@@ -68,27 +65,21 @@ class WatchedLoop:
         Raises:
             PolicyError: where a policy has to have an audit, and it cannot be written.
         """
+        context = RankContext(
+            rank=rank,
+            world_size=num_ranks,
+            environment=with_rank_variables(os.environ),
+            rendezvous_timeout_s=_MEET_S,
+        )
         try:
             with contextlib.ExitStack() as meeting:
-                store = None
-                if num_ranks > 1:
-                    store = connect(
-                        RankContext(
-                            rank=rank,
-                            world_size=num_ranks,
-                            environment=with_rank_variables(os.environ),
-                            rendezvous_timeout_s=_MEET_S,
-                        )
-                    )
+                store = connect(context) if num_ranks > 1 else None
+                if store is not None:
                     meeting.callback(store.stop_heartbeat)
                 with propagating_errors(store):
                     require_planned(self.plan, num_ranks)
                 recorder = Recorder(
-                    steps=self._steps,
-                    rank=rank,
-                    num_ranks=num_ranks,
-                    store=store,
-                    plan=self.plan,
+                    steps=self._steps, rank=rank, num_ranks=num_ranks, store=store, plan=self.plan
                 )
                 recorder.begin(self._launch, what="record of the run", run=self._run)
                 self._recorder = recorder
@@ -102,10 +93,8 @@ class WatchedLoop:
         """Around each step of the optimizer."""
         if not self._has_begun:
             self._has_begun = True
-            try:  # the first step shows the batch
-                require_planned_batch(self.plan)
-            except UserInputError as error:
-                self._stop(error)
+            if (batch := _other_batch(self.plan)) is not None:  # the first step shows it
+                self._stop(batch)
         with contextlib.nullcontext() if self._recorder is None else self._recorder.step():
             yield
 
@@ -182,23 +171,16 @@ def require_planned(plan: ParallelPlan, num_ranks: int) -> None:
         compare_groups(plan, state)
 
 
-def require_planned_batch(plan: ParallelPlan) -> None:
-    """Refuse another batch or micro batch than the plan's, where megatron-core knows them.
-
-    Raises:
-        UserInputError: if one of them is another.
-    """
+def _other_batch(plan: ParallelPlan) -> UserInputError | None:
+    """An error for another batch than the plan's, or micro batch, where megatron-core knows it."""
     calculator: Any = sys.modules.get("megatron.core.num_microbatches_calculator")
     try:
-        batch = calculator.get_current_global_batch_size()
-        num_microbatches = calculator.get_num_microbatches()
+        batch = calculator.get_current_global_batch_size(), calculator.get_num_microbatches()
     except AttributeError:  # there is none
-        return
+        return None
     planned = plan.layout.global_batch_size, plan.layout.num_microbatches
-    if (batch, num_microbatches) != planned:
-        raise UserInputError(
-            "batch",
-            f"{batch} sequences in {num_microbatches} micro batches",
-            f"the plan is for {planned[0]} in {planned[1]}",
-            fix="Plan for the batch that runs.",
-        )
+    if batch == planned:
+        return None
+    value = "{} sequences in {} micro batches".format(*batch)
+    limit = "the plan is for {} in {}".format(*planned)
+    return UserInputError("batch", value, limit, "Plan for the batch that runs.")

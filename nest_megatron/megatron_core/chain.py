@@ -18,7 +18,7 @@ import importlib
 import sys
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def extract_chain(module: Any, inputs: Sequence[TensorShape]) -> ChainGraph:
         input_bytes=float(sum(tensor.nbytes for tensor in trace.inputs)),
         operators=work.operators,
         edges=work.edges,
-        blocks=chain_blocks(work, block_of(module), module),
+        blocks=chain_blocks(work, module),
     )
 
 
@@ -72,17 +72,6 @@ _MODEL = "(model)"
 
 _Call = tuple[str, int]
 _Run = tuple[_Call, int, int]
-
-
-def block_of(module: Any) -> Callable[[str], str]:
-    """A function from a module's path to the path of the block that it is in."""
-    opened = frozenset(_opened(module, ""))
-
-    def block(path: str) -> str:
-        prefixes = accumulate(path.split("."), "{}.{}".format)
-        return next((prefix for prefix in ("", *prefixes) if prefix not in opened), path)
-
-    return block
 
 
 def _opened(module: Any, path: str) -> Iterator[str]:
@@ -105,15 +94,15 @@ def _repeated_classes(module: Any) -> frozenset[type]:
     return frozenset(kind for kind, count in counts.items() if count > 1)
 
 
-def chain_blocks(
-    work: ChainWork, block: Callable[[str], str], module: Any
-) -> tuple[ChainBlock, ...]:
+def chain_blocks(work: ChainWork, module: Any) -> tuple[ChainBlock, ...]:
     """The blocks of a chain, in the order of the run; the module's parts name their kinds."""
+    opened = frozenset(_opened(module, ""))
 
     def call_of(place: Place) -> _Call:
         """One call of a block: one that is called twice in a row is two blocks."""
-        path = block(place.path)
-        return path, place.call_of(path)
+        prefixes = ("", *accumulate(place.path.split("."), "{}.{}".format))
+        path = next((prefix for prefix in prefixes if prefix not in opened), place.path)
+        return path, next((number for name, number in place.calls if name == path), 0)
 
     runs: list[_Run] = []
     for call, run in groupby(work.places, key=call_of):

@@ -39,10 +39,6 @@ class Place:
         """Path of the innermost module."""
         return self.calls[-1][0] if self.calls else ""
 
-    def call_of(self, path: str) -> int:
-        """The number of the call of one of these modules; 0 of any other."""
-        return next((number for name, number in self.calls if name == path), 0)
-
 
 class Trace(NamedTuple):
     """What a run leaves behind.
@@ -86,7 +82,14 @@ def traced(module: Any, inputs: Sequence[TensorShape]) -> Trace:
     # torch 2.15 logs a traceback before it raises: the refusal says as much
     quiet = at_level("torch._subclasses.fake_tensor", logging.CRITICAL)
     try:
-        with mode, keeping, torch.enable_grad(), as_on_a_gpu(), run.following(module), quiet:
+        with (
+            mode,
+            keeping,
+            torch.enable_grad(),
+            as_on_a_gpu(),
+            hooked(module, run.enter, run.leave),
+            quiet,
+        ):
             graph = make_fx(forward)(*flat).graph
     except Exception as error:  # whatever the model's own code raises is the user's to know
         raise _refusal(error, module, run.place.path) from error
@@ -143,6 +146,28 @@ def _forward(
     return forward
 
 
+@contextlib.contextmanager
+def hooked(
+    module: Any, enter: Callable[..., None], leave: Callable[..., None], *, always: bool = False
+) -> Iterator[None]:
+    """Call functions with the path of each part of a module as it begins and as it ends.
+
+    Args:
+        enter: takes the path, the part, and its arguments by place and by keyword.
+        leave: takes the path, the part, its arguments and its output.
+        always: ``leave`` is called after an error, too.
+    """
+    handles = []
+    for path, part in module.named_modules():
+        handles.append(part.register_forward_pre_hook(partial(enter, path), with_kwargs=True))
+        handles.append(part.register_forward_hook(partial(leave, path), always_call=always))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 @dataclass(slots=True)
 class _Run:
     """Where the run is, and what it has saved.
@@ -173,25 +198,14 @@ class _Run:
         self.saved.append((tensor, self.place))
         return tensor
 
-    @contextlib.contextmanager
-    def following(self, module: Any) -> Iterator[None]:
-        """Follow the run through a module and all inside it."""
-        handles = []
-        for path, part in module.named_modules():
-            handles.append(part.register_forward_pre_hook(partial(self._enter, path)))
-            handles.append(part.register_forward_hook(partial(self._leave, path)))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter(self, path: str, *_: Any) -> None:
+    def enter(self, path: str, *_: Any) -> None:
+        """Note that a module begins."""
         self.mark()
         self.calls += 1
         self.place = Place((*self.place.calls, (path, self.calls)))
 
-    def _leave(self, path: str, *_: Any) -> None:
+    def leave(self, path: str, *_: Any) -> None:
+        """Note that a module ends."""
         self.mark()
         # A module inside that raised, and was caught, is left with it.
         names = [name for name, _ in self.place.calls]
@@ -393,14 +407,12 @@ def _flops(node: Any) -> int:
     if _name(node) == _CPU_ATTENTION:
         return _attention_flops(node)
     formula = flop_registry.get(node.target.overloadpacket)
+    if formula is None and _name(node) in _GROUPED:  # every row meets one matrix
+        left, right = (argument.meta["val"].shape for argument in node.args[:2])
+        return int(2 * left.numel() * right[-1])
     if formula is None:
-        return _grouped_flops(node) if _name(node) in _GROUPED else 0
-
-    def value(argument: Any) -> Any:
-        return argument.meta.get("val") if isinstance(argument, torch.fx.Node) else argument
-
-    args = torch.fx.map_arg(node.args, value)
-    options = torch.fx.map_arg(node.kwargs, value)
+        return 0
+    args, options = torch.fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
     return int(formula(*args, **options, out_val=node.meta.get("val")))
 
 
@@ -413,10 +425,3 @@ def _attention_flops(node: Any) -> int:
     formula = flop_registry[torch.ops.aten._scaled_dot_product_flash_attention]
     repeated = [torch.empty((*shapes[0][:2], *shape[2:]), device="meta") for shape in shapes]
     return int(formula(*repeated, out_val=repeated[0]))
-
-
-def _grouped_flops(node: Any) -> int:
-    """A GEMM for each group: whatever the split, every row meets one matrix."""
-    left, right = (argument.meta["val"].shape for argument in node.args[:2])
-    rows = left.numel() // left[-1]
-    return int(2 * rows * left[-1] * right[-1])

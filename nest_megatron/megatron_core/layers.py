@@ -70,10 +70,14 @@ def extract_layer(
         raise UserInputError(what, value, limit, fix)
     record, parameters, groups = _recorded(spec, kind, shard, NO_RECOMPUTE, implementation)
     settings = recompute_settings(spec, kind) if recompute is None else recompute
-    variants = {
-        setting.label(): _recomputed(_recorded(spec, kind, shard, setting, implementation)[0])
-        for setting in settings
-    }
+    variants = {}
+    for setting in settings:
+        again, *_ = _recorded(spec, kind, shard, setting, implementation)
+        variants[setting.label()] = RecomputedLayer(
+            saved_bytes=again.input_bytes + sum(again.saved.values()),
+            recomputed_flops=sum(work.flops for work in again.recomputed.values()),
+            recomputed_bytes_moved=sum(work.bytes_moved for work in again.recomputed.values()),
+        )
     part = functools.partial(part_of, kind=kind, latent_attention=spec.multi_latent_attention)
     saved: defaultdict[Part, float] = defaultdict(float)
     for path, num_bytes in record.saved.items():
@@ -94,14 +98,6 @@ def extract_layer(
             "implementation": implementation.value,
             "attention": "flash" if shard.flash_attention else "unfused",
         },
-    )
-
-
-def _recomputed(record: Record) -> RecomputedLayer:
-    return RecomputedLayer(
-        saved_bytes=record.input_bytes + sum(record.saved.values()),
-        recomputed_flops=sum(work.flops for work in record.recomputed.values()),
-        recomputed_bytes_moved=sum(work.bytes_moved for work in record.recomputed.values()),
     )
 
 
@@ -193,14 +189,10 @@ def _recorded(
         inner = one_layer(spec, kind)
         share = inner.moe_router_topk / inner.num_experts if inner.num_experts else 1.0
         recorded = record(unit.module, unit.forward, unit.inputs(), selected_share=share)
-        return recorded, _parameters(unit.module), _groups()
-
-
-def _parameters(module: Any) -> ParameterCount:
-    counts: Counter[bool] = Counter()
-    for name, parameter in module.named_parameters():
-        counts[".experts." in f".{name}"] += parameter.numel()
-    return ParameterCount(dense=counts[False], expert=counts[True])
+        counts: Counter[bool] = Counter()
+        for name, parameter in unit.module.named_parameters():
+            counts[".experts." in f".{name}"] += parameter.numel()
+        return recorded, ParameterCount(dense=counts[False], expert=counts[True]), _groups()
 
 
 def _groups() -> dict[str, Group]:

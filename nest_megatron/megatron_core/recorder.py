@@ -7,8 +7,6 @@ is marked with its module in the forward pass.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from nest_megatron.megatron_core.fx import hooked
 from nest_megatron.model.graph import OperatorKind
 
 #: Operators that move no bytes: they look at memory in another way, or only ask for some.
@@ -114,7 +113,7 @@ def record(
             router's is a balanced one's.
     """
     seen = _Recorder(module, inputs, selected_share)
-    with seen.watching():
+    with hooked(module, seen.enter, seen.leave, always=True), seen:
         with torch.autograd.graph.saved_tensors_hooks(seen.keep, lambda kept: kept):
             output = forward(*inputs)
         seen.count_saved()
@@ -134,33 +133,20 @@ class _Recorder(TorchDispatchMode):
         given = [tensor for tensor in inputs if tensor is not None]
         self.record = Record(input_bytes=given[0].untyped_storage().nbytes())
         self.is_backward = False
-        self._module, self._share = module, selected_share
+        self._share = selected_share
         self._stack = [""]
         self._paths: dict[Any, str] = {}
         # storages that are not kept for the module's sake
         self._own = {*map(_storage, (*module.parameters(), *module.buffers(), *given))}
         self._kept: dict[int, tuple[Any, str]] = {}
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch the module's parts."""
-        handles = []
-        for path, part in self._module.named_modules():
-            enter = functools.partial(self._enter, path)
-            handles.append(part.register_forward_pre_hook(enter, with_kwargs=True))
-            handles.append(part.register_forward_hook(self._leave, always_call=True))
-        try:
-            with self:
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter(self, path: str, _: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def enter(self, path: str, _: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note that a part of the module begins."""
         self.mark((*args, *kwargs.values()), self._stack[-1])
         self._stack.append(path)
 
-    def _leave(self, _: object, __: object, output: Any) -> None:
+    def leave(self, _: str, __: object, ___: object, output: Any) -> None:
+        """Note that it ends."""
         self.mark(output, self._stack.pop())
 
     def mark(self, output: Any, path: str) -> None:

@@ -196,10 +196,7 @@ def transformer_config(
     for name, value in spec.variant.differences().items():
         limit, fix = "megatron-core's own layers do not have it", "Use a model that it builds."
         raise UserInputError(f"model {spec.name}: variant.{name}", value, limit, fix)
-    from megatron.core.transformer.transformer_config import (
-        MLATransformerConfig,
-        TransformerConfig,
-    )
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     fields = {
         **_shape_fields(spec),

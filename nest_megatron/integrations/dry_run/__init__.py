@@ -111,25 +111,18 @@ def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> Recor
         if os.environ.get(name) != value and not name.startswith("SLURM_")
     }
     notes = [*_notes(run, found, script or rest[0])]
-    secret = set(filter(is_secret, given))
-    if secret:
-        notes.append(
-            f"Left out of the command, as they may be secret: {', '.join(sorted(secret))}."
-        )
-    own: set[str] = set()
+    if secret := sorted(filter(is_secret, given)):
+        notes.append(f"Left out of the command, as they may be secret: {', '.join(secret)}.")
+    of_rank: list[str] = []
     if Path(found.words[0]).name in START_EACH_RANK:  # a list of devices is one for all
-        own = {name for name in _OF_A_RANK & given.keys() if "," not in given[name]}
-    if own:
-        names = ", ".join(sorted(own))
+        of_rank = sorted(name for name in _OF_A_RANK & given.keys() if "," not in given[name])
+    if of_rank:
         notes.append(
-            f"The script sets {names} for each rank, and one command has the same for all: they "
-            "are left out of it, so put its new flags into the script."
+            f"The script sets {', '.join(of_rank)} for each rank, and one command has the same for "
+            "all: they are left out of it, so put its new flags into the script."
         )
-    return replace(
-        found,
-        words=(*(f"{n}={v}" for n, v in given.items() if n not in own | secret), *found.words),
-        notes=tuple(notes),
-    )
+    kept = (f"{n}={value}" for n, value in given.items() if n not in (*secret, *of_rank))
+    return replace(found, words=(*kept, *found.words), notes=tuple(notes))
 
 
 def unread_model(words: Iterable[str]) -> str:
@@ -160,10 +153,8 @@ def _launch_that_trains(run: DryRun, call: str) -> RecordedLaunch:
         "Not on this host": run.absent,
         "Programs that were not run": run.skipped,
     }
-    fix = " ".join(
-        [*_list_sentences(lists), "Or give the training command itself by --from 'COMMAND'."]
-    )
-    raise UserInputError("script", call, _why_none(run), fix)
+    other = "Or give the training command itself by --from 'COMMAND'."
+    raise UserInputError("script", call, _why_none(run), " ".join((*_list_sentences(lists), other)))
 
 
 def _is_training(word: str) -> bool:
@@ -171,22 +162,20 @@ def _is_training(word: str) -> bool:
 
 
 def _of_all_nodes(words: Sequence[str]) -> tuple[str, ...]:
-    told = [_OF_A_NODE.fullmatch(word) for word in words]
-    before = (None, *told)
+    options = [_OF_A_NODE.fullmatch(word) for word in words]
     return tuple(
         word
-        for word, one, of_one in zip(words, told, before, strict=False)
-        if one is None and (of_one is None or of_one[2])
+        for word, option, before in zip(words, options, (None, *options), strict=False)
+        if option is None and (before is None or before[2])
     )
 
 
 def _differences(launches: Sequence[RecordedLaunch]) -> str:
     """Each launch by the options that not all have."""
-    each_has = [_options(launch.words) for launch in launches]
-    in_all = set(each_has[0]).intersection(*each_has)
+    in_all = set.intersection(*(set(_options(launch.words)) for launch in launches))
     told = {}
-    for launch, options in zip(launches, each_has, strict=True):
-        own = " ".join(text for text in options if text not in in_all)[:120]
+    for launch in launches:
+        own = " ".join(text for text in _options(launch.words) if text not in in_all)[:120]
         shown = own or f"nothing beside those of {_program(launch.words)}"
         told[_of_all_nodes(launch.words)] = f"{shown} (line {launch.line})"
     return "; ".join([*told.values()][:6])
@@ -233,13 +222,10 @@ def _notes(run: DryRun, found: RecordedLaunch, script: str) -> Iterator[str]:
     elsewhere = found.folder and Path(found.folder) != Path.cwd()
     where = f", which starts it in {found.folder}" if elsewhere else ""
     yield f"The command is that of {place}{where}; bash ran it, and its programs started nothing."
-    others = {
-        " ".join(each.words[:2]): each.line
-        for each in run.launches
-        if not any(map(_is_training, each.words))
-    }
+    others = (each for each in run.launches if not any(map(_is_training, each.words)))
+    skipped = {" ".join(each.words[:2]): each.line for each in others}
     lists = {
-        "Programs that were not run": {**run.skipped, **others},
+        "Programs that were not run": {**run.skipped, **skipped},
         "Answered for the cluster that is planned for": run.answered,
         "Variables that nothing sets, empty as in the shell": run.unset,
         "Not on this host": run.absent,
@@ -250,9 +236,8 @@ def _notes(run: DryRun, found: RecordedLaunch, script: str) -> Iterator[str]:
             f"Slurm's options of the script ({shlex.join(found.header)}) are not in the command. "
             "What Slurm tells a task is made up: hosts are node1 and so on, and the rank is 0."
         )
-    ranks = [*filter(_OF_A_NODE.fullmatch, found.words)]
-    if ranks:
-        yield f"{ranks[0].partition('=')[0]} is that of the first node: each node has its own."
+    if rank := next(filter(_OF_A_NODE.fullmatch, found.words), None):
+        yield f"{rank.partition('=')[0]} is that of the first node: each node has its own."
     if run.code is None:
         yield f"It was ended after {MAX_SECONDS:g} s; what it launches later is not seen."
     if run.exposed:
@@ -364,22 +349,19 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
         in_job = "SLURM_JOB_ID" in start or words[0].endswith("sbatch")
         if script is not None and not in_job:  # bash starts a batch script
             options = header_options(script.read_text(encoding="utf-8", errors="replace"))
-        code = _run(folder, words, {**start, **_slurm_variables(options, start)})
         launches: list[RecordedLaunch] = []
-        pending = [(options, record) for record in _records(folder)]
+        code, pending = _run(folder, words, options, start)
         batches = 0
         while pending:
-            header, record = pending.pop(0)
+            options, record = pending.pop(0)
             if record["script"] is None:
-                launches.append(_launch(record, header))
+                launches.append(_launch(record, options))
             elif batches < _MAX_BATCHES:
                 batches += 1
-                given = record["environment"]
                 text = Path(record["script"][1]).read_text(encoding="utf-8", errors="replace")
                 options = (*header_options(text), *record["words"][1:])
-                given |= _slurm_variables(options, given)
-                code = _run(folder, record["script"], given)
-                pending += [(options, each) for each in _records(folder)]
+                code, found = _run(folder, record["script"], options, record["environment"])
+                pending += found
         return DryRun(
             launches=tuple(launches),
             **{
@@ -412,33 +394,34 @@ def _furnish(folder: Path, bash: str, cluster: Cluster | None) -> None:
     for name in READS.split():
         if (found := shutil.which(name)) is not None:
             (programs / name).symlink_to(found)
-    per_node = 8 if cluster is None else cluster.host_size or cluster.num_gpus
-    settings = {
-        "bash": bash,
-        "gpus_per_node": str(per_node),
-        "gpu": "GPU" if cluster is None else cluster.accelerator.name,
-        "memory_mib": str(int(cluster.accelerator.memory_bytes) >> 20 if cluster else 0),
-    }
+    settings = {"bash": bash, "gpus_per_node": "8", "gpu": "GPU", "memory_mib": "0"}
+    if cluster is not None:
+        settings |= {
+            "gpus_per_node": str(cluster.host_size or cluster.num_gpus),
+            "gpu": cluster.accelerator.name,
+            "memory_mib": str(int(cluster.accelerator.memory_bytes) >> 20),
+        }
     (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
-def _run(folder: Path, words: Sequence[str], environment: Environment) -> int | None:
-    """Run words in the view of ``view.py``; the exit status, ``None`` where time ended them."""
+def _run(
+    folder: Path, words: Sequence[str], options: tuple[str, ...], environment: Environment
+) -> tuple[int | None, list[tuple[tuple[str, ...], dict[str, Any]]]]:
+    """Run words in the view of ``view.py``, as a job of Slurm's where they have its options.
+
+    Returns:
+        The exit status, ``None`` where time ended them; and what was written down, each with the
+        options.
+    """
+    variables = {**environment, **_slurm_variables(options, environment)}
     given = {
-        **{name: value for name, value in environment.items() if name not in _OWN},
+        **{name: value for name, value in variables.items() if name not in _OWN},
         "PATH": str(folder / "bin"),
         "NEST_DRY_RUN": str(folder),
         "NEST_DRY_RUN_PATH": os.environ.get("PATH", ""),
     }
-    start = [
-        sys.executable,
-        "-I",
-        "-S",
-        str(VIEW),
-        str(folder),
-        str(folder / "bin" / ".recorder"),
-        *words,
-    ]
+    view = [sys.executable, "-I", "-S", str(VIEW), str(folder)]
+    start = [*view, str(folder / "bin" / ".recorder"), *words]
     with (folder / "printed").open("wb") as printed:
         process = subprocess.Popen(
             start,
@@ -449,9 +432,9 @@ def _run(folder: Path, words: Sequence[str], environment: Environment) -> int | 
             start_new_session=True,
         )
     try:
-        return process.wait(MAX_SECONDS)
+        code = process.wait(MAX_SECONDS)
     except subprocess.TimeoutExpired:
-        return None
+        code = None
     finally:
         if process.poll() is None:
             process.terminate()  # it ends all below it
@@ -460,15 +443,11 @@ def _run(folder: Path, words: Sequence[str], environment: Environment) -> int | 
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def _records(folder: Path) -> list[dict[str, Any]]:
-    """What was written down since the last time."""
     found = []
     for path in sorted((folder / "launches").glob("*.json"))[:_MAX_LAUNCHES]:
-        found.append(json.loads(path.read_text(encoding="utf-8")))
+        found.append((options, json.loads(path.read_text(encoding="utf-8"))))
         path.unlink()
-    return found
+    return code, found
 
 
 def _launch(record: Mapping[str, Any], header: tuple[str, ...]) -> RecordedLaunch:
@@ -495,16 +474,11 @@ def _slurm_variables(options: Sequence[str], environment: Environment) -> dict[s
     if "--ntasks" not in sizes and nodes.isdigit() and per_node.isdigit():
         sizes["--ntasks"] = str(int(nodes) * int(per_node))
     found = {name: value for option, value in sizes.items() for name in SLURM_VARIABLES[option]}
-    hosts = f"node[1-{nodes}]"
     found |= {
         **dict.fromkeys(SLURM_VARIABLES["--nodes"], nodes),
-        "SLURM_JOB_ID": "1",
-        "SLURM_JOBID": "1",
-        "SLURM_JOB_NODELIST": hosts,
-        "SLURM_NODELIST": hosts,
-        "SLURM_PROCID": "0",
-        "SLURM_NODEID": "0",
-        "SLURM_LOCALID": "0",
+        **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), "1"),
+        **dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), f"node[1-{nodes}]"),
+        **dict.fromkeys(recorder.OF_A_TASK, "0"),
         "SLURM_SUBMIT_DIR": environment.get("PWD") or str(Path.cwd()),
     }
     return {name: value for name, value in found.items() if name not in environment}

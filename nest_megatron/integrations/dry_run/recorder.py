@@ -37,7 +37,7 @@ _PYTHON = re.compile(r"python[\d.]*")
 _PROGRAM = re.compile(r"\S\.py(\s|$|\"|')")
 _SHELL_LINE = re.compile(rb"#!\s*\S*?(/env\s+)?(bash|sh|dash|zsh|ksh)\b")
 #: What Slurm tells each task of itself; the first task is 0.
-_OF_A_TASK = ("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID")
+OF_A_TASK = ("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
@@ -89,7 +89,7 @@ def _launch(words: list[str]) -> None:
         place, before = _around()
         around = json.dumps([place, [*before, *words[:at]]])
         rest = words[at + 1 :] if _name(words[at]) in SHELLS else words[at:]
-        of_task = _OF_A_TASK if _name(words[0]) == "srun" else ()
+        of_task = OF_A_TASK if _name(words[0]) == "srun" else ()
         first = {name: os.environ.get(name, "0") for name in of_task}
         _run_shell(rest, NEST_DRY_RUN_AROUND=around, **first)
     if "-m" in words or any(map(_PROGRAM.search, words)):
@@ -204,10 +204,10 @@ def _answer(words: list[str]) -> None:
         known |= {"memory.total": memory, "memory.free": memory, "memory.used": f"0{unit}"}
         fields = [field.strip() for field in query.split(",")]
         if "noheader" not in form:
-            print(", ".join(fields))
+            print(*fields, sep=", ")
         for n in gpus:
             row = {**known, "index": str(n), "uuid": f"GPU-{n}"}
-            print(", ".join(row.get(field, "[N/A]") for field in fields))
+            print(*(row.get(field, "[N/A]") for field in fields), sep=", ")
     _note("nvidia-smi", "answered" if query or set(words) & {"-L", "--list-gpus"} else "skipped")
 
 

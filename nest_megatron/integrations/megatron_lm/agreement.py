@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import socket
 import threading
 import time
@@ -178,12 +179,12 @@ class RendezvousStore:
     def tell(self, error: BaseException) -> None:
         """Tell the other ranks what ends this one, unless another was first."""
         own = rank_words([self.context.rank], {self.context.rank: socket.gethostname()})
-        message = f"{own} stopped: {str(error) or type(error).__name__}"
         if isinstance(error, NoAgreementError):
             message = str(error)
         elif isinstance(error, SystemExit):
             message = f"{own} ended with code {error.code}"
         else:
+            message = f"{own} stopped: {str(error) or type(error).__name__}"
             _ = self.prints_errors  # this one says it on its host
         with contextlib.suppress(NoAgreementError):
             self._write(f"{_FAILURE}{exit_code_of(error)} {message}")
@@ -242,8 +243,8 @@ class RendezvousStore:
         keys = [f"heartbeat/{rank}" for rank in ranks]
         heartbeats = self.store.call("multi_get", keys) if keys else ()
         for rank, heartbeat in zip(ranks, heartbeats, strict=True):
-            if seen.get(rank, ("", 0.0))[0] != heartbeat:
-                seen[rank] = heartbeat, time.monotonic()
+            if rank not in seen or seen[rank][0] != heartbeat:
+                seen[rank] = heartbeat, now
         if silent := [r for r in ranks if now - seen[r][1] > self.context.heartbeat_timeout_s]:
             raise self._silent(silent)
 
@@ -337,13 +338,14 @@ def require_equal(
             return
         store.publish(own)
         store.leave(what, None)
-        ends: list[float] = []
+        ended = math.inf
 
         def enough() -> bool:
             """One differs, and others had time to say the same."""
-            if not ends and store.num_parts(different):
-                ends.append(time.monotonic() + _OTHERS_S)
-            return bool(ends) and time.monotonic() > ends[0]
+            nonlocal ended
+            if ended == math.inf and store.num_parts(different):
+                ended = time.monotonic() + _OTHERS_S
+            return time.monotonic() > ended
 
         parts = store.collect(what, enough=enough)
         if others := store.parts(different):

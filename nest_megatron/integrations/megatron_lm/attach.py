@@ -29,11 +29,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     read_recompute,
     read_sharding,
 )
-from nest_megatron.integrations.megatron_lm.parser import (
-    namespace_values,
-    newest_flags,
-    words_for,
-)
+from nest_megatron.integrations.megatron_lm.parser import namespace_values, newest_flags, words_for
 from nest_megatron.integrations.megatron_lm.write import (
     environment,
     model_argv,
@@ -213,11 +209,7 @@ def _with_launcher(
     plan: ParallelPlan, launch: LaunchCommand, command: ReadCommand
 ) -> LaunchCommand:
     """The user's launcher, on as many nodes as are planned, and variables that are no secrets."""
-    from nest_megatron.integrations.launchers import (
-        with_num_nodes,
-        with_variables,
-        without_secrets,
-    )
+    from nest_megatron.integrations.launchers import with_num_nodes, with_variables, without_secrets
 
     ranks, words = command.ranks, command.launcher
     num_nodes, per_node = launch_size(plan)

@@ -39,10 +39,7 @@ from nest_megatron.integrations.megatron_lm import agreement, attach, planning
 from nest_megatron.integrations.megatron_lm.measure import measure_job
 from nest_megatron.integrations.megatron_lm.own_layers import stand_in_device
 from nest_megatron.integrations.megatron_lm.parser import load_arguments
-from nest_megatron.integrations.megatron_lm.planning import (
-    Decision,
-    require_planned,
-)
+from nest_megatron.integrations.megatron_lm.planning import Decision, require_planned
 from nest_megatron.integrations.megatron_lm.ranks import (
     LaunchedJob,
     begin_record,
@@ -329,12 +326,13 @@ def _write_plan(launched: LaunchedJob, plan: ParallelPlan) -> str:
     return plan_file_note(path)
 
 
+_VIRTUAL = "virtual_pipeline_model_parallel_size"
 #: What a plan keeps under ``nearest``, by the names of ``layout_arguments``: which rank holds which
 #: part of the model, and how its states are divided. Replicas take the ranks that are there.
 _KEPT = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
+    _VIRTUAL,
     "pipeline_model_parallel_layout",
     "context_parallel_size",
     "expert_model_parallel_size",
@@ -365,7 +363,23 @@ def pinned_plan(launched: LaunchedJob, job: Job) -> planning.LaunchPlan:
     pinned = read_launched(path, None if unsized else world_size)
     if unsized:
         world_size = pinned.plan.layout.num_gpus
-    actual = _actual(launched, job, cluster, world_size)
+    assert job.command is not None
+    gpus = None
+    if cluster is None and not dry_run:
+        gpus, _ = like_gpus(launched.hosts, local_gpus(), MixedGpus(launched.launch.mixed_gpus))
+    actual = ActualJob(
+        spec=job.spec,
+        num_gpus=world_size,
+        cluster=cluster,
+        gpus=gpus,
+        gpus_per_host=None if dry_run else processes_per_host(os.environ),
+        global_batch_size=job.final_batch_size,
+        batch_schedule=job.batch_schedule,
+        precision=job.precision,
+        tensor_model_parallel_size=job.command.values["tensor_model_parallel_size"],
+        megatron_lm=job.version,
+        memory_flags=job.memory_flags,
+    )
     found = differences(pinned, actual)
     if not found:
         launched.signer = pinned.signer
@@ -390,38 +404,15 @@ def _refuse_search(launched: LaunchedJob, allowed: Sequence[OnMismatch]) -> None
         f"nest.{each.key}": each.value
         for each in launched.words.job
         if each.origin is None and each.key.partition(".")[0] in _OF_SEARCH
+        if allowed[0] is OnMismatch.REFUSE
     }
-    searches = searches if allowed[0] is OnMismatch.REFUSE else {}
     if launched.launch.free and allowed[0] is not OnMismatch.REPLAN:
         searches["nest.free"] = launched.launch.free
     for name, value in searches.items():
         more = ", or let it hold where the machines are others: nest.on_mismatch=replan"
-        raise UserInputError(
-            name,
-            value,
-            "+nest=pinned launches the plan as it was reviewed, and searches nothing",
-            f"Leave it out{more if OnMismatch.REPLAN in allowed else ''}.",
-        )
-
-
-def _actual(launched: LaunchedJob, job: Job, cluster: Cluster | None, world_size: int) -> ActualJob:
-    assert job.command is not None
-    dry_run, gpus = launched.launch.dry_run, None
-    if cluster is None and not dry_run:
-        gpus, _ = like_gpus(launched.hosts, local_gpus(), MixedGpus(launched.launch.mixed_gpus))
-    return ActualJob(
-        spec=job.spec,
-        num_gpus=world_size,
-        cluster=cluster,
-        gpus=gpus,
-        gpus_per_host=None if dry_run else processes_per_host(os.environ),
-        global_batch_size=job.final_batch_size,
-        batch_schedule=job.batch_schedule,
-        precision=job.precision,
-        tensor_model_parallel_size=job.command.values["tensor_model_parallel_size"],
-        megatron_lm=job.version,
-        memory_flags=job.memory_flags,
-    )
+        fix = f"Leave it out{more if OnMismatch.REPLAN in allowed else ''}."
+        limit = "+nest=pinned launches the plan as it was reviewed, and searches nothing"
+        raise UserInputError(name, value, limit, fix)
 
 
 def _pinned_launch(job: Job, pinned: PinnedPlan) -> planning.LaunchPlan:
@@ -461,7 +452,18 @@ def _replacement(
         if OnMismatch.REPLAN in allowed
         else "pin a plan for these machines"
     )
-    kept = _requirements_of(pinned.plan.arguments, way_out, has_experts=job.spec.is_moe)
+    arguments = pinned.plan.arguments
+    values = {**arguments, _VIRTUAL: arguments[_VIRTUAL] or 1}
+    kept = {
+        name: Requirement(
+            value=values[name],
+            reason="nest.on_mismatch=nearest keeps its degrees and stages",
+            fix=way_out,
+            who="the pinned plan",
+        )
+        for name in _KEPT
+        if values[name] is not None and (job.spec.is_moe or not name.startswith("expert"))
+    }
     job = replace(job, required={**job.required, **kept})
     try:
         return planning.decide(job, place, free=_ALL, made_by=made_by)
@@ -502,20 +504,3 @@ def _place(launched: LaunchedJob, planned: Cluster, actual: ActualJob) -> JobClu
         cluster = with_hosts_of(cluster, per_host)
     note = f"The network is taken to be that of the pinned plan ({planned.name})."
     return JobCluster(cluster=cluster, settings=compose(words), notes=(note,))
-
-
-def _requirements_of(
-    arguments: Mapping[str, Any], way_out: str, *, has_experts: bool
-) -> Mapping[str, Requirement]:
-    """What ``nearest`` keeps of a plan; a virtual size of 1 stands for none."""
-    names = [name for name in _KEPT if has_experts or not name.startswith("expert")]
-    return {
-        name: Requirement(
-            value=1 if value is None and name.startswith("virtual") else value,
-            reason="nest.on_mismatch=nearest keeps its degrees and stages",
-            fix=way_out,
-            who="the pinned plan",
-        )
-        for name in names
-        if (value := arguments[name]) is not None or name.startswith("virtual")
-    }

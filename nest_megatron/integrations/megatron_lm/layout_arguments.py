@@ -263,7 +263,26 @@ def partition_of_values(spec: TransformerSpec, values: Values, pp: int) -> Stage
 
 
 def _split(spec: TransformerSpec, values: Values, pp: int) -> StagePartition:
-    virtual = _virtual_size(spec, values, pp)
+    """The stages of flags that state no layout.
+
+    Virtual stages: args:524-550; embedding and loss count as layers where they are accounted for.
+    """
+    for name in (_STAGES_A_RANK, _LAYERS_A_STAGE):
+        if values.get(name) is not None and values[name] < 1:
+            raise flag_error(name, values[name], "it is at least 1", "Raise it, or leave it out.")
+    embedding, loss = bool(values.get(_EMBEDDING)), bool(values.get(_LOSS))
+    layers, virtual = values.get(_LAYERS_A_STAGE), int(values.get(_STAGES_A_RANK) or 1)
+    if layers is not None:
+        total = spec.num_layers + embedding + loss
+        virtual, rest = divmod(total, pp * layers)
+        if rest:
+            raise flag_error(
+                _LAYERS_A_STAGE,
+                layers,
+                f"{total} layers, embedding and loss included where they are accounted for, make "
+                f"no whole number of such stages on each of {pp} pipeline ranks",
+                f"Use {_STAGES_A_RANK}, or a layout.",
+            )
     first, last = values.get(_FIRST), values.get(_LAST)
     if virtual > 1 and pp == 2 and first is not None and last is not None:
         raise UserInputError(
@@ -278,29 +297,6 @@ def _split(spec: TransformerSpec, values: Values, pp: int) -> StagePartition:
         virtual,
         first=first,
         last=last,
-        account_embedding=bool(values.get(_EMBEDDING)),
-        account_loss=bool(values.get(_LOSS)),
+        account_embedding=embedding,
+        account_loss=loss,
     )
-
-
-def _virtual_size(spec: TransformerSpec, values: Values, pp: int) -> int:
-    """Virtual stages of a rank, from either of the two flags that say it.
-
-    Source: args:524-550; embedding and loss count as layers where they are accounted for.
-    """
-    for name in (_STAGES_A_RANK, _LAYERS_A_STAGE):
-        if values.get(name) is not None and values[name] < 1:
-            raise flag_error(name, values[name], "it is at least 1", "Raise it, or leave it out.")
-    layers = values.get(_LAYERS_A_STAGE)
-    if layers is None:
-        return int(values.get(_STAGES_A_RANK) or 1)
-    total = spec.num_layers + bool(values.get(_EMBEDDING)) + bool(values.get(_LOSS))
-    if total % (pp * layers):
-        raise flag_error(
-            _LAYERS_A_STAGE,
-            layers,
-            f"{total} layers, embedding and loss included where they are accounted for, make no "
-            f"whole number of such stages on each of {pp} pipeline ranks",
-            f"Use {_STAGES_A_RANK}, or a layout.",
-        )
-    return int(total // (pp * layers))

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any
 
@@ -104,13 +105,14 @@ def measure_job(
     Raises:
         NestError: on all ranks, if a child dies or nothing can be timed at all.
     """
-    found: list[tuple[Job, JobCluster, LayerProfile | None]] = []
+    found: tuple[Job, JobCluster, LayerProfile | None] | None = None
     context = RankContext(rank=0, world_size=1, environment={}) if store is None else store.context
 
     def list_tasks(_: object) -> Orders:
+        nonlocal found
         read, place = job()
         orders, known = _orders(read, place, defaults or {}, free)
-        found.append((read, place, known))
+        found = read, place, known
         if orders.tasks:
             processes = counted(min(context.world_size, len(orders.tasks)), "process")
             say(
@@ -139,9 +141,9 @@ def measure_job(
             what="timings",
             limit_s=orders.max_seconds + SPARE_S + context.rendezvous_timeout_s,
         )
-    if not found:
+    if found is None:
         return None
-    ((read, place, known),) = found
+    read, place, known = found
     with agreement.propagating_errors(store):
         measured = [from_plain(Answer, each) for each in answers if each["machine"] is not None]
         profile = _recorded(orders, measured, place.settings.profile.name, known)
@@ -154,7 +156,6 @@ def _orders(
     job: Job, place: JobCluster, defaults: Values, free: Sequence[str]
 ) -> tuple[Orders, LayerProfile | None]:
     """What to measure, and the profile that has the rest."""
-    seconds = place.settings.profile.max_seconds
     if job.transformer_impl not in tuple(Implementation):
         raise flag_error(
             "transformer_impl",
@@ -163,18 +164,20 @@ def _orders(
             "Leave nest.profile.mode=measure out.",
         )
     implementation = Implementation(job.transformer_impl)
+    seconds = place.settings.profile.max_seconds
     max_seconds = require_seconds("nest.profile.max_seconds", seconds)
     outcome = decide(job, with_profile(place, ProfileMode.ANALYTIC), free=free)
     assert outcome.searched is not None
     assert job.command is not None
     request = outcome.searched.request
+    spec, precision = request.spec, request.settings.precision
     tasks = tasks_for(outcome.decision.plan, request, implementation)
     machine = machine_here(implementation)
-    known = stored_profile(request.spec, request.settings.precision, machine)
+    known = stored_profile(spec, precision, machine)
     orders = Orders(
-        spec=request.spec,
-        precision=request.settings.precision,
-        tasks=missing_tasks(request.spec, tasks, known),
+        spec=spec,
+        precision=precision,
+        tasks=missing_tasks(spec, tasks, known),
         job=job_arguments(job.command, defaults),
         implementation=implementation,
         where=Where.CPU if machine.is_cpu else Where.GPU,
@@ -342,8 +345,10 @@ def gpu_of_rank(environment: Environment) -> str:
     return seen[int(local) % len(seen)] if seen else local
 
 
-#: A block and the point that its time depends on.
-Shape = tuple[LayerBlock, Point]
+_DEGREES = attrgetter(
+    *("tensor_model_parallel_size", "micro_batch_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+)
 
 
 def tasks_for(
@@ -355,8 +360,9 @@ def tasks_for(
 
     def distance(shard: LayerShard) -> tuple[float, ...]:
         """Doublings from the best shape; what is equally far goes by size."""
-        pairs = zip(_degrees(shard), _degrees(best), strict=True)
-        return (math.fsum(abs(math.log2(a / b)) for a, b in pairs), *_degrees(shard))
+        degrees: tuple[int, ...] = _DEGREES(shard)
+        pairs = zip(degrees, _DEGREES(best), strict=True)
+        return (math.fsum(abs(math.log2(a / b)) for a, b in pairs), *degrees)
 
     model = CostModel(request.spec, request.cluster, request.settings)
     legal = {  # shapes that the search may choose and whose groups lie inside a node
@@ -370,7 +376,7 @@ def tasks_for(
     return tasks_of(request.spec, (best, *others, *sorted(legal, key=distance)))
 
 
-def shape_of(spec: TransformerSpec, task: Task) -> Shape:
+def shape_of(spec: TransformerSpec, task: Task) -> tuple[LayerBlock, Point]:
     """What tells two tasks apart: the block, and what its time depends on."""
     return task.block, point_of(spec, task.block, task.shard)
 
@@ -381,15 +387,6 @@ def _shard(layout: PartialLayout, like: LayerShard) -> LayerShard:
         **{name: getattr(layout.dims, name) for name in LAYER_DEGREES},
         micro_batch_size=layout.micro_batch_size,
         sequence_parallel=layout.sequence_parallel,
-    )
-
-
-def _degrees(shard: LayerShard) -> tuple[int, ...]:
-    return (
-        shard.tensor_model_parallel_size,
-        shard.micro_batch_size,
-        shard.expert_model_parallel_size,
-        shard.expert_tensor_parallel_size,
     )
 
 
@@ -447,12 +444,11 @@ def missing_tasks(
     spec: TransformerSpec, tasks: Iterable[Task], profile: LayerProfile | None
 ) -> tuple[Task, ...]:
     """The tasks that a profile has neither timed nor found impossible."""
-    if profile is None:
-        return tuple(tasks)
-    anything = LayerShard()
-    timed = (Task(timing.block, shard_of(timing, anything)) for timing in profile.timings)
-    failed = (skipped.task for skipped in untimed(profile))
-    known = {shape_of(spec, task) for task in (*timed, *failed)}
+    known = set()
+    if profile is not None:
+        timed = (Task(timing.block, shard_of(timing, LayerShard())) for timing in profile.timings)
+        failed = (skipped.task for skipped in untimed(profile))
+        known = {shape_of(spec, task) for task in (*timed, *failed)}
     return tuple(task for task in tasks if shape_of(spec, task) not in known)
 
 

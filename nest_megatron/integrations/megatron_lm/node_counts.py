@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster
@@ -168,7 +169,14 @@ def plan_for_nodes(job: TableJob, counts: Sequence[int]) -> PlanTable:
         UserInputError: if there is no plan for any of them.
     """
     alone = [_plan_entry(job, nodes, None) for nodes in sorted(counts, reverse=True)]
-    tables = [(loads, _plans_that_load(job, alone, loads)) for loads in _candidates(job, alone)]
+    # what all plans may load: one checkpoint of each layout, that of the most nodes first
+    candidates: dict[tuple[object, ...], Resharding] = {}
+    for entry, plan in alone:
+        if plan is not None:
+            loads = job.checkpoint_of(plan, entry.num_nodes)
+            layout = tuple(need.value for need in job.requirements(loads).values())
+            candidates.setdefault(layout, loads)
+    tables = [(loads, _plans_that_load(job, alone, loads)) for loads in candidates.values()]
     if not tables:
         entry, _ = alone[0]
         raise UserInputError(
@@ -185,27 +193,15 @@ def plan_for_nodes(job: TableJob, counts: Sequence[int]) -> PlanTable:
     )
 
 
-def _candidates(job: TableJob, alone: Sequence[Planned]) -> list[Resharding]:
-    """Checkpoints that all plans may load: one of each layout, that of the most nodes first."""
-    found: dict[tuple[object, ...], Resharding] = {}
-    for entry, plan in alone:
-        if plan is not None:
-            loads = job.checkpoint_of(plan, entry.num_nodes)
-            found.setdefault(tuple(need.value for need in job.requirements(loads).values()), loads)
-    return list(found.values())
-
-
 def _plans_that_load(job: TableJob, alone: Sequence[Planned], loads: Resharding) -> list[Planned]:
     """The plans that load a checkpoint, most nodes first: those found alone, where they do."""
-    found = []
-    for entry, plan in alone:
-        kept = entry, plan
+    found = [*alone]
+    for at, (entry, plan) in enumerate(alone):
         try:
             if plan is not None:
                 job.check_loadable(plan, loads)
         except UserInputError:
-            kept = _plan_entry(job, entry.num_nodes, loads)
-        found.append(kept)
+            found[at] = _plan_entry(job, entry.num_nodes, loads)
     return found
 
 
@@ -214,10 +210,11 @@ def _worth(found: Sequence[Planned]) -> tuple[float, ...]:
 
     Where a number has no plan, or a slow one, some of its nodes stay idle.
     """
-    best, steps_per_s = 0.0, []
-    for _, plan in reversed(found):
-        best = max(best, 0.0 if plan is None else 1.0 / plan.predicted.iteration_time_s)
-        steps_per_s.append(best)
+    rates = (
+        0.0 if plan is None else 1.0 / plan.predicted.iteration_time_s
+        for _, plan in reversed(found)
+    )
+    steps_per_s = [*accumulate(rates, max)]
     return sum(each > 0 for each in steps_per_s), *reversed(steps_per_s)
 
 
@@ -244,13 +241,11 @@ def _best_below(
     """Nodes and step of the plan for the most nodes below all, where the fewest have no plan."""
     least, plan = found[-1]
     size = least.num_gpus // least.num_nodes
-    for nodes in range(least.num_nodes - 1, 0, -1) if plan is None else ():
-        with contextlib.suppress(UserInputError):
-            try:
+    with contextlib.suppress(*WITHOUT_PLAN):  # fewer nodes have less memory
+        for nodes in range(least.num_nodes - 1, 0, -1) if plan is None else ():
+            with contextlib.suppress(UserInputError):
                 smaller = job.plan(job.request_for(nodes * size, loads), loads)
-            except WITHOUT_PLAN:
-                return None  # fewer nodes have less memory
-            return nodes, smaller.predicted.iteration_time_s
+                return nodes, smaller.predicted.iteration_time_s
     return None
 
 

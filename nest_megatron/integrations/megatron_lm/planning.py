@@ -32,11 +32,7 @@ from nest_megatron.integrations.megatron_lm.present_layout import (
     with_device_settings,
     with_present_layout,
 )
-from nest_megatron.integrations.megatron_lm.read import (
-    job_of,
-    refuse_unplannable,
-    require_options,
-)
+from nest_megatron.integrations.megatron_lm.read import job_of, refuse_unplannable, require_options
 from nest_megatron.integrations.megatron_lm.search_space import (
     fixed_choices,
     freed_flags,

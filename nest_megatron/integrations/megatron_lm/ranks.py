@@ -244,8 +244,11 @@ class Watch:
         recording = None if job is None else job.recorder
         if job is None or recording is None or not recording.steps:
             return original(*args, **kwargs)
-        if job.decision is not None and not has_planned_batch(job.decision.plan):
-            return original(*args, **kwargs)
+        if job.decision is not None and job.decision.plan.train.batch_schedule is not None:
+            from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+
+            if get_current_global_batch_size() != job.decision.plan.layout.global_batch_size:
+                return original(*args, **kwargs)
         was_done = recording.is_done
         with recording.step():
             if recording.is_done != was_done:
@@ -265,19 +268,11 @@ def _log(recording: Recorder, iteration: int) -> None:
         if board is wandb or recording.measured is None or (run := recording.run()) is None:
             return
         values = figures(run, recording.measured)
+        if board is not None:
+            for name, value in values.items():
+                board.add_scalar(name, value, iteration)
         if wandb is not None:
             wandb.log(values, iteration)
-        for name, value in values.items() if board is not None else ():
-            board.add_scalar(name, value, iteration)
-
-
-def has_planned_batch(plan: ParallelPlan) -> bool:
-    """Whether steps have the batch that a plan is for: of a batch that grows, those at its end."""
-    if plan.train.batch_schedule is None:
-        return True
-    from megatron.core.num_microbatches_calculator import get_current_global_batch_size
-
-    return bool(get_current_global_batch_size() == plan.layout.global_batch_size)
 
 
 #: Megatron's function for each kind of group; the last two are those of experts.

@@ -45,11 +45,7 @@ from nest_megatron.integrations.vocabulary import vocab_size_of
 from nest_megatron.layout.batch_schedule import RAMPUP, STEPS, BatchSchedule, read_schedule
 from nest_megatron.layout.cuda_graphs import cuda_graphs
 from nest_megatron.layout.knobs import closed_fields
-from nest_megatron.layout.rulebook.devices import (
-    OPTIMIZER_RULES,
-    STATE_FORMATS,
-    overlaps_gradients,
-)
+from nest_megatron.layout.rulebook.devices import OPTIMIZER_RULES, STATE_FORMATS, overlaps_gradients
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, Facts, release_number, violations
 from nest_megatron.layout.rulebook.options import ACTIVATION_FLAGS, COMMAND_RULES
 from nest_megatron.model.catalogue import spec_from_arguments

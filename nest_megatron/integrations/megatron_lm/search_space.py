@@ -28,11 +28,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
 from nest_megatron.integrations.megatron_lm.read import pipeline_limits
 from nest_megatron.layout.execution_rules import EXECUTION_ARGUMENTS
 from nest_megatron.layout.recompute import NO_RECOMPUTE
-from nest_megatron.layout.rulebook.devices import (
-    AWARE,
-    ELEMENTWISE_OPTIMIZERS,
-    allows_optimizer,
-)
+from nest_megatron.layout.rulebook.devices import AWARE, ELEMENTWISE_OPTIMIZERS, allows_optimizer
 from nest_megatron.layout.stage_layout import StagePartition, parse_layout
 from nest_megatron.layout.zero import (
     DataParallelSharding,
@@ -205,10 +201,10 @@ def with_required(
 
     zeros = space.zero_stages
     for name, has in _OF_CHECKPOINTS.items():
-        if (need := required.get(name)) is not None and need.value is not None:
-            zeros = tuple(zero for zero in zeros if has(zero, space.sharding) == need.value)
+        if (state := required.get(name)) is not None and state.value is not None:
+            zeros = tuple(zero for zero in zeros if has(zero, space.sharding) == state.value)
             if not zeros:
-                raise _not_loadable(name, not need.value, need)
+                raise _not_loadable(name, not state.value, state)
     partition, layout = space.partition, required.get(_LAYOUT)
     if layout is not None and layout.value is not None:
         saved = parse_layout(str(layout.value), spec, fixed[_PIPELINE])

@@ -12,14 +12,8 @@ from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UnplannableModelError
-from nest_megatron.integrations.megatron_lm.layout_arguments import (
-    ROLES,
-    flag_of,
-)
-from nest_megatron.integrations.megatron_lm.parser import (
-    argv_for,
-    load_arguments,
-)
+from nest_megatron.integrations.megatron_lm.layout_arguments import ROLES, flag_of
+from nest_megatron.integrations.megatron_lm.parser import argv_for, load_arguments
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.execution_rules import (
     EXECUTION_FIELDS,
@@ -36,18 +30,12 @@ from nest_megatron.layout.rulebook.facts import (
     Release,
     release_number,
 )
-from nest_megatron.layout.rulebook.options import (
-    ACTIVATION_FLAGS,
-    has_activation_flag,
-)
+from nest_megatron.layout.rulebook.options import ACTIVATION_FLAGS, has_activation_flag
 from nest_megatron.layout.stage_layout import StagePartition, is_uniform
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import PLAIN
 from nest_megatron.model.layer_pattern import LayerBlock
-from nest_megatron.model.spec import (
-    ModelFamily,
-    TransformerSpec,
-)
+from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.plain import to_plain
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
