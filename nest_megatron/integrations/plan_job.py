@@ -139,15 +139,13 @@ def settings_of(plan: ParallelPlan, path: Path) -> list[Setting]:
     if plan.choice is not None:
         found["memory.max_oom_chance"] = value_text(plan.choice.max_oom_chance)
         found["search.tie_percent"] = value_text(plan.choice.tie_percent)
-    pairs = (text.partition("=") for text in plan.provenance.given)
-    found |= {key: value for key, _, value in pairs}
+    found |= dict(text.partition("=")[::2] for text in plan.provenance.given)
     if plan.provenance.profile == ANALYTIC_NAME:  # its changes are not priced by one either
         found["profile.mode"] = ProfileMode.ANALYTIC.value
     if plan.provenance.site is None:
         found["profile.site"] = "false"
-    found |= _as_settings("reliability.", reliability_of(plan)) | _as_settings(
-        "cost.", rates_of(plan)
-    )
+    found |= _as_settings("reliability.", reliability_of(plan))
+    found |= _as_settings("cost.", rates_of(plan))
     if (tokens := found.pop("cost.tokens", None)) is not None:
         found["train.tokens"] = tokens
     job = RecipeJob(fields=plan.provenance.recipe)
@@ -254,9 +252,8 @@ def reliability_of(plan: ParallelPlan) -> Reliability | None:
         restart_s=found.restart_s,
     )
     said = goodput(best, plan.predicted.iteration_time_s, num_gpus).save_interval
-    if said == found.save_interval:
-        return best
-    return replace(best, save_interval=found.save_interval)
+    interval = None if said == found.save_interval else found.save_interval
+    return replace(best, save_interval=interval)
 
 
 def rates_of(plan: ParallelPlan) -> Rates | None:

@@ -160,17 +160,16 @@ class Recorder:
         schedules = sys.modules.get("megatron.core.pipeline_parallel.schedules")
         if self.plan is None or schedules is None:
             return
-        layout = self.plan.layout
+        layout, wrapped = self.plan.layout, list[tuple[ModuleType, str, Callable[..., Any]]]()
         if not layout.execution.overlap_moe_expert_parallel_comm:  # passes of two are one then
-            for name in _PASSES:
-                self._patch(schedules, name, self.with_timing)
+            wrapped += [(schedules, name, self.with_timing) for name in _PASSES]
         if (ep := layout.dims.expert_model_parallel_size) > 1:
             routed = importlib.import_module(_ROUTED[0])  # the package has a function of its name
-            self._patch(routed, _ROUTED[1], functools.partial(self.with_token_counts, ep=ep))
-
-    def _patch(self, module: ModuleType, name: str, wrapper: Callable[..., Any]) -> None:
-        if (original := getattr(module, name, None)) is not None:
-            self._patches.enter_context(mock.patch.object(module, name, wrapper(original)))
+            count = functools.partial(self.with_token_counts, ep=ep)
+            wrapped.append((routed, _ROUTED[1], count))
+        for module, name, wrapper in wrapped:
+            if (original := getattr(module, name, None)) is not None:
+                self._patches.enter_context(mock.patch.object(module, name, wrapper(original)))
 
     def with_timing(self, function: Callable[..., Result]) -> Callable[..., Result]:
         """A forward or backward pass of this rank's layers, timed inside watched steps."""

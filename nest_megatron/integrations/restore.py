@@ -228,44 +228,19 @@ def with_adapters(
     config: Any,
     assume_harmless: Collection[str] = (),
 ) -> tuple[TransformerSpec, tuple[str, ...]]:
-    """The model with what a job's ``peft`` trains, and notes; raises as ``read_adapters`` does.
-
-    Args:
-        config: of the model: without grouped products each expert would have adapters of its own.
-    """
-    adapters, notes = read_adapters(peft, where, assume_harmless)
-    spec = replace(spec, adapters=adapters)
-    grouped = value_or(config, "moe_grouped_gemm", False)
-    if spec.adapters is None or not spec.is_moe or grouped:
-        return spec, notes
-    for path in EXPERTS:
-        if spec.adapters.adapts(path, spec.num_layers):
-            raise UserInputError(
-                "model.moe_grouped_gemm",
-                grouped,
-                f"without it every expert has an adapter of its own on {path}, not priced here",
-                f"Set it, or leave {path.rpartition('.')[2]} out of {where}.target_modules.",
-            )
-    return spec, notes
-
-
-def read_adapters(
-    peft: Any, where: str, assume_harmless: Collection[str] = ()
-) -> tuple[Adapters | None, tuple[str, ...]]:
-    """What a job's ``peft`` adapts (``None`` where it trains all weights), and notes.
+    """The model with what a job's ``peft`` trains, and notes.
 
     Args:
         peft: ``LoRA``, ``DoRA`` or ``CanonicalLoRA`` of ``nemo.collections.llm.peft`` or
             ``megatron.bridge.peft``, built or a Fiddle ``Config``.
         where: what messages call it.
+        config: of the model: without grouped products each expert would have adapters of its own.
         assume_harmless: as of ``refuse_unplannable``.
 
     Raises:
         UnplannableModelError: for another scheme, or a field whose effect is not known.
         UserInputError: for what cannot be priced, naming the field.
     """
-    if peft is None:
-        return None, ()
     name = class_names(peft)[0]
     if name not in _SCHEMES:
         raise unplannable(
@@ -282,7 +257,17 @@ def read_adapters(
             "adapters on all but some modules are not priced",
             "Name target_modules.",
         )
-    return Adapters(scheme=_SCHEMES[name], target_modules=targets, **read), notes
+    adapters = Adapters(scheme=_SCHEMES[name], target_modules=targets, **read)
+    grouped = value_or(config, "moe_grouped_gemm", False)
+    for path in EXPERTS if spec.is_moe and not grouped else ():
+        if adapters.adapts(path, spec.num_layers):
+            raise UserInputError(
+                "model.moe_grouped_gemm",
+                grouped,
+                f"without it every expert has an adapter of its own on {path}, not priced here",
+                f"Set it, or leave {path.rpartition('.')[2]} out of {where}.target_modules.",
+            )
+    return replace(spec, adapters=adapters), notes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,10 +298,11 @@ class Restored:
         if self.saved.format == _HUGGING_FACE:
             return {}
         needs = checkpoint.requirements(self.saved, self.values, version)
-        if self.is_seen:
-            return {n: replace(r, fix=in_fields(r.fix, self.fields)) for n, r in needs.items()}
-        known = {n: r for n, r in needs.items() if r.value is not None}
-        return {n: replace(r, fix=self.afresh or r.fix) for n, r in known.items()}
+        return {
+            name: replace(need, fix=self.afresh or in_fields(need.fix, self.fields))
+            for name, need in needs.items()
+            if self.is_seen or need.value is not None
+        }
 
     def check(self, plan: ParallelPlan, version: str) -> None:
         """Raise if a plan's layout is one that the checkpoint cannot be loaded into."""
@@ -415,26 +401,23 @@ def restored_by_nemo(recipe: Any, stated: Values) -> Restored | None:
 
     Args:
         stated: the recipe's layers and layout, by Megatron's destinations.
-    """
-    resume, strategy = value_or(recipe, "resume"), recipe.trainer.strategy
-    values = {"num_experts": value_or(recipe.model.config, "num_moe_experts")}
-    if (going_on := _run_that_goes_on(recipe, resume)) is not None:
-        kind = value_or(strategy, "save_ckpt_format", "torch_dist")
-        return _as_laid_out(_unseen_checkpoint(going_on, kind, values), strategy, stated)
-    config = value_or(resume, "restore_config", value_or(strategy, "restore_config"))
-    if config is None:
-        return None
-    values["finetune"] = not value_or(config, "load_optim_state", False)
-    # whatever this run saves: an imported model is torch_dist, and so is a run with plain DDP
-    found = _unseen_checkpoint(str(value_or(config, "path", "")), "torch_dist", values)
-    return _as_laid_out(found, strategy, stated)
-
-
-def _as_laid_out(found: Restored, strategy: Any, stated: Values) -> Restored:
-    """A checkpoint whose optimizer's state keeps the recipe's layout, as NeMo saves it by default.
 
     Source: ``MegatronStrategy.sharded_state_dict_metadata`` and ``load_checkpoint``.
     """
+    resume, strategy = value_or(recipe, "resume"), recipe.trainer.strategy
+    values = {"num_experts": value_or(recipe.model.config, "num_moe_experts")}
+    # whatever this run saves: an imported model is torch_dist, and so is a run with plain DDP
+    path, kind = _run_that_goes_on(recipe, resume), "torch_dist"
+    if path is not None:
+        kind = value_or(strategy, "save_ckpt_format", kind)
+    else:
+        config = value_or(resume, "restore_config", value_or(strategy, "restore_config"))
+        if config is None:
+            return None
+        path = str(value_or(config, "path", ""))
+        values["finetune"] = not value_or(config, "load_optim_state", False)
+    found = _unseen_checkpoint(path, kind, values)
+    # an optimizer's state keeps the recipe's layout, as NeMo saves it by default
     is_divided = stated.get("use_distributed_optimizer") and found.saved.format == "torch_dist"
     whole = found.saved.weights_only or not is_divided
     if whole or value_or(strategy, "ckpt_optim_fully_reshardable", False):
@@ -485,17 +468,17 @@ def _is_hugging_face(folder: object) -> bool:
 
     Source: ``is_hf_checkpoint_dir``.
     """
-    if not isinstance(folder, str | os.PathLike) or not Path(folder, "config.json").is_file():
+    if not isinstance(folder, str | os.PathLike):
         return False
-    weights = ("model*.safetensors", "pytorch_model*.bin")
-    return any(any(Path(folder).glob(pattern)) for pattern in weights)
+    names = ("config.json", "model*.safetensors", "pytorch_model*.bin")
+    has_config, *has_weights = (any(Path(folder).glob(name)) for name in names)
+    return has_config and any(has_weights)
 
 
 def _has_checkpoint(folder: object) -> bool:
     trackers = ("latest_train_state.pt", "latest_checkpointed_iteration.txt")
-    if not isinstance(folder, str | os.PathLike):
-        return False
-    return any(Path(folder, name).is_file() for name in trackers)
+    is_path = isinstance(folder, str | os.PathLike)
+    return is_path and any(Path(folder, name).is_file() for name in trackers)
 
 
 def _saved_sizes(folder: Path) -> dict[str, Any]:

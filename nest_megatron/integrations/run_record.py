@@ -295,36 +295,29 @@ def write_prometheus(run: RunRecord, path: Path) -> None:
 
     Source: Prometheus' text exposition format 0.0.4.
     """
-    write_text(path, "\n".join(_lines(run)) + "\n")
-
-
-def _lines(run: RunRecord) -> Iterator[str]:
     measured, predicted = run.measured, run.predicted
     assert measured is not None
     job = {"run": run.id, "model": run.job.model, "plan": run.plan}
     busy = "Median work of a step in a rank's own forward and backward passes."
-    peaks = _by_rank(job, measured.peak_memory_bytes)
-    planned = _by_rank(job, predicted.peak_memory_bytes, "pipeline_rank")
-    for name, about, samples in (
-        ("step_seconds", "Median of the watched steps.", [(job, measured.step_s)]),
-        ("predicted_step_seconds", "As planned.", [(job, predicted.step_s)]),
-        ("rank_busy_seconds", busy, _by_rank(job, measured.busy_s)),
-        ("rank_peak_memory_bytes", "Peak memory of a rank's device.", peaks),
-        ("predicted_peak_memory_bytes", "As planned.", planned),
-        ("warnings", "Ranks or memory unlike the plan.", [(job, len(run.warnings))]),
-    ):
+    peaks, planned = measured.peak_memory_bytes, predicted.peak_memory_bytes
+    rows: tuple[tuple[str, str, str, tuple[float | None, ...]], ...] = (
+        ("step_seconds", "Median of the watched steps.", "", (measured.step_s,)),
+        ("predicted_step_seconds", "As planned.", "", (predicted.step_s,)),
+        ("rank_busy_seconds", busy, "rank", measured.busy_s),
+        ("rank_peak_memory_bytes", "Peak memory of a rank's device.", "rank", peaks),
+        ("predicted_peak_memory_bytes", "As planned.", "pipeline_rank", planned),
+        ("warnings", "Ranks or memory unlike the plan.", "", (len(run.warnings),)),
+    )
+    lines = []
+    for name, about, label, values in rows:
+        samples = [(rank, value) for rank, value in enumerate(values) if value is not None]
         if samples:
-            yield f"# HELP nest_{name} {about}"
-            yield f"# TYPE nest_{name} gauge"
-        for labels, value in samples:
+            lines += [f"# HELP nest_{name} {about}", f"# TYPE nest_{name} gauge"]
+        for rank, value in samples:
+            labels = {**job, label: str(rank)} if label else job
             inside = ",".join(f'{key}="{text.translate(_ESCAPED)}"' for key, text in labels.items())
-            yield f"nest_{name}{{{inside}}} {value!r}"
-
-
-def _by_rank(
-    job: Mapping[str, str], values: tuple[float | None, ...], label: str = "rank"
-) -> list[tuple[dict[str, str], float]]:
-    return [({**job, label: str(r)}, v) for r, v in enumerate(values) if v is not None]
+            lines.append(f"nest_{name}{{{inside}}} {value!r}")
+    write_text(path, "\n".join([*lines, ""]))
 
 
 #: What Prometheus escapes in the value of a label.

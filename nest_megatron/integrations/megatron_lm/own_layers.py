@@ -111,9 +111,9 @@ class JobLayers:
         """The job's arguments with a layer in the place of its model, divided as the shard is."""
         args = copy.deepcopy(self._parsed)
         default = copy.deepcopy(vars(self._default))
-        vars(args).update({n: value for n, value in default.items() if n in _NOT_OF_A_LAYER})
         dims, micro = smallest_dims(spec, shard), shard.micro_batch_size
         vars(args).update(
+            {name: value for name, value in default.items() if name in _NOT_OF_A_LAYER},
             rank=0,
             world_size=dims.world_size,
             tensor_model_parallel_size=dims.tensor_model_parallel_size,
@@ -132,8 +132,8 @@ class JobLayers:
             mtp_num_layers=spec.mtp_num_layers,
             padded_vocab_size=spec.padded_vocab_size(shard.tensor_model_parallel_size),
             perform_initialization=False,
+            use_cpu_initialization=self.where is not Where.GPU,
         )
-        args.use_cpu_initialization = self.where is not Where.GPU
         windows = getattr(args, "window_attn_skip_freq", None)
         if isinstance(windows, list):
             args.window_attn_skip_freq = windows[:1]
