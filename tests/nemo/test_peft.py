@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nest_megatron.errors import NestError
-from nest_megatron.integrations.restore import read_adapters
+from nest_megatron.integrations.restore import with_adapters
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.megatron_core.stage import as_rank, transformer_config
 from nest_megatron.model.block_parameters import ParameterCount
@@ -113,7 +113,8 @@ def test_a_framework_s_object_is_read(framework: str, scheme: PeftScheme) -> Non
     adapters = Adapters(scheme=scheme, dim=16)
     if importlib.util.find_spec(PACKAGES[framework].partition(".")[0]) is None:
         pytest.skip(f"{framework} is not installed")
-    assert read_adapters(own(framework, adapters, alpha=7), "peft") == (adapters, ())
+    spec, notes = with_adapters(DENSE, own(framework, adapters, alpha=7), "peft", None)
+    assert (spec, notes) == (dataclasses.replace(DENSE, adapters=adapters), ())
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_what_is_not_priced_is_refused_by_name(fields: dict[str, Any]) -> None:
     for name, value in fields.items():
         setattr(peft, name, value)
     with pytest.raises(NestError, match=next(reversed(fields))):
-        read_adapters(peft, "cfg.peft")
+        with_adapters(DENSE, peft, "cfg.peft", None)
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (1, 2), (2, 2)])
