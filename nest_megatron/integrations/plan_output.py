@@ -74,6 +74,21 @@ def pin_plan(
         )
     if release is not None:
         load_arguments(release)  # refuses a release that is not recorded
+    table = TableText(text, str(path)).table() if is_table(text) else None
+    plans = [plan_file.load(text, str(path))] if table is None else [p for _, p in table.planned()]
+    made_for = plans[0].provenance
+    if release is None and made_for.framework == MEGATRON_LM:
+        release = made_for.framework_version
+    for plan in plans:
+        if not plan.predicted.fits:
+            raise UserInputError(
+                "plan",
+                plan.predicted.binding_constraint,
+                "it is not predicted to fit in memory",
+                "Pin a plan that fits.",
+            )
+        request = launch_request(plan, version=release or DEFAULT_VERSION)
+        require_launchable(request, but=("activation_flag",))
     pin = Pin(
         created=now(),
         by=by or user_name(),
@@ -81,30 +96,9 @@ def pin_plan(
         nest_megatron_version=__version__,
         megatron_lm=release,
     )
-    if is_table(text):
-        table = TableText(text, str(path)).table()
-        pins = [_reviewed(pin, plan) for _, plan in table.planned()]
-        return PinnedTable(pin=pins[0], table=table)
-    plan = plan_file.load(text, str(path))
-    return PinnedPlan(pin=_reviewed(pin, plan), plan=plan)
-
-
-def _reviewed(pin: Pin, plan: ParallelPlan) -> Pin:
-    """The pin with the release of a plan that may be pinned."""
-    release, made = pin.megatron_lm, plan.provenance
-    if release is None and made.framework == MEGATRON_LM:
-        release = made.framework_version
-    if not plan.predicted.fits:
-        raise UserInputError(
-            "plan",
-            plan.predicted.binding_constraint,
-            "it is not predicted to fit in memory",
-            "Pin a plan that fits.",
-        )
-    require_launchable(
-        launch_request(plan, version=release or DEFAULT_VERSION), but=("activation_flag",)
-    )
-    return replace(pin, megatron_lm=release)
+    if table is not None:
+        return PinnedTable(pin=pin, table=table)
+    return PinnedPlan(pin=pin, plan=plans[0])
 
 
 def user_name() -> str:

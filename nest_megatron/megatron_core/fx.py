@@ -68,6 +68,7 @@ def traced(module: Any, inputs: Sequence[TensorShape]) -> Trace:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.utils import _pytree as pytree
 
     # Tensors that the module holds outside its parameters become fake when they are met.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -75,8 +76,21 @@ def traced(module: Any, inputs: Sequence[TensorShape]) -> Trace:
         weights = _without_memory(module.named_parameters(), module)
         buffers = _without_memory(module.named_buffers(), module)
         given = tuple(torch.empty(each.sizes, dtype=_dtype(each.dtype)) for each in inputs)
-    run = _Run()
-    forward = _forward(module, (*weights, *buffers), [each.keyword for each in inputs], run)
+    run, names = _Run(), (*weights, *buffers)
+
+    def forward(*flat: Any) -> list[Any]:
+        """The forward pass as a function of all tensors, which ``make_fx`` needs."""
+        run.begin()
+        pairs = list(zip(inputs, flat[len(names) :], strict=True))
+        out = torch.func.functional_call(
+            module,
+            dict(zip(names, flat, strict=False)),
+            tuple(tensor for each, tensor in pairs if not each.keyword),
+            {each.keyword: tensor for each, tensor in pairs if each.keyword},
+        )
+        run.mark()
+        return [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+
     flat = (*weights.values(), *buffers.values(), *given)
     keeping = torch.autograd.graph.saved_tensors_hooks(run.save, lambda tensor: tensor)
     # torch 2.15 logs a traceback before it raises: the refusal says as much
@@ -124,26 +138,6 @@ def _dtype(name: str) -> Any:
             "dtype", name, limit="torch has no such number type", fix=nearest(name, known)
         )
     return getattr(torch, name)
-
-
-def _forward(
-    module: Any, names: tuple[str, ...], keywords: Sequence[str], run: _Run
-) -> Callable[..., Any]:
-    """The forward pass as a function of all tensors, which ``make_fx`` needs, giving tensors."""
-    import torch
-    from torch.utils import _pytree as pytree
-
-    def forward(*flat: Any) -> list[Any]:
-        run.begin()
-        state = dict(zip(names, flat, strict=False))
-        given = list(zip(keywords, flat[len(names) :], strict=True))
-        named = {keyword: tensor for keyword, tensor in given if keyword}
-        args = tuple(tensor for keyword, tensor in given if not keyword)
-        out = torch.func.functional_call(module, state, args, named)
-        run.mark()
-        return [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-
-    return forward
 
 
 @contextlib.contextmanager

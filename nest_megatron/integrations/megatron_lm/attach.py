@@ -215,9 +215,12 @@ def _with_launcher(
     num_nodes, per_node = launch_size(plan)
     if ranks.num_nodes and ranks.num_ranks == per_node * ranks.num_nodes:
         words = tuple(with_num_nodes(words, num_nodes))
-    unset = {name: text for name, text in launch.environment.items() if text is None}
-    given = {name: text for name, text in launch.environment.items() if text is not None}
-    variables = {**without_secrets(command.environment), **given}
+    variables, unset = without_secrets(command.environment), dict[str, None]()
+    for name, text in launch.environment.items():
+        if text is None:
+            unset[name] = text
+        else:
+            variables[name] = text
     launcher, before = with_variables(words, variables)
     return replace(launch, launcher=tuple(launcher), environment={**before, **unset})
 
@@ -316,17 +319,15 @@ def rewrite_command(
     owned = free | wanted.keys() | refused.keys()
     assert owned <= WRITABLE
     tokens: list[str] = []
-    placed: set[str] = set()
+    left: dict[str | None, Option] = {**wanted}
     for option in command.options:
         if option.dest not in owned:
             tokens += option.tokens
-        elif option.dest in wanted and option.dest not in placed:
-            new = wanted[option.dest]  # the user's own spelling where the value is the same
+        elif (new := left.pop(option.dest, None)) is not None:
+            # the user's own spelling where the value is the same
             tokens += option.tokens if option.value == new.value else new.tokens
-            placed.add(option.dest)
-    for dest, option in wanted.items():
-        if dest not in placed:
-            tokens += option.tokens
+    for option in left.values():
+        tokens += option.tokens
     found = Rewrite(
         argv=tuple(tokens),
         changes=tuple(_changes(command.options, owned, wanted, plan, refused)),

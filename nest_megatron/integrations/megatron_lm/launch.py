@@ -96,11 +96,9 @@ def run(launched: LaunchedJob) -> Any:
         return comparable_arguments(args, _release(), launch.may_differ)
 
     def solve(hosts: agreement.Hosts) -> Decision:
-        with contextlib.ExitStack() as audited:
-            if not launch.stop_before_training:  # what is not to train is no launch
-                audited.enter_context(
-                    auditing_refusals(words.mode.value, launch.plan, args.world_size)
-                )
+        audit = auditing_refusals(words.mode.value, launch.plan, args.world_size)
+        # what is not to train is no launch
+        with contextlib.nullcontext() if launch.stop_before_training else audit:
             require_launch(words.mode, launch.free, _release())
             found = _find_plan(launched, measured)
         outcome = _with_ranks(launched, found, hosts)

@@ -163,6 +163,7 @@ def stand_in_device(name: str, major: int, memory_bytes: Bytes) -> Iterator[None
 
 
 def _layers(spec: TransformerSpec, shard: LayerShard, args: Namespace) -> Layers:
+    from megatron.core.transformer.spec_utils import import_module
     from megatron.core.transformer.transformer_block import _get_block_submodules
     from megatron.training.arguments import core_transformer_config_from_args
 
@@ -177,7 +178,7 @@ def _layers(spec: TransformerSpec, shard: LayerShard, args: Namespace) -> Layers
         elif args.spec[0] == "local":
             described = bert_layer_specs.bert_layer_local_spec
         else:
-            described = _import_spec(args.spec)
+            described = import_module(args.spec)
     elif (builders := _builders()) is not None:
         given: dict[str, Any] = {}
         with mock.patch.object(builders, "GPTModel", lambda **model: given.update(model)):
@@ -192,7 +193,7 @@ def _layers(spec: TransformerSpec, shard: LayerShard, args: Namespace) -> Layers
         layers = described_layers(spec, shard, config, made_by)
         if args.spec is None:
             return layers
-        described, mtp = _import_spec(args.spec), layers.mtp
+        described, mtp = import_module(args.spec), layers.mtp
     # the single layer of a description, and the norm behind it, as a block of layers reads it
     block = _get_block_submodules(config, described)
     return Layers(
@@ -212,9 +213,3 @@ def _builders() -> ModuleType | None:
         if error.name != "gpt_builders":
             raise
         return None
-
-
-def _import_spec(spec: Sequence[str]) -> Any:
-    from megatron.core.transformer.spec_utils import import_module
-
-    return import_module(spec)
