@@ -192,17 +192,17 @@ def read_inputs(inputs: Sequence[str], dtypes: Sequence[str]) -> list[TensorShap
         limit, fix = f"there are {len(inputs)} inputs", "Give one number type for all, or one each."
         raise UserInputError("--dtype", ", ".join(dtypes), limit, fix)
     every = [*dtypes] * (len(inputs) if len(dtypes) == 1 else 1) or ["float32"] * len(inputs)
-    return [_shape(text, dtype) for text, dtype in zip(inputs, every, strict=True)]
-
-
-def _shape(text: str, dtype: str) -> TensorShape:
-    keyword, _, sizes = text.rpartition("=")
-    words = sizes.split(",")
-    if not all(word.strip().isdecimal() for word in words):
-        limit = "a shape is whole numbers with commas between them"
-        fix = "Give for example --input 1,2048, or --input input_ids=1,2048."
-        raise UserInputError("--input", text, limit, fix)
-    return TensorShape(sizes=tuple(map(int, words)), dtype=dtype, keyword=keyword.strip())
+    shapes = []
+    for text, dtype in zip(inputs, every, strict=True):
+        keyword, _, sizes = text.rpartition("=")
+        words = sizes.split(",")
+        if not all(word.strip().isdecimal() for word in words):
+            limit = "a shape is whole numbers with commas between them"
+            fix = "Give for example --input 1,2048, or --input input_ids=1,2048."
+            raise UserInputError("--input", text, limit, fix)
+        shape = TensorShape(sizes=tuple(map(int, words)), dtype=dtype, keyword=keyword.strip())
+        shapes.append(shape)
+    return shapes
 
 
 def build(name: str) -> Any:

@@ -82,10 +82,23 @@ def extract_layer(
     saved: defaultdict[Part, float] = defaultdict(float)
     for path, num_bytes in record.saved.items():
         saved[part(path)] += num_bytes
+    collectives = tuple(
+        LayerCollective(
+            name=f"{operator_name(call.path)}.{call.kind}",
+            part=part(call.path),
+            kind=call.kind,
+            group=groups.get(call.group, Group.EXPERT),
+            message_bytes=float(call.message_bytes),
+            backward=call.backward,
+            hidden_under=operator_name(call.path) if call.is_async else "",
+            num_calls=count,
+        )
+        for call, count in Counter(record.calls).items()
+    )
     return ExtractedLayer(
         graph=LayerGraph(
             operators=tuple(_operators(record, part)),
-            collectives=tuple(_collectives(record, part, groups)),
+            collectives=collectives,
             input_bytes=record.input_bytes,
             saved_bytes=tuple(saved.items()),
             working_bytes=0.0,
@@ -220,25 +233,6 @@ def _operators(record: Record, part: _PartOf) -> list[Operator]:
     return [
         Operator(name=name, part=where, kind=kind, **dataclasses.asdict(work))
         for (name, kind, where), work in merged.items()
-    ]
-
-
-def _collectives(
-    record: Record, part: _PartOf, groups: Mapping[str, Group]
-) -> list[LayerCollective]:
-    """Calls that are alike, counted."""
-    return [
-        LayerCollective(
-            name=f"{operator_name(call.path)}.{call.kind}",
-            part=part(call.path),
-            kind=call.kind,
-            group=groups.get(call.group, Group.EXPERT),
-            message_bytes=float(call.message_bytes),
-            backward=call.backward,
-            hidden_under=operator_name(call.path) if call.is_async else "",
-            num_calls=count,
-        )
-        for call, count in Counter(record.calls).items()
     ]
 
 

@@ -186,12 +186,20 @@ class _Recorder(TorchDispatchMode):
             output = args[0].new_empty((round(args[0].numel() * self._share),))
         else:
             output = func(*args, **kwargs)
+        path, is_recomputed = self._where()
         if name in _COLLECTIVES:
-            self._note_call(_COLLECTIVES[name], args)
+            call = Call(
+                path=path,
+                kind=_COLLECTIVES[name],
+                group=next(group for group in map(_process_group, args) if group is not None),
+                message_bytes=max(sum(map(_num_bytes, _tensors(argument))) for argument in args),
+                backward=self.is_backward,
+                is_async=all(argument is not False for argument in args),  # the default is left out
+            )
+            self.record.calls.append(call)
         elif not (func.is_view or name in _FREE):
             flops = _flops(func, args, kwargs, output)
             moved = sum(map(_num_bytes, _tensors((args, tuple(kwargs.values()), output))))
-            path, is_recomputed = self._where()
             table = self.record.recomputed if is_recomputed else self.record.work
             work = table.setdefault((path, _kind(func, flops, path)), Work())
             if self.is_backward and not is_recomputed:
@@ -210,20 +218,6 @@ class _Recorder(TorchDispatchMode):
         if len(self._stack) > 1:
             return self._stack[-1], True
         return self._paths.get(torch._C._current_autograd_node(), ""), False
-
-    def _note_call(self, kind: str, args: Sequence[Any]) -> None:
-        path, _ = self._where()
-        group = next(g for g in map(_process_group, args) if g is not None)
-        self.record.calls.append(
-            Call(
-                path=path,
-                kind=kind,
-                group=group,
-                message_bytes=max(sum(map(_num_bytes, _tensors(argument))) for argument in args),
-                backward=self.is_backward,
-                is_async=all(argument is not False for argument in args),  # the default is left out
-            )
-        )
 
 
 def _storage(tensor: Tensor) -> int:

@@ -227,13 +227,15 @@ def namespace_values(
     values: Mapping[str, Any], names: Iterable[str], version: str
 ) -> dict[str, Any]:
     """Arguments as Megatron's parser has them; of those without a value the defaults."""
-    table = {argument.dest: argument for argument in load_arguments(version)}
     found = {}
-    for name in sorted(set(names) & table.keys()):
-        value = values.get(name)
-        is_list = table[name].nargs is not None and value is not None
-        alone = is_list and not isinstance(value, list)
-        found[name] = table[name].default if value is None else [value] if alone else value
+    for argument in load_arguments(version):
+        if (name := argument.dest) in names:
+            value = values.get(name)
+            if value is None:
+                value = argument.default
+            elif argument.nargs is not None and not isinstance(value, list):
+                value = [value]
+            found[name] = value
     return found
 
 

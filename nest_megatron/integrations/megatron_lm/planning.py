@@ -27,7 +27,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     flag_of,
     naming_fields,
 )
-from nest_megatron.integrations.megatron_lm.parser import load_arguments, read_argv
+from nest_megatron.integrations.megatron_lm.parser import defaults_of, read_argv
 from nest_megatron.integrations.megatron_lm.present_layout import (
     with_device_settings,
     with_present_layout,
@@ -186,17 +186,10 @@ def decide(
     found = plan_to_launch(request, place.settings, alternative)
     if saved is not None:
         checkpoint.check_loadable(saved, found.arguments, values, version)
-    searched = Searched(
-        job=job, place=place, request=request, best_s=found.predicted.iteration_time_s
-    )
-    outcome = launch_plan(
-        found,
-        command,
-        request.notes,
-        made_by=made_by,
-        kept=kept_flags(job, request, place.settings),
-    )
-    return replace(outcome, searched=searched)
+    step = found.predicted.iteration_time_s
+    kept = kept_flags(job, request, place.settings)
+    outcome = launch_plan(found, command, request.notes, made_by=made_by, kept=kept)
+    return replace(outcome, searched=Searched(job=job, place=place, request=request, best_s=step))
 
 
 def plan_to_launch(request: Request, composed: Settings, choose: int = 0) -> ParallelPlan:
@@ -279,10 +272,11 @@ def command_of(
     """
     typed = read_argv(script, argv, version, world_size=args.world_size)
     values = vars(with_defaults(Namespace(**{**typed.values, **vars(args)}), defaults))
+    of_megatron = defaults_of(version)
     untyped = {
-        argument.dest
-        for argument in load_arguments(version)
-        if argument.dest in PARALLEL_ARGUMENTS and values.get(argument.dest) != argument.default
+        name
+        for name in of_megatron.keys() & PARALLEL_ARGUMENTS
+        if values.get(name) != of_megatron[name]
     }
     merged = replace(typed, values=values, explicit=typed.explicit | untyped)
     return with_degrees_as_flags(merged)
