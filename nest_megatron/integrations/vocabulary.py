@@ -13,7 +13,7 @@ import contextlib
 import importlib
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -206,24 +206,22 @@ def vocabulary_rows(values: Values, tokenizer: str, version: str) -> tuple[int, 
     path = expanded(Path(str(values.get(name) or "")), flag_of(name))
     if not values.get(name) or not path.exists():
         return None
-    special = values.get("special_tokens") or ()
+    special = (values.get("special_tokens") or ()) if is_new else ()
     plain = ["GPTSentencePieceTokenizer", "Llama2Tokenizer", *(["SentencePieceTokenizer"] * is_new)]
+    tokens: Collection[str] | None = None
     if tokenizer in _HUGGING_FACE:
         tokens = _hugging_face(path)
-        if tokens is not None and is_new and tokenizer == "HuggingFaceTokenizer":
-            tokens.update(special)
+        if tokens is not None and tokenizer == "HuggingFaceTokenizer":
+            tokens = {*tokens, *special}
     elif tokenizer == "GPT2BPETokenizer":
-        tokens = {*_object(path), *(special if is_new else ())}
+        tokens = {*_object(path), *special}
     elif is_bert:  # a:_BertWordPieceTokenizer
         lines = {line.strip() for line in read_text(path, "--vocab-file").splitlines()}
         extra = range(values.get("vocab_extra_ids") or 0)
         tokens = {*lines, "[BOS]", "[EOS]", *(f"<extra_id_{n}>" for n in extra)} - {""}
-    elif tokenizer in plain and not (
-        is_new and (special or values.get("tokenizer_sentencepiece_legacy"))
-    ):
-        return sum(1 for _ in _pieces(path)), str(path)
-    else:
-        return None
+    elif tokenizer in plain and not special:
+        legacy = is_new and values.get("tokenizer_sentencepiece_legacy")
+        tokens = None if legacy else [*_pieces(path)]
     return None if tokens is None else (len(tokens), str(path))
 
 

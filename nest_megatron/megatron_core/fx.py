@@ -282,7 +282,12 @@ def chain_work(trace: Trace) -> ChainWork:
     """Work and traffic of every operator of a trace."""
     makers = {_storage(t): f"input_{i}" for i, t in enumerate(trace.inputs)}
     unused = {_storage(weight): weight.numel() for weight in trace.weights.values()}
-    saved = _saved(trace)
+    # what the backward pass needs besides the weights, with where each is saved first
+    known = {*unused, *map(_storage, trace.buffers.values())}
+    saved: dict[int, tuple[Place, float]] = {}
+    for tensor, place in trace.saved:
+        if (storage := _storage(tensor)) not in known:
+            saved.setdefault(storage, (place, float(tensor.untyped_storage().nbytes())))
     operators: list[ChainOperator] = []
     places: list[Place] = []
     edges: list[ChainEdge] = []
@@ -323,16 +328,6 @@ def chain_work(trace: Trace) -> ChainWork:
         edges=tuple(edges),
         saved=tuple(saved.values()),
     )
-
-
-def _saved(trace: Trace) -> dict[int, tuple[Place, float]]:
-    """Storages that the backward pass needs besides the weights, with where each is saved first."""
-    known = {_storage(t) for t in (*trace.weights.values(), *trace.buffers.values())}
-    found: dict[int, tuple[Place, float]] = {}
-    for tensor, place in trace.saved:
-        if (storage := _storage(tensor)) not in known:
-            found.setdefault(storage, (place, float(tensor.untyped_storage().nbytes())))
-    return found
 
 
 def _is_operator(node: Any, makers: dict[int, str]) -> bool:

@@ -192,9 +192,11 @@ def _recorded(
     implementation: Implementation,
 ) -> tuple[Record, ParameterCount, Mapping[str, Group]]:
     """Build the unit and run it once under the recorder; its groups by torch's names."""
+    from megatron.core import parallel_state
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from nest_megatron.megatron_core.recorder import record
+    from nest_megatron.megatron_core.shapes import CONTEXT_GROUP
 
     how: dict[str, Any] = {"implementation": implementation, "recompute": recompute}
     with staged(spec, kind, shard, where=Where.SHAPES, **how) as layers, FakeTensorMode():
@@ -205,23 +207,22 @@ def _recorded(
         counts: Counter[bool] = Counter()
         for name, parameter in unit.module.named_parameters():
             counts[".experts." in f".{name}"] += parameter.numel()
-        return recorded, ParameterCount(dense=counts[False], expert=counts[True]), _groups()
+        groups = {}
+        for group, name in _GROUPS.items():
+            found = getattr(parallel_state, f"get_{name}_parallel_group")(check_initialized=False)
+            if found is not None:
+                groups[found.group_name] = group
+        groups[CONTEXT_GROUP] = Group.CONTEXT
+        return recorded, ParameterCount(dense=counts[False], expert=counts[True]), groups
 
 
-def _groups() -> dict[str, Group]:
-    """Process groups by the names that torch gave them."""
-    from megatron.core import parallel_state as state
-
-    from nest_megatron.megatron_core.shapes import CONTEXT_GROUP
-
-    found = {
-        Group.EXPERT_TENSOR: state.get_expert_tensor_parallel_group(check_initialized=False),
-        Group.EXPERT: state.get_expert_model_parallel_group(check_initialized=False),
-        Group.CONTEXT: state.get_context_parallel_group(check_initialized=False),
-        Group.TENSOR: state.get_tensor_model_parallel_group(check_initialized=False),
-    }
-    names = {group.group_name: kind for kind, group in found.items() if group is not None}
-    return {**names, CONTEXT_GROUP: Group.CONTEXT}
+#: Groups by megatron-core's names; of equal ones the last counts.
+_GROUPS = {
+    Group.EXPERT_TENSOR: "expert_tensor",
+    Group.EXPERT: "expert_model",
+    Group.CONTEXT: "context",
+    Group.TENSOR: "tensor_model",
+}
 
 
 def _operators(record: Record, part: _PartOf) -> list[Operator]:

@@ -59,8 +59,15 @@ def kernels(kind: LayerKind) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _mamba_kernels() -> Iterator[None]:
-    with _triton():
+    # the mixer imports triton for kernels of inference, which are never called here
+    absent = importlib.util.find_spec("triton") is None
+    if absent:
+        sys.modules.update({"triton": mock.MagicMock(), "triton.language": mock.MagicMock()})
+    try:
         import megatron.core.ssm.mamba_mixer as mixer
+    finally:
+        if absent:
+            del sys.modules["triton"], sys.modules["triton.language"]
     replaced: dict[str, Any] = {
         "HAVE_MAMBA_SSM": True,
         # mamba_ssm's norm over groups of channels keeps its input and a figure of each group
@@ -74,19 +81,6 @@ def _mamba_kernels() -> Iterator[None]:
     }
     with mock.patch.multiple(mixer, create=True, **replaced):
         yield
-
-
-@contextlib.contextmanager
-def _triton() -> Iterator[None]:
-    """The mixer imports triton for kernels of inference, which are never called here."""
-    absent = importlib.util.find_spec("triton") is None
-    if absent:
-        sys.modules.update({"triton": mock.MagicMock(), "triton.language": mock.MagicMock()})
-    try:
-        yield
-    finally:
-        if absent:
-            del sys.modules["triton"], sys.modules["triton.language"]
 
 
 class _Scan(torch.autograd.Function):

@@ -166,7 +166,15 @@ class RendezvousStore:
                         raise NoAgreementError(f"no {what} from {self.named(late)} {said}")
                     raise NoAgreementError(f"{said} {self._roll_call()}")
                 next_check = now + self.interval_s
-                self._require_heartbeats(late, seen)
+                # ranks that are awaited are alive: the last heartbeat of each, and when it came
+                keys = [f"heartbeat/{rank}" for rank in late]
+                heartbeats = self.store.call("multi_get", keys) if keys else ()
+                for rank, heartbeat in zip(late, heartbeats, strict=True):
+                    if rank not in seen or seen[rank][0] != heartbeat:
+                        seen[rank] = heartbeat, time.monotonic()
+                timeout_s = self.context.heartbeat_timeout_s
+                if silent := [rank for rank in late if now - seen[rank][1] > timeout_s]:
+                    raise self._silent(silent)
             time.sleep(_POLL_S)
 
     def raise_failure(self) -> None:
@@ -236,17 +244,6 @@ class RendezvousStore:
                     self._write(_HEARTBEAT)
                 elif not self._waits:
                     self.count(f"heartbeat/{self.context.rank}")
-
-    def _require_heartbeats(self, ranks: Sequence[int], seen: dict[int, tuple[str, float]]) -> None:
-        """Ranks that are awaited are alive; ``seen`` has the last heartbeat of each, and when."""
-        now = time.monotonic()
-        keys = [f"heartbeat/{rank}" for rank in ranks]
-        heartbeats = self.store.call("multi_get", keys) if keys else ()
-        for rank, heartbeat in zip(ranks, heartbeats, strict=True):
-            if rank not in seen or seen[rank][0] != heartbeat:
-                seen[rank] = heartbeat, now
-        if silent := [r for r in ranks if now - seen[r][1] > self.context.heartbeat_timeout_s]:
-            raise self._silent(silent)
 
     def _silent(self, ranks: Iterable[int]) -> NoAgreementError:
         return NoAgreementError(

@@ -85,9 +85,22 @@ def with_checkpoint_arguments(command: ReadCommand) -> ReadCommand:
     for name in named:
         if (saved := _named_checkpoint(values, name)) is None:
             missing.append(name)
-        else:
-            values.update(values_from_checkpoint(values, saved.arguments, command.version))
-            notes += _notes(values, saved, command.version)
+            continue
+        values.update(values_from_checkpoint(values, saved.arguments, command.version))
+        if not saved.arguments:
+            notes.append(
+                f"{saved.directory} is of the format {saved.format}, of which Megatron takes no "
+                "arguments: the model is that of the command's own flags."
+            )
+            continue
+        notes.append(f"--use-checkpoint-args: the model is read from {saved.directory}.")
+        notes += (
+            f"The checkpoint was saved with {each} = {before}, which Megatron {command.version} "
+            f"does not take from it; the command has {values[each]}."
+            for each in _names("not_taken", command.version)
+            if (before := saved.arguments.get(each)) and each in values and is_plain(before)
+            if before != values[each]
+        )
     if missing == named:
         notes.append(_note_without_checkpoint(values, missing[-1]))
     grouped = values.get("moe_grouped_gemm") or values.get("transformer_impl") == "local"
@@ -230,23 +243,6 @@ def _reason_of_absence(where: str) -> str:
         if Path(where).is_dir()
         else "there is no such folder on this host"
     )
-
-
-def _notes(values: Values, saved: SavedCheckpoint, version: str) -> Iterator[str]:
-    if not saved.arguments:
-        yield (
-            f"{saved.directory} is of the format {saved.format}, of which Megatron takes no "
-            "arguments: the model is that of the command's own flags."
-        )
-        return
-    yield f"--use-checkpoint-args: the model is read from {saved.directory}."
-    for name in _names("not_taken", version):
-        before, now = saved.arguments.get(name), values.get(name)
-        if before and name in values and is_plain(before) and before != now:
-            yield (
-                f"The checkpoint was saved with {name} = {before}, which Megatron {version} does "
-                f"not take from it; the command has {now}."
-            )
 
 
 #: Settings that one flag of Megatron-LM says.

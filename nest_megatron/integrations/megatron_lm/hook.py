@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from nest_megatron.boot import is_asked_for
 from nest_megatron.config.launch import Mode, read_launch, read_words, split_words
 from nest_megatron.errors import OK, NestError, UserInputError
-from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob
+from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob, Watch, compare_groups
 from nest_megatron.integrations.process_variables import set_rank_variables
 from nest_megatron.layout.rulebook.facts import RELEASES
 from nest_megatron.report.failure import end, ending_on_errors
@@ -149,8 +149,6 @@ def _watch(
     module: ModuleType, training: ModuleType, job_of: Callable[[], LaunchedJob | None]
 ) -> None:
     """Watch the loop of ``training``, which ``module.pretrain`` runs."""
-    from nest_megatron.integrations.megatron_lm.ranks import Watch
-
     watch = Watch(training, job_of)
     _wrap(module, "pretrain", watch.pretrain)
     _wrap(training, "train_step", watch.train_step)
@@ -169,8 +167,6 @@ def after_parallel_state(module: ModuleType) -> None:
         elif not _job.groups_checked and _job.decision is not None:
             _job.groups_checked, plan = True, _job.decision.plan
         if plan is not None:
-            from nest_megatron.integrations.megatron_lm.ranks import compare_groups
-
             with ending_on_errors():
                 compare_groups(plan, module)
         return result

@@ -8,7 +8,10 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
 
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import fields_of
@@ -46,15 +49,14 @@ from nest_megatron.planner import EndedEarly, NoPlan, Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.planner.layouts import Variant, difference, estimate_for, pricing
 from nest_megatron.profile.lookup import LayerTimes
-from nest_megatron.report.before_after import peak_stage
+from nest_megatron.report.before_after import layout_words, peak_stage, stages_table, versus_report
 from nest_megatron.report.console import Shown
 from nest_megatron.report.memory_words import plan_verdict
+from nest_megatron.report.tables import heading, indented
+from nest_megatron.report.terminal import notes_report
 from nest_megatron.report.words import term_words
 from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Bytes, Seconds, format_gib, format_seconds
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 #: Longest time of all searches for layouts of one job, from when it is read.
 SEARCH_S = 20.0
@@ -97,9 +99,6 @@ class Versus(Shown):
 
     def report(self) -> Iterator[RenderableType]:
         """The tables that ``explain --versus`` prints."""
-        from nest_megatron.report.before_after import versus_report
-        from nest_megatron.report.terminal import notes_report
-
         yield versus_report(self.plan, self.other, self.difference, self.terms, self.memory)
         yield notes_report(self.notes)
 
@@ -155,12 +154,6 @@ class WhyNot(Shown):
 
     def report(self) -> Iterator[RenderableType]:
         """What ``explain --why-not`` prints."""
-        from rich.text import Text
-
-        from nest_megatron.report.before_after import layout_words, stages_table
-        from nest_megatron.report.tables import heading, indented
-        from nest_megatron.report.terminal import notes_report
-
         asked = ", ".join(
             f"{SHORT_DEGREES.get(name, name)} {value}" for name, value in self.asked.items()
         )

@@ -37,7 +37,6 @@ from nest_megatron.model.execution import Execution
 from nest_megatron.planner import Request
 from nest_megatron.planner.changes import Refusal
 from nest_megatron.planner.layouts import Variant, estimate_for
-from nest_megatron.solver.space import SearchSpace
 
 _TP, _MICRO = "tensor_model_parallel_size", "micro_batch_size"
 _DISPATCHER = "moe_token_dispatcher_type"
@@ -70,11 +69,25 @@ def with_present_layout(request: Request, job: Job, composed: Settings) -> Reque
         plan = estimate_for(request, layout)
         if any(any(violations(plan, file)) for file in request.policy):
             return request
+    space, recompute, micro = request.space, layout.recompute, layout.micro_batch_size
+    # a limit that the user has set holds for other layouts
+    beyond = {
+        name: value
+        for name, value in layout.sizes.items()
+        if name not in (*space.fixed, *space.limits)
+        and (
+            not space.allows(name, value, request.cluster)
+            or (name == _MICRO and micro & (micro - 1))  # the search tries powers of 2 alone
+        )
+    }
+    is_full = recompute.granularity is RecomputeGranularity.FULL
+    is_tried = space.without_modules.isdisjoint(recompute.modules)
+    is_tried &= space.full_recompute or not is_full
     return replace(
         request,
         present=layout,
         present_settings=None if variant.settings == request.settings else variant.settings,
-        space=_space_with(request.space, layout, request.cluster),
+        space=replace(space, present=beyond, present_recompute=recompute if is_tried else None),
     )
 
 
@@ -94,25 +107,6 @@ def _is_in_space(request: Request, layout: Layout) -> bool:
         and (not space.even_stages or is_uniform(request.spec, layout.partition))
         and (not space.use_all_gpus or layout.num_gpus == request.cluster.num_gpus)
     )
-
-
-def _space_with(space: SearchSpace, present: Layout, cluster: Cluster) -> SearchSpace:
-    """A space with the sizes and the recomputation of what runs today.
-
-    A limit that the user has set holds for other layouts.
-    """
-    recompute, micro = present.recompute, present.micro_batch_size
-    beyond = {
-        name: value
-        for name, value in present.sizes.items()
-        if name not in (*space.fixed, *space.limits)
-        # the search tries powers of 2 alone
-        and (not space.allows(name, value, cluster) or (name == _MICRO and micro & (micro - 1)))
-    }
-    is_full = recompute.granularity is RecomputeGranularity.FULL
-    is_tried = space.without_modules.isdisjoint(recompute.modules)
-    is_tried &= space.full_recompute or not is_full
-    return replace(space, present=beyond, present_recompute=recompute if is_tried else None)
 
 
 def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Variant, str]:
