@@ -200,8 +200,14 @@ class _Recorder(TorchDispatchMode):
         elif not (func.is_view or name in _FREE):
             flops = _flops(func, args, kwargs, output)
             moved = sum(map(_num_bytes, _tensors((args, tuple(kwargs.values()), output))))
+            kind = OperatorKind.MEMORY_BOUND
+            if name.startswith("nest::flash"):
+                kind = OperatorKind.ATTENTION
+            elif flops:
+                is_grouped = ".local_experts." in path
+                kind = OperatorKind.GROUPED_GEMM if is_grouped else OperatorKind.GEMM
             table = self.record.recomputed if is_recomputed else self.record.work
-            work = table.setdefault((path, _kind(func, flops, path)), Work())
+            work = table.setdefault((path, kind), Work())
             if self.is_backward and not is_recomputed:
                 work.backward_flops += flops
                 work.backward_bytes_moved += moved
@@ -248,14 +254,6 @@ def _process_group(argument: Any) -> str | None:
         return str(torch.distributed.ProcessGroup.unbox(argument).group_name)
     except (RuntimeError, TypeError):
         return None
-
-
-def _kind(func: Any, flops: float, path: str) -> OperatorKind:
-    if func._schema.name.startswith("nest::flash"):
-        return OperatorKind.ATTENTION
-    if not flops:
-        return OperatorKind.MEMORY_BOUND
-    return OperatorKind.GROUPED_GEMM if ".local_experts." in path else OperatorKind.GEMM
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> float:

@@ -272,6 +272,8 @@ _MAX_BATCHES = 8
 _MAX_LAUNCHES, _END_S, _TAIL_BYTES = 1000, 5.0, 4096
 #: Variables of the shell's own.
 _OWN = ("PATH", "PWD", "OLDPWD", "SHLVL", "_", "BASH_ENV", "ENV", "BASH_XTRACEFD")
+#: Variables of the dry run.
+_IN_RUN = re.compile("NEST_DRY_RUN|BASH_FUNC_")
 VIEW = Path(__file__).with_name("view.py")
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # of a terminal's colours
 
@@ -355,7 +357,16 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
         while pending:
             options, record = pending.pop(0)
             if record["script"] is None:
-                launches.append(_launch(record, options))
+                given = record["environment"]
+                kept = (name for name in given if name not in _OWN and not _IN_RUN.match(name))
+                launch = RecordedLaunch(
+                    words=tuple(record["words"]),
+                    environment={name: given[name] for name in kept},
+                    header=options,
+                    line=record["place"].rpartition(":")[2],
+                    folder=given.get("PWD", ""),
+                )
+                launches.append(launch)
             elif batches < _MAX_BATCHES:
                 batches += 1
                 text = Path(record["script"][1]).read_text(encoding="utf-8", errors="replace")
@@ -448,21 +459,6 @@ def _run(
         found.append((options, json.loads(path.read_text(encoding="utf-8"))))
         path.unlink()
     return code, found
-
-
-def _launch(record: Mapping[str, Any], header: tuple[str, ...]) -> RecordedLaunch:
-    environment = {
-        name: value
-        for name, value in record["environment"].items()
-        if name not in _OWN and not name.startswith(("NEST_DRY_RUN", "BASH_FUNC_"))
-    }
-    return RecordedLaunch(
-        words=tuple(record["words"]),
-        environment=environment,
-        header=header,
-        line=record["place"].rpartition(":")[2],
-        folder=record["environment"].get("PWD", ""),
-    )
 
 
 def _slurm_variables(options: Sequence[str], environment: Environment) -> dict[str, str]:

@@ -188,6 +188,12 @@ def with_command(
     Raises:
         UserInputError: if Megatron would refuse the command.
     """
+    from nest_megatron.integrations.launchers import (
+        with_num_nodes,
+        with_variables,
+        without_secrets,
+    )
+
     request = launch_request(plan, command)
     require_launchable(request)
     found = rewrite_command(plan, command, kept)
@@ -196,21 +202,7 @@ def with_command(
         overlap_grad_reduce=request.overlap_grad_reduce,
         overlap_param_gather=request.overlap_param_gather,
     )
-    launch = _with_launcher(
-        plan, _launch_command(plan, request, command.script, found.argv), command
-    )
-    origin, launches = plan.provenance, {**plan.launch, LAUNCHER: launch}
-    if made_by is not None:
-        origin = origin.made_for(MEGATRON_LM, command.version, made_by)
-    return replace(plan, layout=layout, launch=launches, provenance=origin), found
-
-
-def _with_launcher(
-    plan: ParallelPlan, launch: LaunchCommand, command: ReadCommand
-) -> LaunchCommand:
-    """The user's launcher, on as many nodes as are planned, and variables that are no secrets."""
-    from nest_megatron.integrations.launchers import with_num_nodes, with_variables, without_secrets
-
+    launch = _launch_command(plan, request, command.script, found.argv)
     ranks, words = command.ranks, command.launcher
     num_nodes, per_node = launch_size(plan)
     if ranks.num_nodes and ranks.num_ranks == per_node * ranks.num_nodes:
@@ -222,7 +214,11 @@ def _with_launcher(
         else:
             variables[name] = text
     launcher, before = with_variables(words, variables)
-    return replace(launch, launcher=tuple(launcher), environment={**before, **unset})
+    launch = replace(launch, launcher=tuple(launcher), environment={**before, **unset})
+    origin, launches = plan.provenance, {**plan.launch, LAUNCHER: launch}
+    if made_by is not None:
+        origin = origin.made_for(MEGATRON_LM, command.version, made_by)
+    return replace(plan, layout=layout, launch=launches, provenance=origin), found
 
 
 def _launch_command(

@@ -173,11 +173,15 @@ def _orders(
     spec, precision = request.spec, request.settings.precision
     tasks = tasks_for(outcome.decision.plan, request, implementation)
     machine = machine_here(implementation)
-    known = stored_profile(spec, precision, machine)
+    known, done = stored_profile(spec, precision, machine), set()
+    if known is not None:  # what it has timed, or found impossible
+        timed = (Task(timing.block, shard_of(timing, LayerShard())) for timing in known.timings)
+        failed = (skipped.task for skipped in untimed(known))
+        done = {shape_of(spec, task) for task in (*timed, *failed)}
     orders = Orders(
         spec=spec,
         precision=precision,
-        tasks=missing_tasks(spec, tasks, known),
+        tasks=tuple(task for task in tasks if shape_of(spec, task) not in done),
         job=job_arguments(job.command, defaults),
         implementation=implementation,
         where=Where.CPU if machine.is_cpu else Where.GPU,
@@ -438,18 +442,6 @@ def stored_profile(
                 found.append(entry.read())
     own = (p for p in found if not p.imported and is_same(p.machine, machine))
     return max(own, key=lambda p: datetime.fromisoformat(p.created), default=None)
-
-
-def missing_tasks(
-    spec: TransformerSpec, tasks: Iterable[Task], profile: LayerProfile | None
-) -> tuple[Task, ...]:
-    """The tasks that a profile has neither timed nor found impossible."""
-    known = set()
-    if profile is not None:
-        timed = (Task(timing.block, shard_of(timing, LayerShard())) for timing in profile.timings)
-        failed = (skipped.task for skipped in untimed(profile))
-        known = {shape_of(spec, task) for task in (*timed, *failed)}
-    return tuple(task for task in tasks if shape_of(spec, task) not in known)
 
 
 def untimed_file(profile: LayerProfile) -> Path:

@@ -330,8 +330,14 @@ def _with_own_sharding(
     """
     if CKPT_FORMAT not in freed and not _saves(job.sharding, job.ckpt_format):
         raise _refused_format(job)
-    fixed = {s: _fixed_by_user(job, s, freed) for s in _FORMATS if s is not job.sharding}
-    every = space.zero_stages
+    # what must be freed before another implementation may be taken; nothing if it may
+    of_torch, every = job.sharding is DataParallelSharding.TORCH_FSDP2, space.zero_stages
+    implementation = [] if IMPLEMENTATION[0] in freed else [IMPLEMENTATION[of_torch]]
+    fixed = {}
+    for other in _FORMATS:
+        saves = CKPT_FORMAT in freed or _saves(other, job.ckpt_format)
+        fixed[other] = implementation if saves else [*implementation, CKPT_FORMAT]
+    fixed.pop(job.sharding, None)
     if not any(fixed.values()):
         return space, None
     others = tuple(zero for zero in every if fixed.get(zero.sharding))
@@ -431,15 +437,6 @@ def _refused_format(job: Job) -> UserInputError:
         f"{limit}; Megatron-LM {job.version} refuses the two together",
         fix,
     )
-
-
-def _fixed_by_user(job: Job, other: DataParallelSharding, freed: Collection[str]) -> list[str]:
-    """What must be freed before another implementation may be taken; nothing if it may."""
-    of_torch = job.sharding is DataParallelSharding.TORCH_FSDP2
-    names = [] if IMPLEMENTATION[0] in freed else [IMPLEMENTATION[of_torch]]
-    if CKPT_FORMAT not in freed and not _saves(other, job.ckpt_format):
-        names.append(CKPT_FORMAT)
-    return names
 
 
 def _spelled(option: str, names: list[str]) -> str:
