@@ -165,8 +165,7 @@ class Recorder:
             wrapped += [(schedules, name, self.with_timing) for name in _PASSES]
         if (ep := layout.dims.expert_model_parallel_size) > 1:
             routed = importlib.import_module(_ROUTED[0])  # the package has a function of its name
-            count = functools.partial(self.with_token_counts, ep=ep)
-            wrapped.append((routed, _ROUTED[1], count))
+            wrapped.append((routed, _ROUTED[1], functools.partial(self.with_token_counts, ep=ep)))
         for module, name, wrapper in wrapped:
             if (original := getattr(module, name, None)) is not None:
                 self._patches.enter_context(mock.patch.object(module, name, wrapper(original)))

@@ -286,7 +286,7 @@ class Restored:
 
     source: str
     saved: SavedCheckpoint
-    values: Mapping[str, Any]
+    values: Values
     is_seen: bool = False
     format_source: str = ""
     afresh: str = ""
@@ -297,10 +297,9 @@ class Restored:
         """What a plan must keep, by the names of ``layout_arguments``."""
         if self.saved.format == _HUGGING_FACE:
             return {}
-        needs = checkpoint.requirements(self.saved, self.values, version)
         return {
             name: replace(need, fix=self.afresh or in_fields(need.fix, self.fields))
-            for name, need in needs.items()
+            for name, need in checkpoint.requirements(self.saved, self.values, version).items()
             if self.is_seen or need.value is not None
         }
 
@@ -338,7 +337,7 @@ _BRIDGE_FIELDS = {
 }
 
 
-def restored_by_command(values: Mapping[str, Any]) -> Restored | None:
+def restored_by_command(values: Values) -> Restored | None:
     """What ``--load`` and ``--pretrained-checkpoint`` of a Megatron-LM command restore.
 
     The host that plans may not be the one that trains: only a folder that is here, and holds no
@@ -448,11 +447,10 @@ def _run_that_goes_on(recipe: Any, resume: Any) -> str | None:
 
 
 def _unseen_checkpoint(
-    path: str, kind: str, values: Mapping[str, Any], how: str = "as the recipe states"
+    path: str, kind: str, values: Values, how: str = "as the recipe states"
 ) -> Restored:
     """A checkpoint whose format is only stated, or found in NeMo's folder of weights."""
-    folders = (Path(path) / "weights", Path(path))
-    if any((folder / "metadata.json").is_file() for folder in folders):
+    if any((folder / "metadata.json").is_file() for folder in (Path(path) / "weights", Path(path))):
         kind = "torch_dist"  # megatron-core writes it for this format alone
     saved = SavedCheckpoint(
         directory=Path(path),
@@ -477,8 +475,9 @@ def _is_hugging_face(folder: object) -> bool:
 
 def _has_checkpoint(folder: object) -> bool:
     trackers = ("latest_train_state.pt", "latest_checkpointed_iteration.txt")
-    is_path = isinstance(folder, str | os.PathLike)
-    return is_path and any(Path(folder, name).is_file() for name in trackers)
+    if not isinstance(folder, str | os.PathLike):
+        return False
+    return any(Path(folder, name).is_file() for name in trackers)
 
 
 def _saved_sizes(folder: Path) -> dict[str, Any]:

@@ -454,10 +454,8 @@ def _needs(found: CommandPlan, before: ParallelPlan) -> Iterator[str]:
         if value != getattr(before.layout.execution, knob.name) and value in knob.needs:
             words = " ".join(value) if isinstance(value, tuple) else value
             yield f"{knob.flag} {words} needs {knob.needs[value].words} where the job runs."
-    if found.job.command is not None:
-        argv = found.plan.launch[LAUNCHER].argv
-        if needed := newest_flags(argv, given=found.job.command.argv):
-            yield needed
+    if (command := found.job.command) is not None:
+        yield from filter(None, [newest_flags(found.plan.launch[LAUNCHER].argv, command.argv)])
     values, version = found.job.values, found.job.version
     name = "a checkpoint of the present layout"
     if not (values.get("save") or values.get("load")):

@@ -263,8 +263,7 @@ def _contents(tokens: Any) -> Iterator[str]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    text = read_text(path, str(path), most=_MOST_BYTES)
-    found = parse_json(text, str(path), limits=_LIMITS)
+    found = parse_json(read_text(path, str(path), most=_MOST_BYTES), str(path), limits=_LIMITS)
     if not isinstance(found, dict):
         raise _file_error(path, "it is no JSON object")
     return found
@@ -279,8 +278,7 @@ def _pieces(path: Path) -> Iterator[str]:
         raise _file_error(path, "it is empty")
     for number, value in _fields(content, path):
         if number == 1:
-            inner = dict(_fields(value, path))
-            yield inner.get(1, b"").decode("utf-8", errors="replace")
+            yield dict(_fields(value, path)).get(1, b"").decode("utf-8", errors="replace")
 
 
 def _fields(content: bytes, path: Path) -> Iterator[tuple[int, bytes]]:

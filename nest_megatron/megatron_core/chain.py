@@ -79,8 +79,7 @@ def _opened(module: Any, path: str) -> Iterator[str]:
     yield path
     repeated = _repeated_classes(module)
     for name, child in module.named_children():
-        holds_a_list = any(map(_repeated_classes, child.modules()))
-        if holds_a_list and type(child) not in repeated:
+        if any(map(_repeated_classes, child.modules())) and type(child) not in repeated:
             yield from _opened(child, f"{path}.{name}" if path else name)
 
 

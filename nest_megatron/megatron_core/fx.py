@@ -303,8 +303,7 @@ def chain_work(trace: Trace) -> ChainWork:
         out = {_storage(t): _size(t) for t in _tensors(node)}
         parameters, output_bytes = sum(unused.pop(s, 0) for s in read), sum(out.values())
         if _name(node) in _GATHERS:
-            table = _tensors(node.args[0])
-            read |= {_storage(t): min(output_bytes, _size(t)) for t in table}
+            read |= {_storage(t): min(output_bytes, _size(t)) for t in _tensors(node.args[0])}
         # an update in place keeps what it was
         kept = [saved[s][1] for s in out if s in saved and s not in makers]
         places.append(node.meta.get(PLACE, Place()))

@@ -220,8 +220,7 @@ def _attention(
     own_size = query.dim() == 4 and query.shape[-1] != value.shape[-1]
     if own_size and attn_mask is None and not options.get("enable_gqa"):
         fused = torch.ops.aten._scaled_dot_product_efficient_attention
-        scale = options.get("scale")
-        return fused(query, key, value, None, True, 0.0, is_causal, scale=scale)[0]
+        return fused(query, key, value, None, True, 0.0, is_causal, scale=options.get("scale"))[0]
     return func(query, key, value, attn_mask, 0.0, is_causal, **options)
 
 
@@ -349,7 +348,6 @@ def _tolerant(attention: type) -> Callable[..., None]:
         value_width = kwargs.pop("v_channels", None)
         original(self, *args, **kwargs)
         if value_width is not None:
-            heads = self.num_attention_heads_per_partition
-            self.hidden_size_per_partition = value_width * heads
+            self.hidden_size_per_partition = value_width * self.num_attention_heads_per_partition
 
     return __init__

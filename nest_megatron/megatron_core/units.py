@@ -179,15 +179,13 @@ def _only(layer: Any, stretch: Stretch) -> Any:
 
 def _with(described: Any, **submodules: Any) -> Any:
     """A ``ModuleSpec`` with some submodules replaced."""
-    changed = replace(described.submodules, **submodules)
-    return replace(described, submodules=changed)
+    return replace(described, submodules=replace(described.submodules, **submodules))
 
 
 def _decoder_layer(layers: Layers, stretch: Stretch, recompute: Recompute | None) -> Unit:
     from megatron.core.transformer.spec_utils import build_module
 
-    described = _only(layers.layer, stretch)
-    layer = build_module(described, config=layers.config, layer_number=1)
+    layer = build_module(_only(layers.layer, stretch), config=layers.config, layer_number=1)
 
     def inputs() -> tuple[Any, ...]:
         return _hidden(layers), *_mask_and_angles(layers)

@@ -164,10 +164,9 @@ def with_launch(plan: ParallelPlan) -> ParallelPlan:
     if not lacks:
         argv = (*model_argv(plan.model, version=request.version), *argv)
     notes = (*([] if lacks else [_COMPLETE_IT]), *filter(None, [newest_flags(argv)]))
-    launch = _launch_command(plan, request, "", argv, notes)
     return replace(
         plan,
-        launch={**plan.launch, LAUNCHER: launch},
+        launch={**plan.launch, LAUNCHER: _launch_command(plan, request, "", argv, notes)},
         notes=(*plan.notes, *filter(None, [lacks])),
     )
 
@@ -315,7 +314,7 @@ def rewrite_command(
     owned = free | wanted.keys() | refused.keys()
     assert owned <= WRITABLE
     tokens: list[str] = []
-    left: dict[str | None, Option] = {**wanted}
+    left: dict[str | None, Option] = dict(wanted.items())
     for option in command.options:
         if option.dest not in owned:
             tokens += option.tokens

@@ -71,8 +71,7 @@ def _wrap(module: ModuleType, name: str, wrapper: Function) -> Function | None:
     """Put a function in the place of a module's own (returned, if any), which it takes first."""
     original: Function | None = getattr(module, name, None)
     if original is not None:
-        wrapped = functools.wraps(original)(functools.partial(wrapper, original))
-        setattr(module, name, wrapped)
+        setattr(module, name, functools.wraps(original)(functools.partial(wrapper, original)))
     return original
 
 

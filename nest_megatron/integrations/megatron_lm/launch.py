@@ -420,8 +420,7 @@ def _pinned_launch(job: Job, pinned: PinnedPlan) -> planning.LaunchPlan:
     plan, rows = pinned.plan, job.spec.vocab_size
     if job.spec.vocab_is_padded and rows % plan.layout.dims.tensor_model_parallel_size == 0:
         # the embedding has the rows that the job gives it by itself
-        model = replace(plan.model, vocab_size=rows, vocab_is_padded=True)
-        plan = replace(plan, model=model)
+        plan = replace(plan, model=replace(plan.model, vocab_size=rows, vocab_is_padded=True))
     notes = [pin_note(pinned.pin), *filter(None, [pinned.told])]
     return planning.launch_plan(plan, job.command, tuple(notes))
 

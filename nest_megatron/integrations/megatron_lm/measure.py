@@ -127,8 +127,7 @@ def measure_job(
             return Answer()
         check = (lambda: None) if store is None else store.raise_failure
         pause_s = 1.0 if store is None else store.interval_s
-        own_orders = replace(orders, tasks=own)
-        return measure_in_child(own_orders, os.environ, check, pause_s)
+        return measure_in_child(replace(orders, tasks=own), os.environ, check, pause_s)
 
     orders = from_plain(
         Orders, agreement.broadcast(store, list_tasks, what="list of what to measure")
@@ -164,8 +163,7 @@ def _orders(
             "Leave nest.profile.mode=measure out.",
         )
     implementation = Implementation(job.transformer_impl)
-    seconds = place.settings.profile.max_seconds
-    max_seconds = require_seconds("nest.profile.max_seconds", seconds)
+    max_seconds = require_seconds("nest.profile.max_seconds", place.settings.profile.max_seconds)
     outcome = decide(job, with_profile(place, ProfileMode.ANALYTIC), free=free)
     assert outcome.searched is not None
     assert job.command is not None
@@ -305,8 +303,7 @@ def measure_in_child(
         if code or not answer:
             how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
             raise MeasuringError(f"the process that measures {how}{_last_words(err)}")
-    found = from_plain(Answer, json.loads(answer))
-    return replace(found, seconds=time.monotonic() - started)
+    return replace(from_plain(Answer, json.loads(answer)), seconds=time.monotonic() - started)
 
 
 def _last_words(err: IO[str]) -> str:

@@ -279,8 +279,7 @@ class PlannedJob:
             batch_unit=schedule.batch_unit if schedule else None,
             rank_orders=tuple(RankOrder) if order is None else (order,),
         )
-        degrees = buildable_degrees(self._plan.model, self._target, space.fixed)
-        return replace(space, fixed=degrees)
+        return replace(space, fixed=buildable_degrees(self._plan.model, self._target, space.fixed))
 
     @property
     def _execution(self) -> Execution:

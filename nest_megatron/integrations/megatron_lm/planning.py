@@ -234,8 +234,7 @@ def costs(searched: Searched) -> list[tuple[str, Seconds]]:
         names = {choice, "stage_layout"} if choice in _NUMBERS_OF_STAGES else {choice}
         job = replace(searched.job, free=(*searched.job.free, *names))
         request = running_request(job, searched.place)
-        wanted = replace(request, num_alternatives=0, offer=None, remedies=False)
-        plan = find_plan(wanted)
+        plan = find_plan(replace(request, num_alternatives=0, offer=None, remedies=False))
         if not isinstance(plan, ParallelPlan):
             continue
         step = plan.predicted.iteration_time_s
@@ -278,8 +277,7 @@ def command_of(
         for name in of_megatron.keys() & PARALLEL_ARGUMENTS
         if values.get(name) != of_megatron[name]
     }
-    merged = replace(typed, values=values, explicit=typed.explicit | untyped)
-    return with_degrees_as_flags(merged)
+    return with_degrees_as_flags(replace(typed, values=values, explicit=typed.explicit | untyped))
 
 
 def with_defaults(args: Namespace, defaults: Values) -> Namespace:

@@ -38,8 +38,7 @@ def run_script(arguments: Sequence[str]) -> int:
         from nest_megatron.report.console import print_error
 
         limit, fix = "there is no such file", "Check the path."
-        error = UserInputError("script", words[0], limit, fix)
-        print_error(error, as_json=False)
+        print_error(UserInputError("script", words[0], limit, fix), as_json=False)
         return BAD_INPUT
     sys.argv = words
     if not sys.flags.safe_path:  # as `python SCRIPT` has it; `python -m` put the current folder
