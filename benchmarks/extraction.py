@@ -27,7 +27,7 @@ from pathlib import Path
 import yaml
 
 from nest_megatron.files import write_text
-from nest_megatron.megatron_core import cache
+from nest_megatron.megatron_core import layers
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import layer_graph
@@ -85,7 +85,7 @@ def extract_all(name: str) -> None:
     spec = model(name)
     started = time.perf_counter()
     for kind in dict.fromkeys(spec.layer_kinds()):
-        cache.layer(spec, kind, timed_shard(spec))
+        layers.cached_layer(spec, kind, timed_shard(spec))
     print(json.dumps({"seconds": time.perf_counter() - started, "torch": "torch" in sys.modules}))
 
 
@@ -96,7 +96,7 @@ def seconds(name: str, folder: str) -> tuple[float, bool]:
         check=True,
         capture_output=True,
         text=True,
-        env={**os.environ, cache.FOLDER_VARIABLE: folder},
+        env={**os.environ, layers.CACHE_VARIABLE: folder},
     )
     answer = json.loads(done.stdout.splitlines()[-1])
     return answer["seconds"], answer["torch"]
@@ -148,7 +148,8 @@ def agreement() -> Iterator[list[str]]:
             shards = list(compared_shards(spec, kind))
             parameters, flops, saved = 0, 0.0, 0.0
             for shard in shards:
-                seen, formula = cache.layer(spec, kind, shard), local_layer(spec, kind, shard)
+                seen = layers.cached_layer(spec, kind, shard)
+                formula = local_layer(spec, kind, shard)
                 backward = sum(op.backward_flops for op in seen.graph.operators)
                 parameters += seen.parameters != formula.parameters
                 flops = max(flops, abs(seen.graph.flops() / formula.flops - 1))
@@ -170,7 +171,7 @@ def blocks_of_hybrids() -> Iterator[list[str]]:
                 sequence_parallel=sequence_parallel,
                 expert_model_parallel_size=experts,
             )
-            seen, formula = cache.layer(spec, kind, shard), layer_graph(spec, kind, shard)
+            seen, formula = layers.cached_layer(spec, kind, shard), layer_graph(spec, kind, shard)
             parameters += seen.parameters != layer_parameters(spec, kind, tp, experts, 1)
             flops = max(flops, abs(seen.graph.flops() / formula.flops() - 1))
             kept = seen.graph.total_saved_bytes() / formula.total_saved_bytes()

@@ -11,7 +11,7 @@ import pytest
 
 from nest_megatron.cost_model import site_file
 from nest_megatron.history import store as history_store
-from nest_megatron.megatron_core import cache
+from nest_megatron.megatron_core import layers
 from nest_megatron.profile import store
 
 # Others may hold the cores for seconds: no example has a deadline, and drawing it may take long.
@@ -33,13 +33,13 @@ def empty_stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
     os.environ[store.FOLDER_VARIABLE] = str(folder / "profiles")
-    os.environ[cache.FOLDER_VARIABLE] = str(shared / "extract")
+    os.environ[layers.CACHE_VARIABLE] = str(shared / "extract")
     os.environ[history_store.VARIABLE] = str(folder / "runs.jsonl")
     os.environ[site_file.VARIABLE] = str(folder / "sites")
     yield folder
     for name in (
         store.FOLDER_VARIABLE,
-        cache.FOLDER_VARIABLE,
+        layers.CACHE_VARIABLE,
         history_store.VARIABLE,
         site_file.VARIABLE,
     ):

@@ -36,7 +36,7 @@ from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, launch_reque
 from nest_megatron.integrations.megatron_lm.launch import apply
 from nest_megatron.integrations.megatron_lm.write import parallel_argv
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.megatron_core import cache
+from nest_megatron.megatron_core import layers
 from nest_megatron.profile import store
 from recipes import make
 from tests.cli.runs import run
@@ -56,7 +56,7 @@ JOBS = {
     for cluster in make.CLUSTERS
 }
 #: Variables that name what the user of a machine has measured, extracted and run.
-STORES = (store.FOLDER_VARIABLE, cache.FOLDER_VARIABLE, history_store.VARIABLE, site_file.VARIABLE)
+STORES = (store.FOLDER_VARIABLE, layers.CACHE_VARIABLE, history_store.VARIABLE, site_file.VARIABLE)
 #: What differs from run to run, and what stands for it.
 MASKS = {
     r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(\+00:00|Z)": "DATE",

@@ -24,8 +24,8 @@ from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.config.launch import read_words
 from nest_megatron.documents import csv_text
 from nest_megatron.errors import NestError
-from nest_megatron.megatron_core.cache import FOLDER_VARIABLE as extracted_variable
-from nest_megatron.megatron_core.cache import folder as extracted_folder
+from nest_megatron.megatron_core.layers import CACHE_VARIABLE as extracted_variable
+from nest_megatron.megatron_core.layers import cache_folder as extracted_folder
 from nest_megatron.profile.store import FOLDER_VARIABLE as profile_variable
 from nest_megatron.profile.store import profiles_folder
 from tests.cli.runs import ROOT, SMALL, environment, run

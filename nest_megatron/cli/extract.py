@@ -30,9 +30,8 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, require_folder
 from nest_megatron.integrations.typed_command import read_model
 from nest_megatron.layout.dims import LAYER_DEGREES
-from nest_megatron.megatron_core import cache
 from nest_megatron.megatron_core.chain import build, extract_chain, read_inputs, require_torch
-from nest_megatron.megatron_core.layers import ExtractedLayer
+from nest_megatron.megatron_core.layers import ExtractedLayer, cached_layer
 from nest_megatron.megatron_core.stage import require_megatron
 from nest_megatron.model.execution import Implementation
 from nest_megatron.model.layer_pattern import LayerKind
@@ -247,7 +246,7 @@ def _layer(
 
     with quiet():
         implementation = Implementation(options.implementation)
-        return cache.layer(spec, kind, shard, implementation=implementation)
+        return cached_layer(spec, kind, shard, implementation=implementation)
 
 
 def _fields(layer: ExtractedLayer) -> dict[str, Any]:

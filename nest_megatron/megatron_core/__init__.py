@@ -4,8 +4,8 @@ Building: ``stage`` makes megatron-core's configuration and the process groups o
 what a machine without a GPU or Transformer Engine lacks (``substitutes``); ``units`` builds the
 embedding, the layers and the head. The profiler times these units.
 
-Recording: ``layers`` runs a unit under ``recorder`` and returns its ``LayerGraph`` (``cache`` keeps
-it in a file); ``chain`` does the same for any PyTorch module, by ``fx``: its ``ChainGraph``.
+Recording: ``layers`` runs a unit under ``recorder`` and returns its ``LayerGraph``, kept
+in a file; ``chain`` does the same for any PyTorch module, by ``fx``: its ``ChainGraph``.
 
 torch and megatron-core are imported inside functions, so that importing this package costs nothing.
 """

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from nest_megatron.megatron_core import cache, layers
+from nest_megatron.megatron_core import layers
 from nest_megatron.megatron_core.layers import ExtractedLayer
 from nest_megatron.model.execution import Implementation
 from nest_megatron.model.layer_pattern import LayerKind
@@ -26,7 +26,7 @@ LOCAL = Implementation.LOCAL
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(cache.FOLDER_VARIABLE, str(tmp_path / "extract"))
+    monkeypatch.setenv(layers.CACHE_VARIABLE, str(tmp_path / "extract"))
     return tmp_path / "extract"
 
 
@@ -45,14 +45,14 @@ def extractions(monkeypatch: pytest.MonkeyPatch) -> list[LayerKind]:
 
 
 def test_a_layer_is_extracted_once(extractions: list[LayerKind]) -> None:
-    first = cache.layer(SPEC, LayerKind.DENSE, SHARD)
-    assert cache.layer(SPEC, LayerKind.DENSE, SHARD) == first
+    first = layers.cached_layer(SPEC, LayerKind.DENSE, SHARD)
+    assert layers.cached_layer(SPEC, LayerKind.DENSE, SHARD) == first
     assert extractions == [LayerKind.DENSE]
 
 
 def test_the_number_of_layers_and_names_make_no_difference(extractions: list[LayerKind]) -> None:
-    cache.layer(SPEC, LayerKind.DENSE, SHARD)
-    cache.layer(
+    layers.cached_layer(SPEC, LayerKind.DENSE, SHARD)
+    layers.cached_layer(
         dataclasses.replace(SPEC, num_layers=3, name="mine", source=""), LayerKind.DENSE, SHARD
     )
     assert len(extractions) == 1
@@ -76,26 +76,28 @@ def test_whatever_changes_the_layer_changes_its_name(change: dict[str, object]) 
         "shard": SHARD,
         "implementation": LOCAL,
     }
-    assert cache.fingerprint(**plain) != cache.fingerprint(**plain | change)  # type: ignore[arg-type]
+    assert layers.fingerprint(**plain) != layers.fingerprint(**plain | change)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("package", ["torch", "megatron-core", "transformer-engine"])
 def test_another_version_changes_the_name(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = cache.fingerprint(SPEC, LayerKind.DENSE, SHARD, LOCAL)
-    version = cache._version
-    monkeypatch.setattr(cache, "_version", lambda name: "9.9" if name == package else version(name))
-    assert cache.fingerprint(SPEC, LayerKind.DENSE, SHARD, LOCAL) != before
+    before = layers.fingerprint(SPEC, LayerKind.DENSE, SHARD, LOCAL)
+    version = layers._version
+    monkeypatch.setattr(
+        layers, "_version", lambda name: "9.9" if name == package else version(name)
+    )
+    assert layers.fingerprint(SPEC, LayerKind.DENSE, SHARD, LOCAL) != before
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"graph": 1}'])
 def test_a_broken_file_is_written_anew(
     text: str, folder: Path, extractions: list[LayerKind]
 ) -> None:
-    first = cache.layer(SPEC, LayerKind.DENSE, SHARD)
+    first = layers.cached_layer(SPEC, LayerKind.DENSE, SHARD)
     (path,) = folder.glob("*.json")
     path.write_text(text, encoding="utf-8")
-    assert cache.layer(SPEC, LayerKind.DENSE, SHARD) == first
-    assert cache.layer(SPEC, LayerKind.DENSE, SHARD) == first
+    assert layers.cached_layer(SPEC, LayerKind.DENSE, SHARD) == first
+    assert layers.cached_layer(SPEC, LayerKind.DENSE, SHARD) == first
     assert len(extractions) == 2
 
 
@@ -103,20 +105,20 @@ def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
-    monkeypatch.setenv(cache.FOLDER_VARIABLE, str(tmp_path / "file" / "inside"))
-    assert cache.layer(SPEC, LayerKind.DENSE, SHARD).parameters.dense > 0
+    monkeypatch.setenv(layers.CACHE_VARIABLE, str(tmp_path / "file" / "inside"))
+    assert layers.cached_layer(SPEC, LayerKind.DENSE, SHARD).parameters.dense > 0
 
 
 def test_a_kept_layer_is_found_without_torch() -> None:
-    cache.layer(SPEC, LayerKind.DENSE, SHARD)
+    layers.cached_layer(SPEC, LayerKind.DENSE, SHARD)
     program = (
         "import sys\n"
-        "from nest_megatron.megatron_core import cache\n"
+        "from nest_megatron.megatron_core import layers\n"
         "from nest_megatron.model.spec import LayerKind\n"
         "from nest_megatron.model.shard import LayerShard\n"
         "from tests import catalogue\n"
         "shard = LayerShard(tensor_model_parallel_size=2, sequence_parallel=True)\n"
-        "found = cache.layer(catalogue.model('llama3_8b'), LayerKind.DENSE, shard)\n"
+        "found = layers.cached_layer(catalogue.model('llama3_8b'), LayerKind.DENSE, shard)\n"
         "assert found.graph.operators\n"
         "assert not {'torch', 'megatron'} & set(sys.modules), 'loaded'\n"
     )
