@@ -134,12 +134,11 @@ def with_variables(
     (['torchrun', 't.py'], {'A': '1'})
     """
     names = [Path(word).name for word in words]
-    started = [at for at, name in enumerate(names) if name.startswith(_STARTED)]
-    is_inside = started and any(_BY_NAME.get(n) is _CONTAINER for n in names[: started[-1]])
-    if not (is_inside and variables):
+    start = max((at for at, name in enumerate(names) if name.startswith(_STARTED)), default=0)
+    if not variables or all(_BY_NAME.get(name) is not _CONTAINER for name in names[:start]):
         return [*words], {**variables}
     pairs = (f"{name}={value}" for name, value in variables.items())
-    return [*words[: started[-1]], "env", *pairs, *words[started[-1] :]], {}
+    return [*words[:start], "env", *pairs, *words[start:]], {}
 
 
 def with_num_nodes(words: Sequence[str], num_nodes: int) -> list[str]:

@@ -246,10 +246,10 @@ class Recipe(Configuration, ABC):
             precision, fp8_recipe = narrow, str(value_or(holder, "fp8_recipe", "delayed"))
         restored = self.restored_by(self.root)
         config, data, places = self.find(self.model), self.find(self.data), self.places
-        for item, path in self.items.items():
-            if item.endswith("_parallel_size") and self.find(path) not in (None, ABSENT):
-                self.whole(path)
         family, stated, execution = family_of(config), self.item_values(), places.values()
+        for item, value in stated.items():
+            if item.endswith("_parallel_size") and value is not None:
+                self.whole(self.items[item])
         sharded = {
             **stated,
             "use_megatron_fsdp": self.uses_fsdp,

@@ -291,9 +291,9 @@ def plan_changes(
     check_partition(
         spec, found.layout.partition, mtp_beside_layer=builds_mtp_beside_layer(spec, recipe.target)
     )
-    size = {"num_gpus": recipe.size()[0]}
+    size = {"num_gpus": own.num_gpus}
     job = {
-        "global_batch_size": recipe.find(recipe.items["global_batch_size"]),
+        "global_batch_size": own.global_batch_size,
         "seq_length": spec.seq_length,
         **(size if recipe.states_size else {}),
     }
@@ -301,7 +301,7 @@ def plan_changes(
     _require_same(found, job, free)
     if differs := other_numbers(found, own.memory_flags, own.precision):
         warnings.warn(f"{differs}; auto_recipe plans this job.", stacklevel=3)
-    planned, schedule = found.train.batch_schedule, recipe.batch_schedule(spec.seq_length)
+    planned, schedule = found.train.batch_schedule, own.batch_schedule
     if schedule is not None and (planned is None or planned.sizes != schedule.sizes):
         made_for = planned.words() if planned else found.layout.global_batch_size
         raise UserInputError(

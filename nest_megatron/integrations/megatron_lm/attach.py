@@ -290,7 +290,10 @@ def rewrite_command(
     values, version = command.values, command.version
     request = launch_request(plan, command)
     planned = planned_arguments(request)
-    if _narrows_by_fsdp(request, values):
+    # gradients that are 16 bits wide for the FSDP of today alone, which a plan leaves
+    sharding, narrow = read_sharding(values), request.gradient_bytes == 2
+    leaves = sharding not in (DataParallelSharding.DDP, request.sharding or request.zero.sharding)
+    if narrow and leaves and request.precision is not Precision.FP16:
         planned["grad_reduce_in_bf16"] = True
     tp = plan.layout.dims.tensor_model_parallel_size
     is_sized = values.get("padded_vocab_size") is not None or not plan.model.vocab_is_padded
@@ -373,14 +376,6 @@ def _reason(dest: str, plan: ParallelPlan) -> str:
             capacity=format_gib(predicted.capacity_bytes),
         )
     )
-
-
-def _narrows_by_fsdp(request: LaunchRequest, values: Values) -> bool:
-    """Whether gradients are 16 bits wide for the FSDP of today alone, which a plan leaves."""
-    own = read_sharding(values)
-    is_narrow = request.gradient_bytes == 2 and request.precision is not Precision.FP16
-    leaves = (request.sharding or request.zero.sharding) is not own
-    return is_narrow and leaves and own is not DataParallelSharding.DDP
 
 
 def unstated_parts(spec: TransformerSpec) -> str:

@@ -235,7 +235,12 @@ def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
             own = replace(own, limits={**limits, **own.limits})
     fixed = {name: int(stated[name]) for name in DEGREES if stated.get(name) is not None}
     if says_all := job.command is None and bool(job.stated):
-        fixed = {**_unset_degrees(spec, fixed, freed), **fixed}
+        # every field of a recipe is said: those at None stay, too, at Megatron's defaults
+        ones = {_TENSOR, _PIPELINE, "context_parallel_size"}
+        ones |= {"expert_model_parallel_size"} if spec.is_moe else set()
+        fixed = {**dict.fromkeys(ones - freed, 1), **fixed}
+        if spec.is_moe and _EXPERT_TENSOR not in freed and _TENSOR in fixed:
+            fixed.setdefault(_EXPERT_TENSOR, fixed[_TENSOR])
     partition = _fixed_stages(job, stated, fixed, freed)
     if partition is None:
         virtual = _virtual(stated, fixed, spec)
@@ -261,23 +266,6 @@ def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
         even_stages=says_all and partition is None and not freed.intersection(STAGE_OPTIONS),
         sequence_parallel=not (keeps_degrees and is_whole),
     )
-
-
-def _unset_degrees(
-    spec: TransformerSpec, fixed: Mapping[str, int], freed: frozenset[str]
-) -> dict[str, int]:
-    """Degrees that a recipe leaves at ``None`` and that stay, by Megatron's defaults.
-
-    Every field of a recipe is said; what is absent from a command is free.
-    """
-    names = {_TENSOR, _PIPELINE, "context_parallel_size"}
-    if spec.is_moe:
-        names.add("expert_model_parallel_size")
-    kept = dict.fromkeys(names - freed, 1)
-    tp = {**kept, **fixed}.get(_TENSOR)
-    if spec.is_moe and _EXPERT_TENSOR not in freed and tp is not None:
-        kept[_EXPERT_TENSOR] = tp
-    return kept
 
 
 def _fixed_stages(

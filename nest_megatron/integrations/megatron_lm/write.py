@@ -177,12 +177,19 @@ def planned_values(request: LaunchRequest) -> dict[str, Any]:
     stages, virtual = found[_STAGES], found["virtual_pipeline_model_parallel_size"]
     is_even = is_uniform(spec, partition)
     of_fsdp = _of_fsdp(request) if layout.uses_megatron_fsdp else {_STRATEGY: "no_shard"}
+    # the batch, or how it grows; or since 0.18 a schedule in the place of a size (args:698)
+    batch: dict[str, Any] = {"global_batch_size": request.global_batch_size}
+    if (schedule := request.batch_schedule) is not None:
+        ramp = list(schedule.rampup_batch_size or ()) or None
+        batch = {"global_batch_size": schedule.last, "rampup_batch_size": ramp}
+        if (steps := schedule.step_batch_size_schedule) is not None:
+            batch = {"step_batch_size_schedule": steps}
     return {
         **dict.fromkeys(_DEGREES),
         **execution_arguments(request.execution, request.version),
         "use_tp_pp_dp_mapping": dims.rank_order is RankOrder.TP_CP_EP_PP_DP,
         "micro_batch_size": request.micro_batch_size,
-        **_batch(request),
+        **batch,
         **dict.fromkeys(_SHARDING),
         **found,
         _STAGES: None if is_even else stages,
@@ -218,19 +225,6 @@ def planned_arguments(request: LaunchRequest) -> dict[str, Any]:
 def parallel_argv(request: LaunchRequest) -> list[str]:
     """Flags that lay a model over the ranks as planned; a pipeline needs a partition."""
     return argv_for(planned_arguments(request), request.version)
-
-
-def _batch(request: LaunchRequest) -> dict[str, Any]:
-    """The batch, or how it grows; or since 0.18 a schedule in the place of a size (args:698)."""
-    schedule = request.batch_schedule
-    if schedule is None:
-        return {"global_batch_size": request.global_batch_size}
-    if (steps := schedule.step_batch_size_schedule) is not None:
-        return {"step_batch_size_schedule": steps}
-    return {
-        "global_batch_size": schedule.last,
-        "rampup_batch_size": (list(schedule.rampup_batch_size or ()) or None),
-    }
 
 
 def _of_fsdp(request: LaunchRequest) -> dict[str, Any]:
