@@ -97,11 +97,9 @@ def _model_arguments(spec: TransformerSpec, release: Release) -> dict[str, Any]:
     pattern, latent = spec.hybrid_layer_pattern.replace("|", ""), spec.multi_latent_attention
     grouped = spec.num_query_groups is not None and not latent
     window, balanced = spec.window_size, spec.moe_router_enable_expert_bias
-    is_t5 = spec.family is ModelFamily.T5
     has_delta_nets = LayerBlock.GATED_DELTA_NET in spec.blocks
     is_sparse = spec.experimental_attention_variant == "dsa"
     linear = has_delta_nets and not pattern
-    package = "mamba" if release < (0, 18) else "hybrid"
     activation = spec.activation, spec.gated_linear_unit
     has = {
         "state space": pattern,
@@ -111,16 +109,7 @@ def _model_arguments(spec: TransformerSpec, release: Release) -> dict[str, Any]:
         "rotations": spec.position_embedding_type == "rope",
         "experts": spec.num_experts is not None,
     }
-    found = {
-        "num_layers": None if is_t5 or (pattern and not counted) else spec.num_layers,
-        "decoder_num_layers": spec.num_layers if is_t5 else None,
-        "hybrid_override_pattern": (pattern if counted else None) or None,
-        "is_hybrid_model": counted and bool(pattern),
-        "spec": [f"megatron.core.models.{package}.{package}_layer_specs", f"{package}_stack_spec"]
-        if pattern
-        else None,
-        "seq_length": None if is_t5 else spec.seq_length,
-        "encoder_seq_length": spec.seq_length if is_t5 else None,
+    found: dict[str, Any] = {
         "group_query_attention": grouped,
         "num_query_groups": spec.num_query_groups if grouped else None,
         "softmax_type": None if spec.softmax_type == "vanilla" else spec.softmax_type,
@@ -139,8 +128,20 @@ def _model_arguments(spec: TransformerSpec, release: Release) -> dict[str, Any]:
         "moe_layer_freq": pattern_text(spec.moe_layer_pattern) if spec.moe_layer_pattern else None,
         "moe_router_pre_softmax": spec.moe_router_topk == 1 and not balanced,
         "moe_router_score_function": "sigmoid" if balanced else None,
-        "mtp_num_layers": None if pattern else spec.mtp_num_layers,
     }
+    if spec.family is ModelFamily.T5:
+        found |= {"num_layers": None, "decoder_num_layers": spec.num_layers}
+        found |= {"seq_length": None, "encoder_seq_length": spec.seq_length}
+    if pattern:
+        package = "mamba" if release < (0, 18) else "hybrid"
+        folder = f"megatron.core.models.{package}"
+        found |= {
+            "num_layers": spec.num_layers if counted else None,
+            "hybrid_override_pattern": pattern if counted else None,
+            "is_hybrid_model": counted,
+            "spec": [f"{folder}.{package}_layer_specs", f"{package}_stack_spec"],
+            "mtp_num_layers": None,
+        }
     return {
         name: found.get(name, getattr(spec, name, None))
         for part, names in _OF_MODEL.items()
