@@ -16,6 +16,7 @@ import secrets
 import socket
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -155,12 +156,13 @@ def _memory(run: RunRecord, hosts: Mapping[int, str]) -> Iterator[str]:
     """The rank that is farthest above its prediction, and how many others are above theirs."""
     assert run.measured is not None
     predicted, dims = run.predicted.peak_memory_bytes, run.grid.dims
-    peaks = {rank: peak for rank, peak in enumerate(run.measured.peak_memory_bytes) if peak}
-    ratios = {rank: peak / predicted[pipeline_rank(dims, rank)] for rank, peak in peaks.items()}
-    over = {rank: ratio for rank, ratio in ratios.items() if ratio > 1 + _MEMORY}
+    over = [
+        (ratio, peak, rank)
+        for rank, peak in enumerate(run.measured.peak_memory_bytes)
+        if peak and (ratio := peak / predicted[pipeline_rank(dims, rank)]) > 1 + _MEMORY
+    ]
     if over:
-        worst = max(over, key=over.__getitem__)
-        peak, ratio = peaks[worst], over[worst]
+        ratio, peak, worst = max(over, key=itemgetter(0))
         others = f"; so are {len(over)} ranks in all" if len(over) > 1 else ""
         yield (
             f"peak memory of {rank_words([worst], hosts)} is {_percent(ratio)} above the "

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from nest_megatron.errors import UserInputError, error_line, nearest
-from nest_megatron.megatron_core.fx import ChainWork, Place, chain_work, traced
+from nest_megatron.megatron_core.fx import ChainWork, Place, chain_work, path_of, traced
 from nest_megatron.model.graph import ChainBlock, ChainGraph, ChainOperator, TensorShape
 from nest_megatron.packages import require_package
 
@@ -99,9 +99,9 @@ def chain_blocks(work: ChainWork, module: Any) -> tuple[ChainBlock, ...]:
 
     def call_of(place: Place) -> _Call:
         """One call of a block: one that is called twice in a row is two blocks."""
-        prefixes = ("", *accumulate(place.path.split("."), "{}.{}".format))
-        path = next((prefix for prefix in prefixes if prefix not in opened), place.path)
-        return path, next((number for name, number in place.calls if name == path), 0)
+        prefixes = ("", *accumulate(path_of(place).split("."), "{}.{}".format))
+        path = next((prefix for prefix in prefixes if prefix not in opened), path_of(place))
+        return path, next((number for name, number in place if name == path), 0)
 
     runs: list[_Run] = []
     for call, run in groupby(work.places, key=call_of):

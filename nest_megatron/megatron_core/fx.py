@@ -24,20 +24,14 @@ from nest_megatron.model.graph import ChainEdge, ChainOperator, OperatorKind, Te
 PLACE = "nest_place"
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where in a module a run is.
+#: Where in a module a run is: the modules that are running, outermost first, with their path and
+#: the number of the call.
+Place = tuple[tuple[str, int], ...]
 
-    Args:
-        calls: the modules that are running, outermost first: path, and the number of the call.
-    """
 
-    calls: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def path(self) -> str:
-        """Path of the innermost module."""
-        return self.calls[-1][0] if self.calls else ""
+def path_of(place: Place) -> str:
+    """The path of the innermost module."""
+    return place[-1][0] if place else ""
 
 
 class Trace(NamedTuple):
@@ -106,7 +100,7 @@ def traced(module: Any, inputs: Sequence[TensorShape]) -> Trace:
         ):
             graph = make_fx(forward)(*flat).graph
     except Exception as error:  # whatever the model's own code raises is the user's to know
-        raise _refusal(error, module, run.place.path) from error
+        raise _refusal(error, module, path_of(run.place)) from error
     return Trace(
         graph=graph, weights=weights, buffers=buffers, inputs=given, saved=tuple(run.saved)
     )
@@ -170,7 +164,7 @@ class _Run:
     last step are told their module.
     """
 
-    place: Place = field(default_factory=Place)
+    place: Place = ()
     calls: int = 0
     saved: list[tuple[Any, Place]] = field(default_factory=list)
     last: Any = None
@@ -196,15 +190,15 @@ class _Run:
         """Note that a module begins."""
         self.mark()
         self.calls += 1
-        self.place = Place((*self.place.calls, (path, self.calls)))
+        self.place = (*self.place, (path, self.calls))
 
     def leave(self, path: str, *_: Any) -> None:
         """Note that a module ends."""
         self.mark()
         # A module inside that raised, and was caught, is left with it.
-        names = [name for name, _ in self.place.calls]
+        names = [name for name, _ in self.place]
         last = len(names) - 1 - names[::-1].index(path)
-        self.place = Place(self.place.calls[:last])
+        self.place = self.place[:last]
 
 
 #: Words of torch where a run needs a tensor's values; the classes differ from release to release.
@@ -306,12 +300,12 @@ def chain_work(trace: Trace) -> ChainWork:
             read |= {_storage(t): min(output_bytes, _size(t)) for t in _tensors(node.args[0])}
         # an update in place keeps what it was
         kept = [saved[s][1] for s in out if s in saved and s not in makers]
-        places.append(node.meta.get(PLACE, Place()))
+        places.append(node.meta.get(PLACE, ()))
         operators.append(
             ChainOperator(
                 name=node.name,
                 target=".".join(str(node.target).split(".")[:2]),  # "aten.mm" of "aten.mm.default"
-                module=places[-1].path,
+                module=path_of(places[-1]),
                 kind=_kind(node),
                 flops=float(_flops(node)),
                 bytes_moved=sum(read.values()) + output_bytes,
