@@ -85,7 +85,7 @@ def _parts(config: Any) -> tuple[Any, ...]:
 
 
 def notes_on_unknown_fields(parts: Mapping[str, Any]) -> tuple[str, ...]:
-    """Notes on fields beside the model that are set and not known.
+    """Notes on fields outside the model that are set and not known.
 
     Args:
         parts: of a job, by the path that messages call them.
@@ -270,7 +270,7 @@ def _hybrid(config: Any) -> dict[str, Any]:
 
 
 def _nemo_hybrid(config: Any) -> dict[str, Any]:
-    """NeMo states the number of layers beside their pattern; megatron-core refuses another one.
+    """NeMo states the number of layers and their pattern; megatron-core refuses two numbers.
 
     Source: ``allocate_layers`` of megatron-core's ``mamba_hybrid_layer_allocation``.
     """
@@ -317,7 +317,7 @@ def _heterogeneous(config: Any) -> dict[str, Any]:
 
 
 def _exaone_moe(config: Any) -> dict[str, Any]:
-    """0.7 states a window for each layer, beside the one of them all."""
+    """0.7 states a window for each layer, and one for them all."""
     windows = sorted({*value_or(config, "sliding_windows", ())} - {0})
     if len(windows) > 1:
         raise unplannable(

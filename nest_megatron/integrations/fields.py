@@ -304,7 +304,7 @@ _OF_EXPERTS = frozenset(knob.name for knob in KNOBS if knob.of_experts)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionPlaces:
-    """Where a configuration says how layers are carried out.
+    """Where a configuration says how layers run.
 
     Args:
         overlap: paths of the objects whose ``OVERLAPPED`` the framework copies over the model's.
@@ -354,7 +354,7 @@ class ExecutionPlaces:
         return {name: own._meant(name) for name in self.forced}
 
     def fields(self, plan: ParallelPlan) -> Iterator[FieldValue]:
-        """What carries layers out as priced; a choice that the framework lacks is refused."""
+        """Yield fields with which layers run as priced; refuse what the framework lacks."""
         version = self.recipe.target.megatron_core
         wanted = allowed_execution(plan.layout.execution, plan.layout)
         planned = execution_arguments(wanted, version)
@@ -420,8 +420,8 @@ class ExecutionPlaces:
     def _present(self, name: str) -> list[str]:
         """The settings of a field that the configuration has."""
         names = [argument for argument, of in EXECUTION_FIELDS.items() if of == name]
-        beside = ["cpu_offloading"] if name == "cpu_offloading_num_layers" else []
-        return [each for each in names + beside if self._value(each) is not ABSENT]
+        names += ["cpu_offloading"] if name == "cpu_offloading_num_layers" else []
+        return [each for each in names if self._value(each) is not ABSENT]
 
     def _meant(self, argument: str) -> Any:
         if EXECUTION_FIELDS[argument] in self.lacks:

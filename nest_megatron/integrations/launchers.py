@@ -277,7 +277,7 @@ class _Launch:
                     self._parts.append((launcher, said))
                 end = at
         of_slurm = [said for launcher, said in self._parts if launcher is _SLURM]
-        #: What Slurm is told, the nearest words first.
+        #: Options and variables of Slurm, the nearest words first.
         self._slurm = [*of_slurm, _option_values(_SLURM, place.header), self._variables(_SLURM)]
 
     def read(self) -> LaunchedRanks:
@@ -370,7 +370,7 @@ class _Launch:
         return nodes, tasks
 
     def _ranks_by_gpus(self, nodes: int | None) -> _Sizes:
-        """A rank on each GPU that Slurm is told of, where it is told no number of tasks."""
+        """A rank on each GPU of Slurm's options, where they have no number of tasks."""
         known = {name: value for said in reversed(self._slurm) for name, value in said.items()}
         nodes = self._nodes(known) or nodes
         gpus = self._gpus(known, nodes)

@@ -15,7 +15,7 @@ from nest_megatron.layout import plan_file
 
 
 class WatchCallback(Callback):
-    """Keep what the first steps take in the history, beside what a plan predicts of them.
+    """Keep what the first steps take in the history, next to what a plan predicts of them.
 
     A step is one of the optimizer, also where Lightning accumulates gradients over batches.
 

@@ -283,7 +283,7 @@ class NemoRecipe(Recipe, framework="nemo"):
         )
 
     def _execution(self, plan: ParallelPlan) -> Iterator[FieldValue]:
-        """How layers are carried out, without the callback that would change it in training."""
+        """How layers run, without the callback that would change it in training."""
         places, option = self.places, "tp_comm_overlap"
         added = plan.layout.execution.tp_comm_overlap and not places.overlap
         if added and _is_unbuilt(self.root):
@@ -411,7 +411,7 @@ def auto_recipe(
 ) -> tuple[ParallelPlan, tuple[Change, ...]]:
     """Plan a recipe and write the plan into it.
 
-    A recipe's factory sets every degree, and its defaults cannot be told from its user's settings,
+    A recipe's factory sets every degree, and its defaults look like its user's settings,
     so all of them are free unless they are kept (decision 006 of ``docs/decisions.md``).
 
     Args:
@@ -484,7 +484,7 @@ def plan_changes(
 
 
 def watch_recipe(recipe: Any, plan: ParallelPlan, *, steps: int = STEPS) -> None:
-    """Have a planned recipe's run keep a record of itself, beside what the plan predicts.
+    """Have a planned recipe's run keep a record of itself, next to what the plan predicts.
 
     Where it trains, nest-megatron has to be installed, and writes to the history of that host.
 

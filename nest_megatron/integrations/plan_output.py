@@ -350,10 +350,10 @@ def values_report(
 
 
 def _report(plan: ParallelPlan, notes: Sequence[str], *changes: RenderableType) -> RenderableType:
-    told = [notes_report(notes)] if notes else []
+    noted = [notes_report(notes)] if notes else []
     early = [Text(f"nest: {said}")] if (said := early_words(plan.search)) else []
     answer = Padding(answer_report(plan), (0, 0, 0, 2))
-    return Group(*early, Text("nest: this job runs as"), answer, *changes, *told)
+    return Group(*early, Text("nest: this job runs as"), answer, *changes, *noted)
 
 
 def change_rows(changes: Iterable[Change]) -> list[tuple[str, str | None, str | None, str]]:

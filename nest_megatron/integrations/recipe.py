@@ -90,7 +90,7 @@ _NOT_FIXED = (
     "global_batch_size",
 )
 _ORDER = "use_tp_pp_dp_mapping"
-#: Virtual stages send beside their work; what says that there are some.
+#: Virtual stages send during their work; what says that there are some.
 _OVERLAP_P2P = "overlap_p2p_comm"
 _STAGES = ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout")
 _ONE_ORDER = Requirement(
@@ -148,7 +148,7 @@ class Recipe(Configuration, ABC):
     @property
     @abstractmethod
     def places(self) -> ExecutionPlaces:
-        """Where it says how layers are carried out."""
+        """Where it says how layers run."""
 
     @property
     @abstractmethod
@@ -165,7 +165,7 @@ class Recipe(Configuration, ABC):
 
     @abstractmethod
     def memory(self) -> Mapping[str, Any]:
-        """Settings that memory depends on beside the layout, as of ``memory_fields``."""
+        """Settings besides the layout that memory depends on, as of ``memory_fields``."""
 
     @abstractmethod
     def vocabulary(self, given: int | None) -> tuple[int, bool, tuple[str, ...]]:
@@ -447,7 +447,7 @@ def lightning_precision(stated: object, where: str) -> Precision:
 
 
 def memory_fields(*holders: Any) -> Mapping[str, Any]:
-    """Settings that memory depends on beside the layout, by Megatron's names.
+    """Settings besides the layout that memory depends on, by Megatron's names.
 
     The frameworks keep them in several objects: the recipe of mixed precision, the model's, the
     optimizer's and data parallelism's configuration. The first holder's word counts: the one whose

@@ -56,7 +56,7 @@ from nest_megatron.planner.pinned_job import ActualJob, other_numbers, require_s
 from nest_megatron.planner.pins import PinnedPlan
 from nest_megatron.solver.one_partition import check_partition
 
-#: What replicas exchange beside the passes.
+#: What replicas exchange during the passes.
 OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
 #: Fields that state the stage boundaries, and their values where the plan says it.
 _STAGE_FIELDS = {
@@ -122,7 +122,7 @@ def layout_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
 
 
 def other_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
-    """What must change beside the layout's own fields, and what the layout makes stale."""
+    """What must change besides the layout's fields, and what the layout makes stale."""
     yield from _fsdp(recipe, plan)
     yield from finetuning_fields(recipe, plan)
     yield from _pipeline_type(recipe, plan)
@@ -187,7 +187,7 @@ def _fsdp(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
     if initializes_on_meta_device(plan.model):
         built = "weights are made shard by shard; without it every GPU holds the whole model"
         yield f"{recipe.model}.init_model_with_meta_device", True, built
-    name = "megatron_fsdp_main_grads_dtype"  # 0.20 takes the weights' unless told
+    name = "megatron_fsdp_main_grads_dtype"  # by default 0.20 takes the weights'
     if planned[name] and recipe.find(f"{recipe.ddp}.{name}") is not ABSENT:
         import torch
 
@@ -213,7 +213,7 @@ def _pipeline_type(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
 def _overlap(
     recipe: Recipe, plan: ParallelPlan, prefix: str, links: Mapping[str, bool]
 ) -> Iterator[FieldValue]:
-    """What an object of overlap settings loses or changes, beside ``_stale``."""
+    """What an object of overlap settings loses or changes, besides ``_stale``."""
     names = (*links, "wgrad_deferral_limit", *OVERLAPS)
     found = {name: recipe.find(f"{prefix}.{name}") for name in names}
     stated = {name: value for name, value in found.items() if value not in (ABSENT, None)}
@@ -448,7 +448,7 @@ def plan_recipe(
             or ``None`` for the GPUs of this host.
         overrides: settings as ``nest-megatron plan`` takes them, the model and the batch apart.
         choose: take this runner-up instead of the best (0).
-        hosts: of a job whose ranks have started and told what they have.
+        hosts: of a job whose ranks have started, as they report them.
         mixed: what to do where their GPUs are unlike.
     """
     settings = tuple(overrides)

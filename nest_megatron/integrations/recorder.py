@@ -54,7 +54,7 @@ Result = TypeVar("Result")
 
 #: Share of the watched steps that come first and do not count: caches fill, kernels are tuned.
 _WARM_UP = 0.25
-#: How long rank 0 waits for what others measured, beside two steps, and how often it looks.
+#: How long rank 0 waits for what others measured, besides two steps, and how often it looks.
 _GATHER_S, _PAUSE_S = 60.0, 0.25
 #: What does a rank's own work, in ``megatron.core.pipeline_parallel.schedules``.
 _PASSES = ("forward_step", "backward_step")
@@ -309,7 +309,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def reporting_errors(self, what: str) -> Iterator[None]:
-        """A record that cannot be kept is told of, and ends nothing."""
+        """Print why a record cannot be kept, which ends nothing."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - training goes on
@@ -326,7 +326,7 @@ def begin_record(
 ) -> RunRecord | None:
     """Keep the record of a run that is about to train, on the rank that planned it.
 
-    A history that cannot be written is told of, and no reason to stop.
+    A history that cannot be written is printed, and no reason to stop.
 
     Args:
         hosts: of each global rank, or the first alone.

@@ -279,7 +279,7 @@ class Restored:
         values: what the job says of loading, by Megatron's destinations.
         is_seen: it lies on this host; otherwise only its format is known, as it is stated.
         format_source: where its format comes from if it was not seen, for the note.
-        afresh: how the job starts its optimizer anew, where that is no flag.
+        afresh: how the job starts its optimizer from scratch, where that is no flag.
         fields: Megatron-LM's flags, and what says the same in the job, where it has no flags.
         missing: why the job would not start on this host, where it has to restore something.
     """
@@ -481,7 +481,7 @@ def _has_checkpoint(folder: object) -> bool:
 
 
 def _saved_sizes(folder: Path) -> dict[str, Any]:
-    """The degrees that Megatron-Bridge writes beside a checkpoint."""
+    """The degrees that Megatron-Bridge writes next to a checkpoint."""
     path = folder / "run_config.yaml"
     if not path.is_file():
         return {}

@@ -3,7 +3,7 @@
 A rank's own forward and backward passes hold no waiting for other pipeline ranks, but they do hold
 waiting for the ranks of its tensor-, context- and expert-parallel groups: all of these seem as slow
 as the slowest, so they are compared and named together. Under FSDP a pass waits for all replicas,
-and no rank can be told from another. The audit of a site has what was launched and what became of
+and ranks cannot be compared. The audit of a site has what was launched and what became of
 it, in files that policies name, each line appended in one write, without a lock that a user could
 keep.
 """
@@ -387,7 +387,7 @@ def auditing_refusals(mode: str, plan_file: str | None, num_ranks: int) -> Itera
 def audit_outcome(
     record: RunRecord | RefusedLaunch, what: str = "what became of this launch"
 ) -> None:
-    """Write down what became of a run; where that fails, it is told of, and training goes on."""
+    """Write down what became of a run; where that fails, warn, and training goes on."""
     for _, rules in audits():
         if unwritten := _append(rules, record):
             _tell(what, rules, unwritten)

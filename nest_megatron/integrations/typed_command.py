@@ -424,7 +424,7 @@ def estimate_command(
 
 
 def before_and_after(found: CommandPlan, composed: Settings) -> BeforeAfter:
-    """A command as it is typed beside its plan, both of the same batch and cluster."""
+    """A command as it is typed next to its plan, both of the same batch and cluster."""
     job, request, plan = found.job, found.request, found.plan
     try:
         before, own = typed_plan(job, request, composed)

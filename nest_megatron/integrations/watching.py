@@ -35,7 +35,7 @@ _MEET_S: Seconds = 120.0
 
 
 class WatchedLoop:
-    """The first steps of a loop, beside what the plan predicts of them.
+    """The first steps of a loop, next to what the plan predicts of them.
 
     Nothing here stops the job but a policy that has to have an audit of it.
 

@@ -161,7 +161,7 @@ class _Run:
     """Where the run is, and what it has saved.
 
     make_fx appends nodes as operators run; at each step into or out of a module all nodes since the
-    last step are told their module.
+    last step get their module.
     """
 
     place: Place = ()

@@ -270,7 +270,7 @@ class ExtractedLayer:
     """One unit as megatron-core builds and runs it on one rank.
 
     Args:
-        recompute: by the setting's label; a setting that these modules cannot carry out is absent.
+        recompute: by the setting's label; a setting that these modules cannot run is absent.
         provenance: versions, implementation and what was replaced.
     """
 
@@ -357,7 +357,7 @@ def cached_layer(
         UserInputError: for what cannot be extracted, naming it.
     """
     path = cache_folder() / f"{fingerprint(spec, kind, shard, implementation)}.json"
-    # a file that cannot be read is as good as none, and is written anew
+    # a file that cannot be read is as good as none, and is written again
     with contextlib.suppress(UserInputError):
         return from_plain(ExtractedLayer, read_json(path, "extracted layer"))
     extracted = extract_layer(spec, kind, shard, implementation=implementation)

@@ -1,7 +1,7 @@
 """Records what a module does: every operator, every collective, every storage kept for later.
 
 A dispatch mode sees each operator below autograd with its tensors' shapes; hooks on the modules say
-where it belongs. What the backward pass runs is told apart by the autograd node that runs it, which
+where it belongs. What the backward pass runs is identified by the autograd node that runs it, which
 is marked with its module in the forward pass.
 """
 
@@ -68,7 +68,7 @@ class Call:
 
     Args:
         group: name that torch gave the process group.
-        is_async: it was not waited for at once, so that a GEMM runs beside it.
+        is_async: it was not waited for at once, so that a GEMM runs meanwhile.
     """
 
     path: str

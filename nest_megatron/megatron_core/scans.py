@@ -143,7 +143,7 @@ def _delta_rule_kernels() -> Iterator[None]:
         "HAVE_FLA": True,
         "l2norm": _UnitLength.apply,
         "causal_conv1d_fn": lambda x, weight, **_: _Convolution.apply(x, weight),
-        # since 0.18 that of flash-linear-attention, which gives a final state beside it
+        # since 0.18 that of flash-linear-attention, which returns a final state, too
         "causal_conv1d": lambda x, weight, **_: (_Convolution.apply(x, weight), None),
         "chunk_gated_delta_rule": rule,
     }

@@ -149,7 +149,7 @@ def _flash_backward(_: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(tensor) for tensor in tensors[:3])
 
 
-#: Collectives by whether they return the tensors of their first argument beside their handle.
+#: Collectives by whether they return the tensors of their first argument with their handle.
 COLLECTIVES = {
     "allreduce_": True,
     "broadcast_": True,

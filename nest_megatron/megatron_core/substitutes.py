@@ -329,7 +329,7 @@ def described_norms(_: object, submodules: Any) -> dict[str, Any]:
 
 
 def _whole_linear(inputs: int, outputs: int, *, config: Any, bias: bool, **_: object) -> Any:
-    """A linear layer that is whole on every rank, and gives its bias beside its output."""
+    """A linear layer that is whole on every rank, and returns its bias with its output."""
     import torch
 
     class Whole(torch.nn.Linear):

@@ -94,7 +94,7 @@ def build(
 
     Args:
         layers: their ``config`` is the one of a model with a single decoder layer of this kind.
-        recompute: what to recompute; of it only ``full`` is carried out here, the rest is in
+        recompute: what to recompute; of it only ``full`` is applied here, the rest is in
             the configuration.
 
     Raises:
@@ -209,7 +209,7 @@ def _recomputed(forward: Callable[..., Any], recompute: Recompute | None) -> Cal
 
 
 def _stack_layer(layers: Layers, kind: LayerKind, recompute: Recompute | None) -> Unit:
-    """A layer of a T5-like model's encoder, or of the decoder with the encoder's output beside it.
+    """A layer of a T5-like model's encoder, or of the decoder with the encoder's output.
 
     Without fused attention its masks are ``[1, 1, queries, keys]``.
     """

@@ -173,12 +173,12 @@ def _of_all_nodes(words: Sequence[str]) -> tuple[str, ...]:
 def _differences(launches: Sequence[RecordedLaunch]) -> str:
     """Each launch by the options that not all have."""
     in_all = set.intersection(*(set(_options(launch.words)) for launch in launches))
-    told = {}
+    shown = {}
     for launch in launches:
         own = " ".join(text for text in _options(launch.words) if text not in in_all)[:120]
-        shown = own or f"nothing beside those of {_program(launch.words)}"
-        told[_of_all_nodes(launch.words)] = f"{shown} (line {launch.line})"
-    return "; ".join([*told.values()][:6])
+        text = own or f"nothing beside those of {_program(launch.words)}"
+        shown[_of_all_nodes(launch.words)] = f"{text} (line {launch.line})"
+    return "; ".join([*shown.values()][:6])
 
 
 def _options(words: Sequence[str]) -> list[str]:
@@ -328,7 +328,7 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
 
     Args:
         words: ``bash train.sh ARGUMENT``, ``sbatch -N 2 job.slurm``, ``./train.sh``.
-        variables: set beside those of this process.
+        variables: set in addition to those of this process.
         cluster: whose GPUs ``nvidia-smi`` shows.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A user's command with other arguments: settings beside it, a checkpoint's, those of a short run.
+"""A user's command with other arguments: our settings, a checkpoint's, those of a short run.
 
 Inside a job Megatron merges the arguments of ``--use-checkpoint-args`` before it validates
 anything; here the same is done for a command that is planned beforehand. Nothing that was pickled
@@ -253,7 +253,7 @@ _POSITIONS = "max_position_embeddings"
 
 
 def with_flags(command: ReadCommand, composed: Settings) -> ReadCommand:
-    """A command with the flags and settings that are given beside it in the place of its own.
+    """A command with flags and settings of our command line in the place of its flags.
 
     Raises:
         UserInputError: for a word that is no flag of the release, and for two values of one flag.
@@ -288,7 +288,7 @@ def with_flags(command: ReadCommand, composed: Settings) -> ReadCommand:
 
 
 def require_model(spec: TransformerSpec, composed: Settings, command: ReadCommand) -> None:
-    """Raise where a field of the model, set beside a command, needs more flags than its own."""
+    """Raise where a field of the model, set for a command, needs more flags than one."""
     for key in sorted(composed.given):
         section, _, name = key.partition(".")
         if section != "model" or name in _INSTEAD:

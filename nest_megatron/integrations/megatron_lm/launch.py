@@ -84,7 +84,7 @@ def run(launched: LaunchedJob) -> Any:
     """Plan on rank 0, rewrite the arguments on every rank, and let Megatron validate them.
 
     Raises:
-        NestError: if no plan can be made or carried out; nothing has touched a GPU then.
+        NestError: if no plan can be made or applied; nothing has touched a GPU then.
     """
     args, launch, words = launched.args, launched.launch, launched.words
     if args.world_size > 1 and not getattr(args, "fake_process_group", False):  # none in 0.15
@@ -265,7 +265,7 @@ def _read(launched: LaunchedJob) -> Job:
 def _with_ranks(
     launched: LaunchedJob, outcome: planning.LaunchPlan, hosts: agreement.Hosts
 ) -> planning.LaunchPlan:
-    """The outcome with the ranks that processes take: as told, or each host's together."""
+    """The outcome with the ranks that processes take: those of ``nest.ranks``, or by host."""
     ranks, asked = outcome.decision.ranks, launched.launch.ranks
     if isinstance(asked, list):
         ranks = tuple(asked)
@@ -297,7 +297,7 @@ def apply(args: Namespace, decision: Decision) -> None:
 
 
 def _print_costs(searched: planning.Searched) -> None:
-    """Print what the user's flags cost, beside the start of training, which it must not disturb."""
+    """Print what the user's flags cost while training starts, which it must not disturb."""
     try:
         show(flag_cost_report(searched.best_s, planning.costs(searched)))
     except NestError as error:

@@ -129,7 +129,7 @@ def naming_fields(fields: Mapping[str, str]) -> Iterator[None]:
 _LAYOUT, _FIRST, _LAST, _EMBEDDING, _LOSS, _PATTERN = STAGE_OPTIONS
 _LAYERS_A_STAGE, _STAGES_A_RANK = VIRTUAL_STAGES
 
-#: Arguments with those that may not stand beside them.
+#: Arguments with those that Megatron refuses together with them.
 _EXCLUDED: Mapping[str, tuple[str, ...]] = {
     _LAYOUT: (_FIRST, _LAST, _EMBEDDING, _LOSS, _LAYERS_A_STAGE, _STAGES_A_RANK),
     _FIRST: (_EMBEDDING, _LOSS, _LAYERS_A_STAGE),
@@ -207,10 +207,10 @@ def partition_of_values(spec: TransformerSpec, values: Values, pp: int) -> Stage
     Raises:
         UserInputError: for what Megatron refuses:
 
-            * a layout beside any of the others (tc:1307, args:503), one that it cannot read, or
+            * a layout with any of the others (tc:1307, args:503), one that it cannot read, or
               whose stages are not a multiple of the ranks (args:520);
             * both flags on virtual stages (args:503), or sizes that are not positive;
-            * first or last layers beside an account-for flag (tc:1294) or beside
+            * first or last layers with an account-for flag (tc:1294) or with
               ``num_layers_per_virtual_pipeline_stage`` (args:530);
             * layers that the ranks or virtual stages do not divide (args:539-545, tc:1360-1480);
             * virtual stages on one rank (args:575), or with first and last layers given and no rank

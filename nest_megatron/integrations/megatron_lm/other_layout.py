@@ -1,4 +1,4 @@
-"""A plan beside another layout of its job: what differs, and why the other was not taken."""
+"""A plan next to another layout of its job: what differs, and why the other was not taken."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class WhyNot(Shown):
     Args:
         asked: the sizes that were asked for, by Megatron's names.
         rule: that refuses every layout with them; empty where one is legal.
-        versus: the best layout with them beside the plan, or where none fits, one that does not.
+        versus: the best layout with them next to the plan, or where none fits, one that does not.
         needed_bytes: the peak of the layout with them that lacks least; ``None`` where one fits.
         nearest: the fastest legal layout that fits, with the fewest of the sizes changed.
         changed: those sizes.
@@ -379,7 +379,7 @@ class PlannedJob:
         return Variant(settings=self._settings, layout=self._plan.layout)
 
     def versus(self, variant: Variant) -> Versus:
-        """The plan beside a layout."""
+        """The plan next to a layout."""
         job, price = self._job, pricing(self._job)
         own, other = (
             estimate_for(job, each.layout, settings=each.settings) for each in (self.own, variant)
@@ -397,7 +397,7 @@ class PlannedJob:
 
 
 def versus(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> Versus:
-    """A plan beside a layout that differs in what ``text`` says (``read_layout``).
+    """A plan next to a layout that differs in what ``text`` says (``read_layout``).
 
     What is not named stays the plan's; the GPUs that are left replicate, and where the number of
     stages changes they are even.
@@ -415,7 +415,7 @@ def versus(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> Ve
 def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> WhyNot:
     """Why a plan is no layout with the sizes that ``text`` names (``read_layout``).
 
-    What is not named is searched, but for the sharding and how layers are carried out.
+    What is not named is searched, but for the sharding and how layers run.
 
     Raises:
         UserInputError: for a layout that cannot be read.
@@ -493,7 +493,7 @@ def _is_bounded(found: ParallelPlan | NoPlan | EndedEarly) -> bool:
 
 
 def _not_kept(plan: ParallelPlan, space: SearchSpace) -> list[str]:
-    """Sizes that a search was told and its plan has not."""
+    """Sizes that were fixed for a search and that its plan lacks."""
     return [name for name, size in space.fixed.items() if plan.layout.sizes[name] != size]
 
 

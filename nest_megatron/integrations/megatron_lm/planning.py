@@ -77,7 +77,7 @@ def job_request(
     return with_present_layout(request, job, composed)
 
 
-#: Runners-up that a launch ranks, unless it is told how many; all that wait for it count seconds.
+#: Runners-up that a launch ranks by default; all that wait for it count seconds.
 _RUNNERS_UP = 3
 _NUMBERS_OF_STAGES = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
 
@@ -99,7 +99,7 @@ class Searched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """A plan in the form that a rank carries out: from rank 0 to all.
+    """A plan in the form that every rank applies: from rank 0 to all.
 
     Args:
         values: of Megatron's arguments, by destination.
@@ -113,7 +113,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """A decision with what a user is told of it; a pinned plan was not ``searched``."""
+    """A decision with what is printed of it; a pinned plan was not ``searched``."""
 
     decision: Decision
     changes: tuple[Change, ...]
@@ -260,7 +260,7 @@ _DERIVED = (
 def command_of(
     args: Namespace, argv: Sequence[str], script: str, version: str, defaults: Values
 ) -> ReadCommand:
-    """The job as Megatron has parsed it, beside the words that the user typed.
+    """The job as Megatron has parsed it, with the words that the user typed.
 
     A value that differs from Megatron's default without being typed counts as the user's own: it
     comes from a checkpoint's arguments.

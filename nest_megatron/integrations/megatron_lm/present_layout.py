@@ -173,7 +173,7 @@ def refusal(request: Request, job: Job, asked: Execution | None = None) -> Refus
     """Why Megatron refuses a layout of a command's job: the first rule, with its source.
 
     Args:
-        asked: how layers are asked to be carried out, where not as the layout says.
+        asked: how layers are to run, where not as the layout says.
     """
     but = () if job.command else OF_THE_COMMAND_LINE
     return lambda variant: refusal_text(request, variant, job.values, job.version, asked, but)

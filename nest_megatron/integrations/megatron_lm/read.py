@@ -190,7 +190,7 @@ def job_from_values(
 
 #: Micro batches that a virtual stage runs one after the other.
 _ROUNDS = "microbatch_group_size_per_vp_stage"
-#: Virtual stages send beside their work.
+#: Virtual stages send during their work.
 _OVERLAP_P2P = "overlap_p2p_comm"
 #: Arguments with which the host waits for numbers of tokens (0.16.1 tc:1771).
 _COUNTED_ON_HOST = (
@@ -274,7 +274,7 @@ _OF_STACKS = ("encoder_num_layers", "decoder_num_layers")
 
 
 def _stacks(values: Values, notes: list[str]) -> dict[str, int]:
-    """What a T5-like model has beside its encoder's sizes, which stand for the model's.
+    """What a T5-like model has besides its encoder's sizes, which stand for the model's.
 
     Both stacks have ``--encoder-num-layers``: the script builds the decoder with ``num_layers``,
     which ``validate_args`` sets to it.

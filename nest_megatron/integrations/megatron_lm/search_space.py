@@ -307,7 +307,7 @@ def _virtual(values: Values, fixed: Mapping[str, int], spec: TransformerSpec) ->
 def _with_own_sharding(
     space: SearchSpace, job: Job, freed: Collection[str]
 ) -> tuple[SearchSpace, Offer | None]:
-    """The space under the job's own sharding, and the space beside it that is only priced.
+    """The space under the job's sharding, and another space that is only priced.
 
     Args:
         space: with every ZeRO stage that the configuration and the optimizer allow.

@@ -46,7 +46,7 @@ _NAMES_OF_0_15 = {
     "layernorm_epsilon": "norm_epsilon",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
 }
-#: Arguments of a layout before and behind those of how layers are carried out.
+#: Arguments of a layout before and behind those of how layers run.
 _DEGREES, _SHARDING = (ROLES["of_layout"][part].split() for part in ("degrees", "sharding"))
 _STAGES, _STRATEGY = "pipeline_model_parallel_layout", "data_parallel_sharding_strategy"
 
@@ -207,7 +207,7 @@ def planned_values(request: LaunchRequest) -> dict[str, Any]:
 def planned_arguments(request: LaunchRequest) -> dict[str, Any]:
     """What a command of Megatron-LM states of it; a release has what ``words_for`` writes.
 
-    How layers are carried out is stated where Megatron does otherwise, and the dispatcher always.
+    How layers run is written where Megatron's default differs, and the dispatcher always.
     """
     found, plain = planned_values(request), execution_arguments(PLAIN, request.version)
     unsaid = {name for name, value in plain.items() if found[name] == value}
@@ -235,7 +235,7 @@ def _of_fsdp(request: LaunchRequest) -> dict[str, Any]:
     ``cuda()``: 0.16.1 training.py:1258, 0.20 :2465). Fused accumulation of gradients adds to a
     buffer that Megatron-FSDP overwrites, which old releases of Transformer Engine do not know
     (0.16.1 args:677; 0.20 mcore_fsdp_adapter.py:165 refuses them). 0.20 keeps gradients in the
-    width of the weights unless told otherwise, and ignores ``grad_reduce_in_fp32``.
+    width of the weights by default, and ignores ``grad_reduce_in_fp32``.
     """
     wide = request.gradient_bytes == 4 and request.precision is not Precision.FP32
     meta = request.zero >= ZeroStage.OPTIMIZER and initializes_on_meta_device(request.spec)
@@ -271,7 +271,7 @@ def environment(
     Args:
         device_architecture: major compute capability (9 = Hopper, 10 = Blackwell, which is free).
         multicast: GPUs of a node can write to all at once (``has_multicast``). User buffers stop
-            without, unless they are told to copy over CUDA IPC instead.
+            without, unless they copy over CUDA IPC instead.
 
     Source: validate_args (0.16.1 :622, :687, :940-951); Transformer Engine, ``initialize_ub``.
     """
