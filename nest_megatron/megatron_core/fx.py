@@ -274,13 +274,13 @@ class ChainWork(NamedTuple):
 
 def chain_work(trace: Trace) -> ChainWork:
     """Work and traffic of every operator of a trace."""
-    makers = {_storage(t): f"input_{i}" for i, t in enumerate(trace.inputs)}
-    unused = {_storage(weight): weight.numel() for weight in trace.weights.values()}
+    makers = {storage_of(t): f"input_{i}" for i, t in enumerate(trace.inputs)}
+    unused = {storage_of(weight): weight.numel() for weight in trace.weights.values()}
     # what the backward pass needs besides the weights, with where each is saved first
-    known = {*unused, *map(_storage, trace.buffers.values())}
+    known = {*unused, *map(storage_of, trace.buffers.values())}
     saved: dict[int, tuple[Place, float]] = {}
     for tensor, place in trace.saved:
-        if (storage := _storage(tensor)) not in known:
+        if (storage := storage_of(tensor)) not in known:
             saved.setdefault(storage, (place, float(tensor.untyped_storage().nbytes())))
     operators: list[ChainOperator] = []
     places: list[Place] = []
@@ -294,10 +294,10 @@ def chain_work(trace: Trace) -> ChainWork:
             for s, num_bytes in read.items()
             if s in makers
         ]
-        out = {_storage(t): _size(t) for t in _tensors(node)}
+        out = {storage_of(t): _size(t) for t in _tensors(node)}
         parameters, output_bytes = sum(unused.pop(s, 0) for s in read), sum(out.values())
         if _name(node) in _GATHERS:
-            read |= {_storage(t): min(output_bytes, _size(t)) for t in _tensors(node.args[0])}
+            read |= {storage_of(t): min(output_bytes, _size(t)) for t in _tensors(node.args[0])}
         # an update in place keeps what it was
         kept = [saved[s][1] for s in out if s in saved and s not in makers]
         places.append(node.meta.get(PLACE, ()))
@@ -327,7 +327,7 @@ def _is_operator(node: Any, makers: dict[int, str]) -> bool:
     """Whether a node is an operator that a device works on."""
     if node.op != "call_function" or not hasattr(node.target, "_schema") or _name(node) in _FREE:
         return False
-    made = {_storage(t) for t in _tensors(node)}
+    made = {storage_of(t) for t in _tensors(node)}
     if node.target._schema.is_mutable:
         return bool(made)
     return not made <= (_read(node).keys() | makers.keys())
@@ -338,7 +338,7 @@ def _read(node: Any) -> dict[int, float]:
     read: dict[int, float] = {}
     for argument in node.all_input_nodes:
         for tensor in _tensors(argument):
-            storage = _storage(tensor)
+            storage = storage_of(tensor)
             read[storage] = max(read.get(storage, 0.0), _size(tensor))
     return read
 
@@ -352,7 +352,8 @@ def _tensors(node: Any) -> list[Any]:
     return [each for each in values if isinstance(each, torch.Tensor)]
 
 
-def _storage(tensor: Any) -> int:
+def storage_of(tensor: Any) -> int:
+    """The storage of a tensor, which views share."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from nest_megatron.megatron_core.fx import hooked
+from nest_megatron.megatron_core.fx import hooked, storage_of
 from nest_megatron.model.graph import OperatorKind
 
 #: Operators that move no bytes: they look at memory in another way, or only ask for some.
@@ -137,7 +137,7 @@ class _Recorder(TorchDispatchMode):
         self._stack = [""]
         self._paths: dict[Any, str] = {}
         # storages that are not kept for the module's sake
-        self._own = {*map(_storage, (*module.parameters(), *module.buffers(), *given))}
+        self._own = {*map(storage_of, (*module.parameters(), *module.buffers(), *given))}
         self._kept: dict[int, tuple[Any, str]] = {}
 
     def enter(self, path: str, _: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -162,7 +162,7 @@ class _Recorder(TorchDispatchMode):
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Called for each tensor that autograd keeps; a storage counts once."""
-        key = _storage(tensor)
+        key = storage_of(tensor)
         if key not in self._own and key not in self._kept and not self.is_backward:
             self._kept[key] = (tensor.untyped_storage(), self._stack[-1])
         return tensor
@@ -224,10 +224,6 @@ class _Recorder(TorchDispatchMode):
         if len(self._stack) > 1:
             return self._stack[-1], True
         return self._paths.get(torch._C._current_autograd_node(), ""), False
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
