@@ -206,8 +206,11 @@ def _is_standard_stack(stack: Any) -> bool:
     if layer_builder(stack) in _TABLE["standard_stacks"]:
         return True
     inside = getattr(getattr(stack, "submodules", None), "__dict__", {})
-    modules = (getattr(each, "module", None) for each in (stack, *inside.values()))
-    names = [module.__module__ for module in modules if module is not None]
+    names = [
+        module.__module__
+        for each in (stack, *inside.values())
+        if (module := getattr(each, "module", None)) is not None
+    ]
     return bool(names) and all(name.startswith("megatron.core.") for name in names)
 
 

@@ -333,8 +333,7 @@ class ExecutionPlaces:
     def choices(self) -> dict[str, str]:
         """The field of each choice that is a single one."""
         groups = {knob.group for knob in KNOBS}
-        single = (knob.name for knob in KNOBS if knob.choice not in groups)
-        return {name: self.paths(name)[0] for name in single}
+        return {k.name: self.paths(k.name)[0] for k in KNOBS if k.choice not in groups}
 
     def values(self) -> dict[str, Any]:
         """What the configuration means by these settings: what it lacks or leaves unset is off."""
@@ -367,8 +366,11 @@ class ExecutionPlaces:
             {knob.name for knob in KNOBS if getattr(wanted, knob.name) != getattr(each, knob.name)}
             for each in (PLAIN, execution_of(stated))
         )
-        values = {name: self._value(name) for name in EXECUTION_FIELDS}
-        raw = {name: value for name, value in values.items() if value not in (ABSENT, None, "")}
+        raw = {
+            name: value
+            for name in EXECUTION_FIELDS
+            if (value := self._value(name)) not in (ABSENT, None, "")
+        }
         levels = ContextTraffic.A2A_P2P  # a framework that makes no two would train without any
         idle = _first(raw.get("cp_comm_type")) == levels and wanted.cp_comm_type is not levels
         refused = contradicted(plan, raw, version)

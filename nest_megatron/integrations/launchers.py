@@ -179,12 +179,12 @@ def header_options(script: str) -> tuple[str, ...]:
     ('-N', '4')
     """
     lines = takewhile(lambda line: not line.strip() or line.startswith("#"), script.splitlines())
-    options = (
-        line.removeprefix("#SBATCH").partition("#")[0]
+    return tuple(
+        word
         for line in lines
         if line.startswith("#SBATCH")
+        for word in line.removeprefix("#SBATCH").partition("#")[0].split()
     )
-    return tuple(word for text in options for word in text.split())
 
 
 def slurm_options(words: Sequence[str]) -> dict[str, str]:

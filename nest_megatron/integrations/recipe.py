@@ -398,8 +398,11 @@ class Recipe(Configuration, ABC):
 
     def item_values(self) -> dict[str, Any]:
         """The items of a plan that it has, with their values; a layout of stages as text."""
-        found = {item: self.find(path) for item, path in self.items.items()}
-        stated = {item: value for item, value in found.items() if value is not ABSENT}
+        stated = {
+            item: value
+            for item, path in self.items.items()
+            if (value := self.find(path)) is not ABSENT
+        }
         layout = "pipeline_model_parallel_layout"
         if self._has_one_order and _ORDER in stated:
             stated[_ORDER] = False
@@ -453,8 +456,9 @@ def memory_fields(*holders: Any) -> Mapping[str, Any]:
     optimizer's and data parallelism's configuration. The first holder's word counts: the one whose
     settings the framework copies over the others'; ``None`` is passed over.
     """
-    names = [name for name in READ if name not in _OF_PRECISION]
-    stated = {name: next(_values_of(holders, name), None) for name in names}
+    stated = {
+        name: next(_values_of(holders, name), None) for name in READ if name not in _OF_PRECISION
+    }
     stated["num_distributed_optimizer_instances"] = max(
         (int(each) for each in _values_of(holders, "num_distributed_optimizer_instances")),
         default=None,

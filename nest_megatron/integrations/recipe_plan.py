@@ -162,8 +162,11 @@ def _contradicted(
     recipe: Recipe, plan: ParallelPlan, table: Mapping[str, str]
 ) -> Iterator[FieldValue]:
     """The job's own options (-> path) that contradict the plan, taken back."""
-    values = {name: recipe.find(path) for name, path in table.items()}
-    present = {name: value for name, value in values.items() if value not in (ABSENT, None, "")}
+    present = {
+        name: value
+        for name, path in table.items()
+        if (value := recipe.find(path)) not in (ABSENT, None, "")
+    }
     for name, why in contradicted(plan, present).items():
         yield table[name], _RESETS.get(name, False), why
 
@@ -215,8 +218,11 @@ def _overlap(
 ) -> Iterator[FieldValue]:
     """What an object of overlap settings loses or changes, besides ``_stale``."""
     names = (*links, "wgrad_deferral_limit", *OVERLAPS)
-    found = {name: recipe.find(f"{prefix}.{name}") for name in names}
-    stated = {name: value for name, value in found.items() if value not in (ABSENT, None)}
+    stated = {
+        name: value
+        for name in names
+        if (value := recipe.find(f"{prefix}.{name}")) not in (ABSENT, None)
+    }
     if "wgrad_deferral_limit" in stated:
         yield f"{prefix}.wgrad_deferral_limit", None, _DEFERRED
     if any(stated.get(name, value) != value for name, value in links.items()):

@@ -433,9 +433,10 @@ def before_and_after(found: CommandPlan, composed: Settings) -> BeforeAfter:
 
     def by_fields(change: LayoutChange) -> LayoutChange:
         """A change of a recipe by its own fields, as far as a choice is one of them."""
-        names = (job.fields.get(each.name, each.name) for each in change.choices)
-        pairs = zip(change.choices, names, strict=True)
-        return replace(change, choices=tuple(replace(each, name=name) for each, name in pairs))
+        choices = (
+            replace(each, name=job.fields.get(each.name, each.name)) for each in change.choices
+        )
+        return replace(change, choices=tuple(choices))
 
     after = Variant(settings=request.settings, layout=plan.layout)
     changed = changes(request, own, after, refusal(request, job))

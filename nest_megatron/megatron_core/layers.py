@@ -406,6 +406,5 @@ def _version(package: str) -> str | None:
 def _finite(value: Any) -> Any:
     """Plain data without its infinite numbers, which are defaults and come back as such."""
     if isinstance(value, dict):
-        kept = {key: item for key, item in value.items() if item != math.inf}
-        return {key: _finite(item) for key, item in kept.items()}
+        return {key: _finite(item) for key, item in value.items() if item != math.inf}
     return [_finite(item) for item in value] if isinstance(value, list) else value

@@ -131,8 +131,8 @@ def unread_model(words: Iterable[str]) -> str:
     >>> unread_model(["torchrun", "primus/cli/main.py"])
     'Primus takes its model from a YAML file, which is not read'
     """
-    parts = (part for word in words for part in re.split(r"[/.]", word))
-    return next((_UNREAD[part] for part in parts if part in _UNREAD), "")
+    parts = {part for word in words for part in re.split(r"[/.]", word)}
+    return next((why for part, why in _UNREAD.items() if part in parts), "")
 
 
 def _launch_that_trains(run: DryRun, call: str) -> RecordedLaunch:
@@ -222,8 +222,11 @@ def _notes(run: DryRun, found: RecordedLaunch, script: str) -> Iterator[str]:
     elsewhere = found.folder and Path(found.folder) != Path.cwd()
     where = f", which starts it in {found.folder}" if elsewhere else ""
     yield f"The command is that of {place}{where}; bash ran it, and its programs started nothing."
-    others = (each for each in run.launches if not any(map(_is_training, each.words)))
-    skipped = {" ".join(each.words[:2]): each.line for each in others}
+    skipped = {
+        " ".join(each.words[:2]): each.line
+        for each in run.launches
+        if not any(map(_is_training, each.words))
+    }
     lists = {
         "Programs that were not run": {**run.skipped, **skipped},
         "Answered for the cluster that is planned for": run.answered,

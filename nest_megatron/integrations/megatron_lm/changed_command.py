@@ -159,8 +159,12 @@ def values_from_checkpoint(values: Values, saved: Values, version: str) -> dict[
     elif saved.get("moe_ffn_hidden_size") is not None:
         found["moe_ffn_hidden_size"] = saved["moe_ffn_hidden_size"]
     switches = {"tokenizer": "use_tokenizer_model_from_checkpoint_args", "degrees": _DEGREES_SWITCH}
-    extra = (n for kind, flag in switches.items() if values.get(flag) for n in _TABLES["all"][kind])
-    found |= {name: saved[name] for name in extra if saved.get(name) is not None}
+    found |= {
+        name: saved[name]
+        for kind, flag in switches.items()
+        for name in _TABLES["all"][kind]
+        if values.get(flag) and saved.get(name) is not None
+    }
     if values.get(_DEGREES_SWITCH) and values.get(_PER_VIRTUAL_STAGE) is None:
         found[_PER_VIRTUAL_STAGE] = saved.get(_PER_VIRTUAL_STAGE)
     for name, value in found.items():
@@ -403,7 +407,8 @@ def short_run(argv: Sequence[str], version: str, iterations: int) -> tuple[str, 
             )
     restores = bool(values.get("use_checkpoint_args"))
     left_out = _LEFT_OUT - _RESTORED if restores else _LEFT_OUT
-    kept = (option for option in command.options if option.dest not in left_out)
-    words = [word for option in kept for word in option.tokens]
+    words = [
+        word for option in command.options if option.dest not in left_out for word in option.tokens
+    ]
     words += ["--exit-interval", str(iterations), "--eval-iters", "0", "--no-one-logger"]
     return (*words, *(_WEIGHTS_ALONE if restores else ()))

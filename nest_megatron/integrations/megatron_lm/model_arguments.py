@@ -220,8 +220,11 @@ def heterogeneous_kinds(values: Values) -> tuple[LayerKind, ...]:
 
 def _differing(values: Values, file: Values) -> Iterator[tuple[str, object, object]]:
     """Arguments that Megatron compares with the file, and that differ from it."""
-    in_group = [block["attention"]["n_heads_in_group"] for block in file["block_configs"]]
-    sizes = [size for size in in_group if size is not None]
+    sizes = [
+        size
+        for block in file["block_configs"]
+        if (size := block["attention"]["n_heads_in_group"]) is not None
+    ]
     if len(set(sizes)) > 1:
         raise ValueError("n_heads_in_group must be the same in all layers")
     if file["hidden_act"] != "silu":

@@ -251,8 +251,8 @@ def _best_below(
 
 def _notes(job: TableJob, loads: Resharding) -> Iterator[str]:
     """What holds all plans but the first, and what their command needs."""
-    layout = [need for name, need in job.requirements(loads).items() if name in DEGREES]
-    for reason in dict.fromkeys(need.reason for need in layout):
+    needs = job.requirements(loads).items()
+    for reason in dict.fromkeys(need.reason for name, need in needs if name in DEGREES):
         yield f"All plans load {loads.saved.directory}, and keep its layout: {reason}."
     for name, value in loads.needed.items():
         flag = f"--{name.replace('_', '-')}{'' if value is True else f' {value}'}"

@@ -106,8 +106,8 @@ def job_hosts(store: RendezvousStore | None) -> tuple[Host, ...]:
 
 def last_value(words: LaunchWords, key: str) -> str | None:
     """What a command itself says of a setting of the planning job, so that all its ranks know."""
-    said = [s.value for s in words.job if s.key == key and s.value is not None]
-    return said[-1] if said else None
+    values = (each.value for each in reversed(words.job) if each.key == key)
+    return next((value for value in values if value is not None), None)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -305,7 +305,7 @@ def ranks_by_host(
     launched = sorted(range(len(hosts)), key=lambda rank: order[hosts[rank]])
     if launched == list(range(len(hosts))):
         return None
-    return tuple(new for _, new in sorted(zip(launched, range(len(hosts)), strict=True)))
+    return tuple(sorted(range(len(hosts)), key=launched.__getitem__))
 
 
 def check_permutation(ranks: Sequence[int], world_size: int, *, zero_may_move: bool) -> None:

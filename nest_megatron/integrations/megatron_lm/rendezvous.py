@@ -48,10 +48,10 @@ def versions() -> dict[str, str]:
     """Versions that all ranks must share, by what a message calls them."""
     installed = installed_versions()
     major, minor, _ = platform.python_version_tuple()
-    packages = ("megatron_core", "torch", "transformer_engine")
-    found = {name.replace("_", "-"): installed.get(name, ABSENT) for name in packages}
-    own = {"nest-megatron": __version__, "Python": f"{major}.{minor}"}
-    return {f"version of {name}": version for name, version in (own | found).items()}
+    found = {"nest-megatron": __version__, "Python": f"{major}.{minor}"}
+    for name in ("megatron_core", "torch", "transformer_engine"):
+        found[name.replace("_", "-")] = installed.get(name, ABSENT)
+    return {f"version of {name}": version for name, version in found.items()}
 
 
 def comparable_fields(config: Any, name: str, may_differ: Collection[str] = ()) -> dict[str, str]:
