@@ -23,7 +23,7 @@ from nest_megatron.cli import main
 from nest_megatron.config import compose as composing
 from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.job import Job
-from nest_megatron.config.overrides import parse
+from nest_megatron.config.overrides import GROUPS, parse
 from nest_megatron.config.request import request_of
 from nest_megatron.config.schema import SECTIONS, PlanConfig, stated_values
 from nest_megatron.errors import UserInputError
@@ -136,7 +136,9 @@ def test_the_file_states_every_value_that_is_none() -> None:
 @pytest.mark.parametrize("kind", [*SECTIONS.values(), PlanConfig], ids=lambda kind: kind.__name__)
 def test_types_state_no_value(kind: type) -> None:
     for each in dataclasses.fields(kind):
-        assert each.default in (None, "???"), each.name
+        allowed = (None,) if each.name in GROUPS else (dataclasses.MISSING,)
+        assert each.default in allowed, each.name
+        assert each.default_factory is dataclasses.MISSING, each.name
 
 
 def test_settings_cannot_be_changed() -> None:

@@ -452,24 +452,18 @@ def _gpus(
         raise UserInputError("GPUs of hosts", names, limit, fix)
     gpus, notes = like_gpus(hosts, None, mixed)
     if gpus is None and base is not None:
-        _require_named(sources, hosts, base)
+        counts = {host.name: host.num_gpus for host in hosts if host.num_gpus}
+        if len({*counts.values()}) > 1:
+            raise UserInputError(
+                "GPUs of hosts",
+                ", ".join(f"{name}: {count}" for name, count in counts.items()),
+                "a job is planned for as many GPUs on every host",
+                "Name those that have as many with --hosts FILE.",
+            )
+        for name in sources.gpu_names:  # as programs list them
+            require_same_product(base, name, "--cluster")
         notes = (*notes, f"no host says what GPUs it has: those of {base.name} are assumed")
     return gpus, notes
-
-
-def _require_named(sources: Sources, hosts: Sequence[Host], base: Cluster) -> None:
-    """Refuse hosts whose GPUs are counted unlike, or are listed under another name."""
-    counts = {host.name: host.num_gpus for host in hosts if host.num_gpus}
-    if len({*counts.values()}) > 1:
-        told = ", ".join(f"{name}: {count}" for name, count in counts.items())
-        raise UserInputError(
-            "GPUs of hosts",
-            told,
-            "a job is planned for as many GPUs on every host",
-            "Name those that have as many with --hosts FILE.",
-        )
-    for name in sources.gpu_names:
-        require_same_product(base, name, "--cluster")
 
 
 def _differences(sources: Sources, hosts: Sequence[Host], base: Cluster) -> Iterator[str]:

@@ -95,21 +95,15 @@ def compose(
         chosen = _with_numbered_levels(chosen, folder, described)
         chosen, described = _with_other_accelerator(chosen, folder, described)
         given = {**dict.fromkeys(described), **{each.key: each.value for each in chosen}}
-        is_file = any(each.key == "cluster" and _is_file(each, folder) for each in chosen)
+        cluster = given.get("cluster") or ""
+        own = folder is not None and (folder / "cluster" / f"{cluster}.yaml").is_file()
         return Settings(
             **_load(chosen, folder, described, notes),
             given=MappingProxyType(given),
             notes=tuple(notes),
             defaults=tuple(each for each in overrides if each.origin is not None),
-            describes_cluster="cluster" in described or is_file,
+            describes_cluster="cluster" in described or is_path(cluster) or own,
         )
-
-
-def _is_file(chosen: Setting, folder: Path | None) -> bool:
-    """Whether what is chosen of a group is a file of the user's."""
-    name = chosen.value or ""
-    own = folder is not None and (folder / chosen.key / f"{name}.yaml").is_file()
-    return bool(name) and (is_path(name) or own)
 
 
 def _load(
@@ -125,8 +119,16 @@ def _load(
     if not _OF_HUGGING_FACE.isdisjoint(entries.get("model", ())):
         name = str(entries["model"].get("model_type", "model"))
         entries["model"] = _of_hugging_face(entries["model"], name, "the configuration", notes)
-    named = [_named(each, folder, entries, notes) for each in overrides]
-    words = [f"{group}={_OWN_ENTRY}" for group in described] + named
+    words = [f"{group}={_OWN_ENTRY}" for group in described]
+    for each in overrides:
+        if each.key in GROUPS and each.value is not None and is_path(each.value):
+            path = expanded(Path(each.value.strip("'\"")), each.key)
+            is_model = each.key == "model"
+            fields = _model_file(path, notes) if is_model else read_mapping("cluster", path)
+            entries[each.key] = fields  # of a file is an entry of its group
+            words.append(f"{each.key}={_OWN_ENTRY}")
+        else:
+            words.append(hydra_form(each, folder))
     for word in words:
         key, _, value = word.partition("=")
         refuse_resolvers(key, [key, value])
@@ -183,15 +185,12 @@ def _with_numbered_levels(
     )
     levels = (_load(others, folder, described, [])["cluster"] or {}).get("levels")
     names = [str(level.get("name")) for level in levels or () if isinstance(level, Mapping)]
-
-    def numbered(setting: Setting) -> Setting:
-        if setting not in named:
-            return setting
-        name, rest = setting.key.removeprefix(_LEVELS).split(".", 1)
-        require_known(setting.key, name, names, "the cluster has no such network level")
-        return dataclasses.replace(setting, key=f"{_LEVELS}{names.index(name)}.{rest}")
-
-    return [numbered(setting) for setting in overrides]
+    keys = {}
+    for key in (setting.key for setting in named):
+        name, rest = key.removeprefix(_LEVELS).split(".", 1)
+        require_known(key, name, names, "the cluster has no such network level")
+        keys[key] = f"{_LEVELS}{names.index(name)}.{rest}"
+    return [dataclasses.replace(each, key=keys.get(each.key, each.key)) for each in overrides]
 
 
 def _with_undivided_levels(overrides: Sequence[Setting]) -> Sequence[Setting]:
@@ -318,23 +317,6 @@ def _included(group: str, fields: Fields) -> Iterator[tuple[str, str]]:
                     "For example - /accelerator@accelerator: h100_sxm_80gb.",
                 )
             yield of.removeprefix("/"), str(name)
-
-
-def _named(
-    setting: Setting,
-    config_dir: Path | None,
-    entries: dict[str, Fields],
-    notes: list[str],
-) -> str:
-    """An override for Hydra; a model or cluster given as a file becomes an entry of its group."""
-    if setting.key in GROUPS and setting.value is not None and is_path(setting.value):
-        path = expanded(Path(setting.value.strip("'\"")), setting.key)
-        is_model = setting.key == "model"
-        entries[setting.key] = (
-            _model_file(path, notes) if is_model else read_mapping("cluster", path)
-        )
-        return f"{setting.key}={_OWN_ENTRY}"
-    return hydra_form(setting, config_dir)
 
 
 @functools.lru_cache(maxsize=64)

@@ -78,22 +78,16 @@ def read_defaults(environment: Mapping[str, str] = os.environ) -> tuple[Setting,
 
 
 def _read(path: Path) -> Iterator[Setting]:
-    text = read_text(path, "defaults", most=DESCRIPTION.num_bytes)
-    fields = parse_yaml(text, "defaults", name=str(path)) or {}
-    if not isinstance(fields, Mapping):
-        raise UserInputError(
-            "defaults",
-            str(path),
-            "it is no mapping",
-            "Write KEY: VALUE lines, such as search.max_seconds: 30.",
-        )
-    lines = key_lines(text)
+    fix = "Write KEY: VALUE lines, such as search.max_seconds: 30."
+    fields, lines = read_site_file(path, "defaults", fix)
     for name, value in leaves(fields):
         where = f"{path} line {lines.get(name, 1)}"
         _check(name, value, where)
         refuse_resolvers(f"nest.{name}", value, f"Write the value itself ({where}).")
         key = "watch.steps" if name == "watch" else name
-        yield Setting(key=key, value=_typed(value), origin=where)
+        is_special = isinstance(value, str) and not _PLAIN.fullmatch(value)
+        typed = quoted(value) if is_special else value_text(value)
+        yield Setting(key=key, value=typed, origin=where)
 
 
 def _check(name: str, value: object, where: str) -> None:
@@ -115,13 +109,6 @@ def _check(name: str, value: object, where: str) -> None:
             f"there is no such setting ({where})",
             nearest(name, ["cluster", *names], count=2),
         )
-
-
-def _typed(value: Any) -> str:
-    """A value as a user would type it."""
-    if isinstance(value, str) and not _PLAIN.fullmatch(value):
-        return quoted(value)
-    return value_text(value)
 
 
 @contextlib.contextmanager
@@ -148,9 +135,22 @@ def site_files(name: str, variable: str, environment: Mapping[str, str]) -> Iter
         yield expanded(Path(named), variable)
 
 
-def key_lines(text: str) -> Mapping[str, int]:
-    """The line of every key of a YAML text, by its dotted name."""
-    return dict(_lines(yaml.compose(text, Loader=LOADER)))
+def read_site_file(path: Path, what: str, fix: str) -> tuple[Mapping[str, Any], Mapping[str, int]]:
+    """The fields of a site's YAML file, and the line of every key by its dotted name.
+
+    Args:
+        what: the file is, for errors.
+        fix: what to write into one that holds no mapping.
+
+    Raises:
+        UserInputError: for a file that cannot be read, or holds no mapping.
+    """
+    text = read_text(path, what, most=DESCRIPTION.num_bytes)
+    fields = parse_yaml(text, what, name=str(path))
+    fields = {} if fields is None else fields
+    if not isinstance(fields, Mapping):
+        raise UserInputError(what, str(path), "it is no mapping", fix)
+    return fields, dict(_lines(yaml.compose(text, Loader=LOADER)))
 
 
 def _lines(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:

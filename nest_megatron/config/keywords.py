@@ -99,8 +99,17 @@ def compose_keywords(
             continue
         if isinstance(source, str | os.PathLike):
             named[group] = typed_path(source)
+        elif isinstance(source, TransformerSpec if group == "model" else Cluster):
+            described[group] = record_fields(source)
+        elif isinstance(source, Mapping):
+            described[group] = source
         else:
-            described[group] = _description(group, source)
+            raise UserInputError(
+                group,
+                type(source).__name__,
+                "it is none of a name, a path, a record and a mapping of fields",
+                f"For example {group}='NAME', of nest_megatron.{group}s().",
+            )
     folder = None if config_dir is None else path_of("config_dir", config_dir)
     own = {key: value for key, value in {**named, **sizes}.items() if value is not None}
     given = parse([*(f"{key}={value}" for key, value in own.items()), *texts])
@@ -121,19 +130,6 @@ def typed_path(source: StrPath) -> str:
     """A name or a path as it is typed: a path has a slash."""
     text = os.fspath(source)
     return text if isinstance(source, str) or "/" in text else f"./{text}"
-
-
-def _description(group: str, source: object) -> Fields:
-    if isinstance(source, TransformerSpec if group == "model" else Cluster):
-        return record_fields(source)
-    if isinstance(source, Mapping):
-        return source
-    raise UserInputError(
-        group,
-        type(source).__name__,
-        "it is none of a name, a path, a record and a mapping of fields",
-        f"For example {group}='NAME', of nest_megatron.{group}s().",
-    )
 
 
 def setting_texts(keywords: Mapping[str, object]) -> list[str]:

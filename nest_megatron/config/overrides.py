@@ -124,22 +124,14 @@ def refuse_resolvers(what: str, value: object, fix: str = "Write the value itsel
     Args:
         what: names the value in the error.
     """
-    for text in _texts(value):
-        opened = text.replace("\\", "").partition("${")[2]  # Hydra takes backslashes away
-        if ":" in opened:
-            raise UserInputError(
-                what, text, "it calls a resolver of OmegaConf, and values are only data", fix
-            )
-
-
-def _texts(value: object) -> Iterator[str]:
-    """Every text inside plain data."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from itertools.chain.from_iterable(map(_texts, (*value, *value.values())))
-    elif isinstance(value, list | tuple):
-        yield from itertools.chain.from_iterable(map(_texts, value))
+    if isinstance(value, Mapping):
+        value = (*value, *value.values())
+    if isinstance(value, list | tuple):
+        for each in value:
+            refuse_resolvers(what, each, fix)
+    if isinstance(value, str) and ":" in value.replace("\\", "").partition("${")[2]:
+        limit = "it calls a resolver of OmegaConf, and values are only data"
+        raise UserInputError(what, value, limit, fix)  # Hydra takes backslashes away
 
 
 def _whole_key(key: str) -> str:

@@ -14,21 +14,14 @@ import pwd
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.config.defaults import key_lines, site_files
+from nest_megatron.config.defaults import read_site_file, site_files
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.documents import DESCRIPTION, parse_yaml
 from nest_megatron.errors import UserInputError, require_known
-from nest_megatron.files import read_text, require_unwritable
-from nest_megatron.layout.policy import (
-    AuditRules,
-    LaunchRules,
-    Policy,
-    PolicyError,
-    PolicyFile,
-)
+from nest_megatron.files import require_unwritable
+from nest_megatron.layout.policy import Policy, PolicyError, PolicyFile
 from nest_megatron.layout.recompute import RecomputeGranularity, RecomputeModule
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.minisign import is_public_line
@@ -56,41 +49,17 @@ def read_policy(environment: Mapping[str, str] = os.environ) -> Policy:
 
 def _read(path: Path) -> PolicyFile:
     require_unwritable(path, "policy", {os.geteuid()})
-    text = read_text(path, "policy", most=DESCRIPTION.num_bytes)
-    fields = parse_yaml(text, "policy", name=str(path))
-    fields = {} if fields is None else fields
-    if not isinstance(fields, Mapping):
-        raise UserInputError(
-            "policy",
-            str(path),
-            limit="it is no mapping",
-            fix="Write plan:, launch: or audit: with rules below.",
-        )
+    fix = "Write plan:, launch: or audit: with rules below."
+    fields, lines = read_site_file(path, "policy", fix)
     for name in fields:
         require_known(f"{path}: policy", str(name), ("plan", "launch", "audit"))
     stated = {name: section for name, section in fields.items() if section is not None}
-    of_file = {"path": str(path), "owners": [path.stat().st_uid], "lines": key_lines(text)}
+    of_file = {"path": str(path), "owners": [path.stat().st_uid], "lines": lines}
     found = from_plain(PolicyFile, {**stated, **of_file}, f"{path}:", _TYPED)
-    _check_audit(found.audit, path)
-    _check_words(found.launch, stated.get("launch", ()), path)
-    for name, (least, most) in found.plan.ranges.items():
+    for name in found.plan.ranges:
         require_known(f"{path}: plan.ranges", name, DEGREES)
-        if not 1 <= least <= most:
-            raise UserInputError(
-                f"{path}: {name}",
-                [least, most],
-                "a range is [least, most], of at least 1",
-                "Correct the policy.",
-            )
-    for name, largest in _SHARES.items():
-        share = getattr(found.plan, name)
-        if not 0 <= share <= largest:
-            raise UserInputError(
-                f"{path}: plan.{name}",
-                share,
-                f"it is a share, from 0 to {largest:g}",
-                "Write 0.3 for 30 %.",
-            )
+    for what, value, limit, fix in _mistakes(found, stated.get("launch", ())):
+        raise UserInputError(f"{path}: {what}", value, limit, fix)
     return found
 
 
@@ -99,42 +68,42 @@ _LISTS: Final = ("signers", "plan_folders", "on_mismatch", "megatron_lm")
 _PATHS: Final = ("signers", "plan_folders")
 
 
-def _check_words(rules: LaunchRules, fields: Collection[str], path: Path) -> None:
-    """Refuse empty lists and words, and paths that are another for each job or user."""
+def _mistakes(
+    found: PolicyFile, launch_fields: Collection[str]
+) -> Iterator[tuple[str, object, str, str]]:
+    """Rules that cannot be meant: what, value, limit and fix of each.
 
-    def refuse(name: str, value: object, limit: str, fix: str) -> NoReturn:
-        raise UserInputError(f"{path}: launch.{name}", value, limit, fix)
-
+    Empty lists and words, paths that are another for each job or user, numbers out of range.
+    """
+    audit, rules = found.audit, found.launch
+    if audit is not None and not Path(audit.file).is_absolute():
+        yield "audit.file", audit.file, "jobs start in many folders", "Name it from / on."
+    if audit is not None and not 0 < audit.mode <= 0o777:
+        limit = "it is a file's rights, in octal with a 0 before it"
+        yield "audit.mode", audit.mode, limit, "For example 0622."
     for name in _LISTS:
-        if name in fields and not getattr(rules, name):
-            refuse(name, "[]", "an empty list is no rule", "Leave it out, or name what is allowed.")
+        if name in launch_fields and not getattr(rules, name):
+            fix = "Leave it out, or name what is allowed."
+            yield f"launch.{name}", "[]", "an empty list is no rule", fix
     freed = rules.may_free or {}
     words = {name: getattr(rules, name) for name in (*_LISTS, "may_tune")}
     words["may_free"] = (*freed, *itertools.chain.from_iterable(freed.values()))
     for name, each in words.items():
         if not all(word.strip() for word in each):
-            refuse(name, "", "a word in it is empty", "Correct the policy.")
+            yield f"launch.{name}", "", "a word in it is empty", "Correct the policy."
     for name in _PATHS:
         for word in words[name]:
             if not (Path(word).is_absolute() or (name == "signers" and is_public_line(word))):
                 limit = "jobs start in many folders, and users have homes of their own"
-                refuse(name, word, limit, "Name it from / on.")
-
-
-def _check_audit(rules: AuditRules | None, path: Path) -> None:
-    if rules is None:
-        return
-    if not Path(rules.file).is_absolute():
-        raise UserInputError(
-            f"{path}: audit.file", rules.file, "jobs start in many folders", "Name it from / on."
-        )
-    if not 0 < rules.mode <= 0o777:
-        raise UserInputError(
-            f"{path}: audit.mode",
-            rules.mode,
-            "it is a file's rights, in octal with a 0 before it",
-            "For example 0622.",
-        )
+                yield f"launch.{name}", word, limit, "Name it from / on."
+    for name, (least, most) in found.plan.ranges.items():
+        if not 1 <= least <= most:
+            limit = "a range is [least, most], of at least 1"
+            yield name, [least, most], limit, "Correct the policy."
+    for name, largest in _SHARES.items():
+        if not 0 <= (share := getattr(found.plan, name)) <= largest:
+            limit = f"it is a share, from 0 to {largest:g}"
+            yield f"plan.{name}", share, limit, "Write 0.3 for 30 %."
 
 
 def space_within(space: SearchSpace, policy: Policy, cluster: Cluster) -> dict[str, Any]:

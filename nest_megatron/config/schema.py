@@ -1,7 +1,7 @@
 """Types of the sections of ``hydra_configs/plan.yaml``; the values and their meaning are there.
 
-``None`` is what the file leaves open; no other value is stated here. What Hydra composes has these
-types as far as mypy and OmegaConf are concerned, and is OmegaConf's own, read-only, when it runs.
+No value is stated here; ``None`` is what the file leaves open. What Hydra composes has these types
+as far as mypy and OmegaConf are concerned, and is OmegaConf's own, read-only, when it runs.
 """
 
 from __future__ import annotations
@@ -13,143 +13,140 @@ from typing import Any, TypeVar, cast
 
 from nest_megatron.plain import is_number
 
-#: How OmegaConf spells "the file gives it"; written out so that this module imports nothing slow.
-_IN_FILE: Any = "???"
-
 
 @dataclass(kw_only=True)
 class TrainConfig:
     """The batch and the number format."""
 
-    global_batch_size: int | None = None
-    rampup_batch_size: tuple[int, ...] | None = None
-    step_batch_size_schedule: str | None = None
-    train_samples: int | None = None
-    tokens: int | None = None
-    micro_batch_size: int | None = None
-    seq_length: int | None = None
-    sequence_packing: bool | None = None
-    sequence_lengths: str | None = None
-    sequence_length_mean: float | None = None
-    sequence_length_std: float | None = None
-    image_tokens: int | None = None
-    images: int | None = None
-    precision: str | None = None
-    fp8_recipe: str | None = None
+    global_batch_size: int | None
+    rampup_batch_size: tuple[int, ...] | None
+    step_batch_size_schedule: str | None
+    train_samples: int | None
+    tokens: int | None
+    micro_batch_size: int | None
+    seq_length: int | None
+    sequence_packing: bool | None
+    sequence_lengths: str | None
+    sequence_length_mean: float | None
+    sequence_length_std: float | None
+    image_tokens: int | None
+    images: int | None
+    precision: str | None
+    fp8_recipe: str | None
 
 
 @dataclass(kw_only=True)
 class PeftConfig:
     """What is trained beside frozen weights, by the names of Megatron-Bridge's ``peft``."""
 
-    scheme: str | None = None
-    target_modules: tuple[str, ...] | None = None
-    dim: int | None = None
-    dropout: float | None = None
-    dropout_position: str | None = None
-    a2a_experimental: bool | None = None
+    scheme: str | None
+    target_modules: tuple[str, ...] | None
+    dim: int | None
+    dropout: float | None
+    dropout_position: str | None
+    a2a_experimental: bool | None
 
 
 @dataclass(kw_only=True)
 class ParallelConfig:
     """What the user fixes of the layout."""
 
-    tensor_model_parallel_size: int | None = None
-    pipeline_model_parallel_size: int | None = None
-    virtual_pipeline_model_parallel_size: int | None = None
-    context_parallel_size: int | None = None
-    expert_model_parallel_size: int | None = None
-    expert_tensor_parallel_size: int | None = None
-    data_parallel_size: int | None = None
-    rank_order: str | None = None
-    zero_stage: int | None = None
-    sequence_parallel: bool | None = None
-    recompute_granularity: str | None = None
-    recompute_method: str | None = None
-    recompute_num_layers: int | None = None
-    recompute_modules: tuple[str, ...] | None = None
-    pipeline_model_parallel_layout: str | None = None
+    tensor_model_parallel_size: int | None
+    pipeline_model_parallel_size: int | None
+    virtual_pipeline_model_parallel_size: int | None
+    context_parallel_size: int | None
+    expert_model_parallel_size: int | None
+    expert_tensor_parallel_size: int | None
+    data_parallel_size: int | None
+    rank_order: str | None
+    zero_stage: int | None
+    sequence_parallel: bool | None
+    recompute_granularity: str | None
+    recompute_method: str | None
+    recompute_num_layers: int | None
+    recompute_modules: tuple[str, ...] | None
+    pipeline_model_parallel_layout: str | None
 
 
 @dataclass(kw_only=True)
 class SearchConfig:
     """Bounds of the search."""
 
-    max_tensor_model_parallel_size: int | None = None
-    max_pipeline_model_parallel_size: int | None = None
-    max_virtual_pipeline_model_parallel_size: int | None = None
-    max_context_parallel_size: int | None = None
-    max_expert_model_parallel_size: int | None = None
-    max_expert_tensor_parallel_size: int | None = None
-    max_data_parallel_size: int | None = None
-    max_micro_batch_size: int | None = None
-    max_seconds: float = _IN_FILE
-    num_alternatives: int = _IN_FILE
-    tie_percent: float = _IN_FILE
-    use_all_gpus: bool = _IN_FILE
-    keep: tuple[str, ...] = _IN_FILE
-    packages: tuple[str, ...] = _IN_FILE
-    backend: str | None = None
+    max_tensor_model_parallel_size: int | None
+    max_pipeline_model_parallel_size: int | None
+    max_virtual_pipeline_model_parallel_size: int | None
+    max_context_parallel_size: int | None
+    max_expert_model_parallel_size: int | None
+    max_expert_tensor_parallel_size: int | None
+    max_data_parallel_size: int | None
+    max_micro_batch_size: int | None
+    max_seconds: float
+    num_alternatives: int
+    tie_percent: float
+    use_all_gpus: bool
+    keep: tuple[str, ...]
+    packages: tuple[str, ...]
+    backend: str | None
 
 
 @dataclass(kw_only=True)
 class CostConfig:
     """Assumptions of the cost model, and what a GPU costs."""
 
-    expert_imbalance: float | None = None
-    compute_slowdown: float | None = None
-    attention_slowdown: float | None = None
-    fp8_attention_speedup: float | None = None
-    tp_overlap: float | None = None
-    ep_overlap: float | None = None
-    alltoall_slowdown: float | None = None
-    flex_slowdown: float | None = None
-    count_sync_launches: float | None = None
-    dp_slowdown: float | None = None
-    host_kernel_s: float | None = None
-    dp_overlap: float | None = None
-    overlap_slowdown: float | None = None
-    optimizer_bytes_per_parameter: float | None = None
-    straggler_delay_s: float | None = None
-    iteration_floor_s: float | None = None
-    gpu_hour: float | None = None
-    gpu_watts: float | None = None
+    expert_imbalance: float | None
+    compute_slowdown: float | None
+    attention_slowdown: float | None
+    fp8_attention_speedup: float | None
+    tp_overlap: float | None
+    ep_overlap: float | None
+    alltoall_slowdown: float | None
+    flex_slowdown: float | None
+    count_sync_launches: float | None
+    dp_slowdown: float | None
+    host_kernel_s: float | None
+    dp_overlap: float | None
+    overlap_slowdown: float | None
+    optimizer_bytes_per_parameter: float | None
+    straggler_delay_s: float | None
+    iteration_floor_s: float | None
+    gpu_hour: float | None
+    gpu_watts: float | None
 
 
 @dataclass(kw_only=True)
 class MemoryConfig:
     """What is left free on each device."""
 
-    max_oom_chance: float = _IN_FILE
-    margin: float | None = None
-    reserve_bytes: int | None = None
+    max_oom_chance: float
+    margin: float | None
+    reserve_bytes: int | None
 
 
 @dataclass(kw_only=True)
 class ReliabilityConfig:
     """How often the job fails, and its checkpoints."""
 
-    mtbf_hours: float | None = None
-    checkpoint_s: float | None = None
-    restart_s: float | None = None
-    save_interval: int | None = None
+    mtbf_hours: float | None
+    checkpoint_s: float | None
+    restart_s: float | None
+    save_interval: int | None
 
 
 @dataclass(kw_only=True)
 class ProfileConfig:
     """Where layer times come from."""
 
-    mode: str = _IN_FILE
-    name: str | None = None
-    max_seconds: float = _IN_FILE
-    site: bool = _IN_FILE
+    mode: str
+    name: str | None
+    max_seconds: float
+    site: bool
 
 
 @dataclass(kw_only=True)
 class ChecksConfig:
     """Checks that can be turned off."""
 
-    plausibility: bool = _IN_FILE
+    plausibility: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,19 +155,19 @@ class PlanConfig:
 
     model: dict[str, Any] | None = None
     cluster: dict[str, Any] | None = None
-    train: TrainConfig = _IN_FILE
-    peft: PeftConfig = _IN_FILE
-    parallel: ParallelConfig = _IN_FILE
-    search: SearchConfig = _IN_FILE
-    cost: CostConfig = _IN_FILE
-    memory: MemoryConfig = _IN_FILE
-    reliability: ReliabilityConfig = _IN_FILE
-    profile: ProfileConfig = _IN_FILE
-    checks: ChecksConfig = _IN_FILE
-    assume_harmless: tuple[str, ...] = _IN_FILE
-    flags: str | None = None
-    target: str | None = None
-    out: str | None = None
+    train: TrainConfig
+    peft: PeftConfig
+    parallel: ParallelConfig
+    search: SearchConfig
+    cost: CostConfig
+    memory: MemoryConfig
+    reliability: ReliabilityConfig
+    profile: ProfileConfig
+    checks: ChecksConfig
+    assume_harmless: tuple[str, ...]
+    flags: str | None
+    target: str | None
+    out: str | None
 
 
 @dataclass(kw_only=True)

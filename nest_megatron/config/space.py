@@ -56,14 +56,28 @@ Value = TypeVar("Value")
 
 def read_space(settings: Settings) -> SearchSpace:
     """What the search may choose; ``UserInputError`` for what only ``estimate`` takes."""
-    _refuse_estimate_only(settings.parallel)
+    parallel = settings.parallel
+    if parallel.pipeline_model_parallel_layout is not None:
+        raise UserInputError(
+            "parallel.pipeline_model_parallel_layout",
+            parallel.pipeline_model_parallel_layout,
+            "plan finds the fastest layout itself",
+            "Leave it out, or use `nest-megatron estimate` to price this one.",
+        )
+    if parallel.sequence_parallel is False and parallel.tensor_model_parallel_size != 1:
+        raise UserInputError(
+            "parallel.sequence_parallel",
+            False,
+            "plan uses it wherever tensor parallelism is on: same time, less memory",
+            "Leave it out, or use `nest-megatron estimate` to price a layout without it.",
+        )
     limits = {name: getattr(settings.search, f"max_{name}") for name in DEGREES}
     return SearchSpace(
         fixed=fixed_degrees(settings),
         limits={name: value for name, value in limits.items() if value is not None},
-        rank_orders=_one_or_all(read_rank_order(settings.parallel), RankOrder),
-        zero_stages=_one_or_all(read_zero(settings.parallel), ZeroStage),
-        recompute=read_recompute(settings.parallel),
+        rank_orders=_one_or_all(read_rank_order(parallel), RankOrder),
+        zero_stages=_one_or_all(read_zero(parallel), ZeroStage),
+        recompute=read_recompute(parallel),
         use_all_gpus=settings.search.use_all_gpus,
     )
 
@@ -119,23 +133,6 @@ def read_recompute(parallel: ParallelConfig) -> Recompute | None:
         num_layers=parallel.recompute_num_layers,
         modules=tuple(module for module in RecomputeModule if module in wanted),
     )
-
-
-def _refuse_estimate_only(parallel: ParallelConfig) -> None:
-    if parallel.pipeline_model_parallel_layout is not None:
-        raise UserInputError(
-            "parallel.pipeline_model_parallel_layout",
-            parallel.pipeline_model_parallel_layout,
-            limit="plan finds the fastest layout itself",
-            fix="Leave it out, or use `nest-megatron estimate` to price this one.",
-        )
-    if parallel.sequence_parallel is False and parallel.tensor_model_parallel_size != 1:
-        raise UserInputError(
-            "parallel.sequence_parallel",
-            False,
-            "plan uses it wherever tensor parallelism is on: same time, less memory",
-            "Leave it out, or use `nest-megatron estimate` to price a layout without it.",
-        )
 
 
 def read_backend(name: str | None) -> Backend | None:
@@ -471,30 +468,24 @@ def read_shard(settings: Settings, spec: TransformerSpec, flags: Mapping[str, An
     micro_batch_size = train.micro_batch_size
     if micro_batch_size is None:
         micro_batch_size = flags.get("micro_batch_size") or 1
-    shard = LayerShard(
-        **degrees, micro_batch_size=micro_batch_size, sequence_parallel=sequence_parallel
-    )
-    _check_shard(spec, shard)
-    return shard
-
-
-def _check_shard(spec: TransformerSpec, shard: LayerShard) -> None:
-    """Megatron's rules on degrees, on the smallest grid that holds them."""
-    micro, fix = shard.micro_batch_size, "Give the sequences of one micro batch."
-    require_at_least("train.micro_batch_size", micro, 1, fix)
-    degrees = {name: getattr(shard, name) for name in LAYER_DEGREES}
+    fix = "Give the sequences of one micro batch."
+    require_at_least("train.micro_batch_size", micro_batch_size, 1, fix)
     for name, value in degrees.items():
         if value < 1:
             ParallelDims(**{name: value})  # says what is wrong with it
+    micro: dict[str, Any] = {
+        "micro_batch_size": micro_batch_size,
+        "sequence_parallel": sequence_parallel,
+    }
+    shard = LayerShard(**degrees, **micro)
     experts = shard.expert_model_parallel_size * shard.expert_tensor_parallel_size
-    ranks = shard.tensor_model_parallel_size * shard.context_parallel_size
-    replicas = experts // math.gcd(experts, ranks)
-    asked = LaunchRequest(
+    replicas = experts // math.gcd(experts, tp * shard.context_parallel_size)
+    launched = LaunchRequest(  # on the smallest grid that holds these degrees
         spec=spec,
         dims=ParallelDims(**degrees, data_parallel_size=replicas),
-        micro_batch_size=shard.micro_batch_size,
-        global_batch_size=shard.micro_batch_size * replicas,
-        sequence_parallel=shard.sequence_parallel,
+        global_batch_size=micro_batch_size * replicas,
         moe_grouped_gemm=spec.is_moe,
+        **micro,
     )
-    require_legal(asked)
+    require_legal(launched)
+    return shard

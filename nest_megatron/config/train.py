@@ -14,7 +14,6 @@ from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import Job, read_target
 from nest_megatron.config.schema import TrainConfig, stated_values
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM, newer_release_notes
-from nest_megatron.cost_model.targets import Target
 from nest_megatron.documents import parse_json
 from nest_megatron.errors import UserInputError, shortened
 from nest_megatron.files import expanded, read_bytes, read_text
@@ -50,21 +49,8 @@ def batch_schedule_of(settings: Settings, job: Job, seq_length: int) -> BatchSch
         )
     if own is not None or not stated:
         return own
-    _require_taken(stated, read_target(settings, job.target), size)
-    return read_schedule(
-        stated.get,
-        last=size,
-        seq_length=seq_length,
-        samples=train.train_samples,
-        name="train.{}".format,
-    )
-
-
-def _require_taken(stated: Mapping[str, object], target: Target, size: int | None) -> None:
-    """Refuse a way to state a growing batch that the target does not have.
-
-    Releases before 0.18 know no schedule of steps; those since take no notice of a ramp.
-    """
+    target = read_target(settings, job.target)
+    # releases before 0.18 know no schedule of steps; those since take no notice of a ramp
     taken = RAMPUP if release_number(target.megatron_core) < (0, 18) else STEPS
     for name in stated.keys() - {taken}:
         raise UserInputError(
@@ -77,6 +63,13 @@ def _require_taken(stated: Mapping[str, object], target: Target, size: int | Non
         raise UserInputError(
             "train.global_batch_size", size, "the schedule says every size", "Leave it out."
         )
+    return read_schedule(
+        stated.get,
+        last=size,
+        seq_length=seq_length,
+        samples=train.train_samples,
+        name="train.{}".format,
+    )
 
 
 def batch_of(

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from nest_megatron.config.catalogue import with_seq_length
-from nest_megatron.config.schema import TrainConfig
+from nest_megatron.config.compose import compose
+from nest_megatron.config.schema import TrainConfig, with_values
 from nest_megatron.config.train import read_lengths
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.graph import OperatorKind
@@ -20,6 +21,10 @@ from nest_megatron.model.sequence_lengths import lengths_from_counts, lengths_fr
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from tests import catalogue
+
+
+def train(**values: object) -> TrainConfig:
+    return with_values(compose(()).train, **values)
 
 
 def attention_flops(spec: TransformerSpec, attended: float | None) -> float:
@@ -93,7 +98,7 @@ def _text(content: str) -> object:
 )
 def test_files_of_lengths(write: object, tmp_path: Path) -> None:
     path = write(tmp_path / "lengths.txt")  # type: ignore[operator]
-    found = read_lengths(TrainConfig(sequence_lengths=str(path)), 512, packed=True)
+    found = read_lengths(train(sequence_lengths=str(path)), 512, packed=True)
     assert found is not None
     cut = [3, 5, 5, 512]
     assert found.mean == statistics.mean(cut)
@@ -104,10 +109,10 @@ def test_files_of_lengths(write: object, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("train", "limit"),
     [
-        (TrainConfig(sequence_length_mean=300), "on the standard deviation"),
-        (TrainConfig(sequence_length_mean=9000, sequence_length_std=1), "between 1 and 8192"),
-        (TrainConfig(sequence_length_mean=10, sequence_length_std=-1), "between 0 and inf"),
-        (TrainConfig(sequence_lengths="x", sequence_length_std=1), "are given as well"),
+        (train(sequence_length_mean=300), "on the standard deviation"),
+        (train(sequence_length_mean=9000, sequence_length_std=1), "between 1 and 8192"),
+        (train(sequence_length_mean=10, sequence_length_std=-1), "between 0 and inf"),
+        (train(sequence_lengths="x", sequence_length_std=1), "are given as well"),
     ],
 )
 def test_settings_that_say_too_little_or_too_much(train: TrainConfig, limit: str) -> None:
@@ -122,14 +127,14 @@ def test_files_that_hold_no_lengths(content: str, limit: str, tmp_path: Path) ->
     path = tmp_path / "lengths.txt"
     path.write_text(content)
     with pytest.raises(UserInputError, match=limit):
-        read_lengths(TrainConfig(sequence_lengths=str(path)), 8192, packed=True)
+        read_lengths(train(sequence_lengths=str(path)), 8192, packed=True)
 
 
 def test_nothing_that_was_pickled_is_read(tmp_path: Path) -> None:
     path = tmp_path / "packed.npy"
     np.save(path, np.array([{"input_ids": [1]}], dtype=object))
     with pytest.raises(UserInputError, match="no array of one whole number"):
-        read_lengths(TrainConfig(sequence_lengths=str(path)), 8192, packed=True)
+        read_lengths(train(sequence_lengths=str(path)), 8192, packed=True)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"not an array at all, but long enough"])
@@ -137,4 +142,4 @@ def test_broken_arrays_are_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "broken.npy"
     path.write_bytes(content)
     with pytest.raises(UserInputError, match="no array of one whole number"):
-        read_lengths(TrainConfig(sequence_lengths=str(path)), 8192, packed=True)
+        read_lengths(train(sequence_lengths=str(path)), 8192, packed=True)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.config.schema import TrainConfig
+from nest_megatron.config.compose import compose
+from nest_megatron.config.schema import with_values
 from nest_megatron.config.train import with_images
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
@@ -73,7 +74,7 @@ QWEN25_VL_7B: dict[str, Any] = {
 
 def qwen(**train: int) -> TransformerSpec:
     spec = read_hf_model(QWEN25_VL_7B, "q").spec
-    return with_images(spec, TrainConfig(**train)) if train else spec
+    return with_images(spec, with_values(compose(()).train, **train)) if train else spec
 
 
 def test_a_published_file_has_the_parameters_of_its_weights() -> None:
@@ -111,7 +112,7 @@ def test_impossible_images_are_refused(train: dict[str, int], what: str) -> None
 
 def test_a_model_that_sees_none_takes_none() -> None:
     with pytest.raises(UserInputError, match="llama3_8b sees no images"):
-        with_images(catalogue.model("llama3_8b"), TrainConfig(image_tokens=5))
+        with_images(catalogue.model("llama3_8b"), with_values(compose(()).train, image_tokens=5))
 
 
 def encoder_flops(spec: TransformerSpec) -> tuple[float, float]:
