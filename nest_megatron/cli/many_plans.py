@@ -44,8 +44,7 @@ from nest_megatron.integrations.typed_command import command_of_plan, read_reque
 from nest_megatron.report.console import print_notes, progress, say, show, show_json
 from nest_megatron.report.plan_rows import (
     scaling_table,
-    sweep_page,
-    sweep_report,
+    sweep_table,
 )
 
 _FOR_NODES, _FOR_GPUS, _SIZE = "--for-nodes", "--for-gpus", "cluster.num_gpus"
@@ -115,10 +114,11 @@ def run_sweep(options: PlanOptions) -> int:
     jobs = [sweep_job(job, keys, options.config_dir) for job in each]
     found = run_jobs(jobs, _sweep_options(settings, launcher))
     same = " ".join(str(s) for s in settings if s.key not in {"out", *keys})
+    table = sweep_table(found.rows)
     if options.html is not None:
-        write_text(options.html, sweep_page(same, found.rows))
+        write_text(options.html, table.page("A sweep", same, found.rows))
     done = [{"overrides": [*map(str, job.varied)], **result} for job, result in found.done]
-    _print_rows({"jobs": done}, sweep_report(same, found.rows), found, as_json=options.as_json)
+    _print_rows({"jobs": done}, (same, *table.report()), found, as_json=options.as_json)
     return found.exit_code()
 
 

@@ -127,6 +127,16 @@ def write_legend(
     figure.legend(handles=patches, loc=f"outside lower {place}", title=title or None, **look)
 
 
+def blended(first: str, last: str, share: float) -> str:
+    """A colour between two.
+
+    >>> blended("#ffffff", "#1d4f8c", 0.5)
+    '#8ea7c6'
+    """
+    pairs = zip(*(bytes.fromhex(colour[1:]) for colour in (first, last)), strict=True)
+    return f"#{bytes(round(a + share * (b - a)) for a, b in pairs).hex()}"
+
+
 def ink_on(colour: str) -> str:
     """Black or white, whichever has the greater contrast with a colour (WCAG 2.2).
 

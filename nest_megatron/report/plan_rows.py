@@ -13,19 +13,19 @@ from nest_megatron.layout.dims import DEGREES
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.plan_table import PlanTable
 from nest_megatron.report.memory_words import price_cells
-from nest_megatron.report.words import degree_words
+from nest_megatron.report.words import TERM_WORDS, degree_words
 from nest_megatron.units import Bytes, counted, format_gib, format_seconds, without_suffix
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Column
 
-    from nest_megatron.report.tables import FittingTable
-
 #: Certificates of searches that ended by themselves.
 _PROVEN = ("optimal", "chosen")
-#: Columns of words; all others but those of a sweep hold figures.
-_WORDS = ("Layout", "Pareto", "Change", "Best layout", "Chosen layout")
+#: Columns of settings, a line each; of names, which keep their line; of words, which wrap. All
+#: others hold figures.
+_SETTINGS, _NAMES = ("Job", "Change"), ("#", "Proof")
+_WORDS = ("Layout", "Pareto", "Best layout", "Chosen layout")
 #: Columns of what plans cost.
 _PRICES = ("Tokens/$", "Run $", "MWh")
 
@@ -123,10 +123,6 @@ def plan_cells(plan: ParallelPlan) -> dict[str, str]:
     }
 
 
-def _below(section: str, *names: str) -> dict[str, str]:
-    return {name: f"{section}.{name}" for name in names}
-
-
 def value_at(plan: ParallelPlan, path: str) -> Any:
     """What lies at a path: of fields, of keys of a mapping, of calls without arguments."""
     found: Any = plan
@@ -138,28 +134,27 @@ def value_at(plan: ParallelPlan, path: str) -> Any:
 
 
 _OF_PRICE = ("tokens_per_dollar", "run_s", "run_dollars", "run_mwh")
-_TERMS = (
-    *("compute", "recompute", "tp_communication", "cp_communication", "ep_communication"),
-    *("pp_communication", "dp_communication", "pipeline_bubble", "optimizer"),
-    *("embedding_sync", "stragglers", "host"),
+#: Where the values of a plan's columns lie, in their order; the last name is the column's.
+_PATHS = (
+    *("layout.num_gpus", "layout.global_batch_size", "train.seq_length"),
+    *("predicted.iteration_time_s", "predicted.tokens_per_s_per_gpu"),
+    *("predicted.model_tflops_per_gpu", "predicted.mfu", "predicted.peak_memory_bytes"),
+    *("predicted.capacity_bytes", *(f"price.{name}" for name in _OF_PRICE)),
+    *("uncertainty.low_s", "uncertainty.high_s", "uncertainty.out_of_memory"),
+    *(f"arguments.{name}" for name in DEGREES),
+    *("arguments.sequence_parallel", "arguments.pipeline_model_parallel_layout"),
+    "layout.micro_batch_size",
 )
-#: Columns of a plan, in their order, with the paths of their values.
 _COLUMNS: Mapping[str, str] = {
     "model_name": "model.name",
     "cluster_name": "cluster.name",
-    **_below("layout", "num_gpus", "global_batch_size"),
-    **_below("train", "seq_length"),
-    **_below("predicted", "iteration_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu"),
-    **_below("predicted", "mfu", "peak_memory_bytes", "capacity_bytes"),
-    **_below("price", *_OF_PRICE),
-    **_below("uncertainty", "low_s", "high_s", "out_of_memory"),
-    **_below("arguments", *DEGREES, "sequence_parallel", "pipeline_model_parallel_layout"),
-    **_below("layout", "micro_batch_size"),
+    **{path.rpartition(".")[2]: path for path in _PATHS},
     "rank_order": "layout.dims.rank_order.value",
     "recompute": "layout.recompute.label",
     "zero_stage": "layout.zero.value",
-    **{f"{name}_s": f"predicted.terms.{name}" for name in _TERMS},
-    **_below("search", "certificate", "gap_percent"),
+    **{f"{name}_s": f"predicted.terms.{name}" for name in TERM_WORDS},
+    "certificate": "search.certificate",
+    "gap_percent": "search.gap_percent",
     "search_seconds": "search.seconds",
 }
 #: Columns that may hold nothing in every row, and their types.
@@ -174,17 +169,6 @@ _OFTEN_EMPTY = {
 def price_heads(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """Columns of what plans cost, as far as that is known."""
     return [head for head in _PRICES if any(head in row for row in rows)]
-
-
-def filled_table(
-    columns: Sequence[Column], rows: Iterable[Mapping[str, str]], missing: str = "-"
-) -> FittingTable:
-    """A table of rows whose cells are named by the heads of the columns."""
-    from nest_megatron.report.tables import FittingTable
-
-    return FittingTable(
-        *columns, rows=([row.get(str(each.header), missing) for each in columns] for row in rows)
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,15 +187,28 @@ class RowsTable:
 
     def report(self) -> Iterator[RenderableType]:
         """The table for a terminal, and the notes."""
-        from nest_megatron.report.tables import figure_columns, word_columns
+        from nest_megatron.report.tables import (
+            FittingTable,
+            figure_columns,
+            name_columns,
+            word_columns,
+        )
         from nest_megatron.report.terminal import notes_report
 
-        columns = [
-            column
-            for head in self.heads
-            for column in (word_columns if head in _WORDS else figure_columns)(head)
-        ]
-        yield filled_table(columns, self.cells)
+        columns: list[Column] = []
+        rows = [[row.get(head, "-") for head in self.heads] for row in self.cells]
+        for place, head in enumerate(self.heads):
+            if head in _SETTINGS:
+                for row in rows:
+                    row[place] = _broken_lines(row[place])
+                lines = (len(line) for row in rows for line in row[place].splitlines())
+                width = min(_SETTING_WIDTH, max(lines, default=0))
+                columns += word_columns(head, min_width=width)
+            elif head in _NAMES:
+                columns += name_columns(head)
+            else:
+                columns += (word_columns if head in _WORDS else figure_columns)(head)
+        yield FittingTable(*columns, rows=rows)
         yield notes_report(self.notes)
 
     def page(self, title: str, job: str, rows: Sequence[PlanRow]) -> str:
@@ -228,74 +225,43 @@ class RowsTable:
         return render_page("rows.html", title, job=job, table=self, shares=shares)
 
 
-_SWEEP = ("#", "Job", "Step", "MFU", "Memory", "Layout", "Proof")
-
-
-def _sweep_cells(row: PlanRow) -> dict[str, str]:
-    return {"#": str(row.number), "Job": row.words("\n"), **row.cells()}
-
-
-def sweep_page(job: str, rows: Sequence[PlanRow]) -> str:
-    """A sweep as one page; ``job`` is what all rows have in common."""
+def sweep_table(rows: Sequence[PlanRow]) -> RowsTable:
+    """The table of a sweep, and which of its settings change nothing."""
+    cells = [{"#": str(row.number), "Job": row.words("\n"), **row.cells()} for row in rows]
     notes = [
-        f"{key} changes nothing: each of its values gives the same step."
+        f"{key} changes nothing: the step takes as long with each of its values."
         for key in without_effect(rows)
     ]
-    table = RowsTable(heads=_SWEEP, cells=[*map(_sweep_cells, rows)], notes=notes)
-    return table.page("A sweep", job, rows)
-
-
-def sweep_report(job: str, rows: Sequence[PlanRow]) -> Iterator[RenderableType]:
-    """What all rows have in common, one row a job, and which settings change nothing."""
-    from rich.text import Text
-
-    from nest_megatron.report.tables import figure_columns, name_columns, word_columns
-
-    yield Text(job)
-    columns = (
-        *name_columns("#", "Job"),
-        *figure_columns("Step", min_width=9),
-        *figure_columns("MFU", min_width=7),
-        *figure_columns("Memory", min_width=9),
-        *word_columns("Layout"),
-        *name_columns("Proof", min_width=7),
-    )
-    cells = map(_sweep_cells, rows)
-    yield filled_table(columns, ({**c, "Job": broken_lines(c["Job"])} for c in cells), "")
-    for key in without_effect(rows):
-        yield f"\nnote: {key} changes nothing: the step takes as long with each of its values."
+    heads = ("#", "Job", "Step", "MFU", "Memory", "Layout", "Proof")
+    return RowsTable(heads=heads, cells=cells, notes=notes)
 
 
 #: Widest line of a setting on a terminal; the value of a longer one has its own line.
-SETTING_WIDTH = 18
+_SETTING_WIDTH = 18
 
 
-def broken_lines(settings: str) -> str:
+def _broken_lines(settings: str) -> str:
     """Settings, one a line, those that are too wide behind the equals sign.
 
-    >>> broken_lines("global_batch_size=128").splitlines()
+    >>> _broken_lines("global_batch_size=128").splitlines()
     ['global_batch_size=', '128']
     """
     return "\n".join(
-        each if len(each) <= SETTING_WIDTH else each.replace("=", "=\n", 1)
+        each if len(each) <= _SETTING_WIDTH else each.replace("=", "=\n", 1)
         for each in settings.splitlines()
     )
 
 
 def without_effect(rows: Sequence[PlanRow]) -> list[str]:
     """Settings whose values all give the same step, whatever the other settings are."""
-    if any(row.plan is None for row in rows):
-        return []
-    return [key for key in (rows[0].settings if rows else ()) if not _matters(key, rows)]
-
-
-def _matters(key: str, rows: Sequence[PlanRow]) -> bool:
-    found: defaultdict[tuple[str, ...], set[tuple[float, float]]] = defaultdict(set)
-    for row in rows:
-        assert row.plan is not None
-        others = tuple(value for name, value in row.settings.items() if name != key)
-        found[others].add(steps_of(row.plan))
-    return any(len(steps) > 1 for steps in found.values())
+    plans = [(row, row.plan) for row in rows if row.plan is not None]
+    found: list[str] = []
+    for key in rows[0].settings if rows and len(plans) == len(rows) else ():
+        steps: defaultdict[str, set[tuple[float, float]]] = defaultdict(set)
+        for row, plan in plans:
+            steps[row.words(but=key)].add(steps_of(plan))
+        found += [key] if all(len(each) == 1 for each in steps.values()) else []
+    return found
 
 
 def steps_of(plan: ParallelPlan) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from nest_megatron.report.charts import (
     IDLE,
     OTHER_COLOUR,
     SOFT,
+    blended,
     check_picture,
     ink_on,
     write_chart,
@@ -251,8 +252,7 @@ def _colour(kind: SpanKind, virtual: int, num_virtual: int) -> str:
     if kind not in _SHADES:
         return _EDGE_COLOURS.get(kind, _COMMUNICATION)
     share = virtual / (num_virtual - 1) if num_virtual > 1 else 0.5
-    first, last = (bytes.fromhex(shade[1:]) for shade in _SHADES[kind])
-    return f"#{bytes(round(a + share * (b - a)) for a, b in zip(first, last, strict=True)).hex()}"
+    return blended(*_SHADES[kind], share)
 
 
 def draw_timeline(plan: ParallelPlan, path: Path, times: LayerTimes | None = None) -> None:

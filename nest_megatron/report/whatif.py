@@ -9,12 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.report.charts import IDLE, INK
+from nest_megatron.report.charts import IDLE, INK, PAPER, blended
 from nest_megatron.report.plan_rows import (
-    SETTING_WIDTH,
     PlanRow,
-    broken_lines,
-    filled_table,
+    RowsTable,
     plan_cells,
     price_heads,
     short_key,
@@ -90,28 +88,16 @@ def variants_report(
     Args:
         present: the plan of the file; ``None`` where the job is that of a command.
     """
-    from nest_megatron.report.tables import figure_columns, word_columns
-    from nest_megatron.report.terminal import notes_report
-
     before = variants[0].row.plan
-    rows = [_cells(variant, before, "\n") for variant in variants]
-    for row in rows:
-        row["Change"] = broken_lines(row["Change"])
-    lines = [line for row in rows for line in row["Change"].splitlines()]
-    width = min(SETTING_WIDTH, max(map(len, lines)))
-    columns = (
-        *word_columns("Change", width=width, min_width=width),
-        *word_columns("Best layout"),
-        *figure_columns("Step", "vs plan", "Tok/s/GPU", *price_heads(rows)),
-        *word_columns("Chosen layout"),
-    )
-    yield filled_table(columns, rows)
-    yield notes_report(_notes(present, variants))
+    rows = [_cells(variant, before) for variant in variants]
+    figures = ("Step", "vs plan", "Tok/s/GPU", *price_heads(rows))
+    heads = ("Change", "Best layout", *figures, "Chosen layout")
+    yield from RowsTable(heads=heads, cells=rows, notes=[*_notes(present, variants)]).report()
 
 
-def _cells(variant: Variant, before: ParallelPlan | None, between: str) -> dict[str, str]:
+def _cells(variant: Variant, before: ParallelPlan | None) -> dict[str, str]:
     found, best = variant.row.plan, variant.row.cells()["Layout"]
-    cells = {"Change": variant.words(between), "Chosen layout": _kept_words(variant)}
+    cells = {"Change": variant.words("\n"), "Chosen layout": _kept_words(variant)}
     if found is None:
         return {**cells, "Best layout": best}
     if before is not None and variant.row.settings:
@@ -155,10 +141,15 @@ def _notes(present: ParallelPlan | None, variants: Sequence[Variant]) -> Iterato
             f"Planned again, unchanged, the job takes {now} with {same} layout, and {then} in the "
             "file: it was made with other settings, profiles or another version."
         )
-    if present is not None:
-        yield from _site_notes(present, again)
-    yield from _uncalibrated(again, others)
+    then, now = present and present.provenance.site, again.provenance.site
+    if then is not None and now is None:
+        yield f"Planned again, the job is without the site's calibration ({then.name}) of its file."
+    elif then is not None and now is not None and then.digest != now.digest:
+        yield f"The calibration of the site ({now.name}) has changed since the plan was made."
     plans = [(each.row.plan, each) for each in others if each.row.plan is not None]
+    names = [each.words() for plan, each in plans if plan.provenance.site is None]
+    if now is not None and names:
+        yield f"The site's calibration is of the unchanged cluster, and not of {'; '.join(names)}."
     for plan, variant in plans:
         if steps_of(plan) == steps_of(again):
             yield f"{variant.words()} changes nothing: the step takes as long as unchanged."
@@ -175,23 +166,6 @@ def _notes(present: ParallelPlan | None, variants: Sequence[Variant]) -> Iterato
             '"vs plan" compares the fastest layouts; the best layout is the simplest within '
             "search.tie_percent of it."
         )
-
-
-def _site_notes(present: ParallelPlan, again: ParallelPlan) -> Iterator[str]:
-    """In what the site's calibration of the unchanged job is not that of the plan's file."""
-    then, now = present.provenance.site, again.provenance.site
-    if then is not None and now is None:
-        yield f"Planned again, the job is without the site's calibration ({then.name}) of its file."
-    elif then is not None and now is not None and then.digest != now.digest:
-        yield f"The calibration of the site ({now.name}) has changed since the plan was made."
-
-
-def _uncalibrated(again: ParallelPlan, others: Sequence[Variant]) -> Iterator[str]:
-    """Changes for which the site's calibration is not, although it is for the unchanged job."""
-    plans = ((each.row.plan, each.words()) for each in others)
-    names = [words for plan, words in plans if plan and plan.provenance.site is None]
-    if again.provenance.site is not None and names:
-        yield f"The site's calibration is of the unchanged cluster, and not of {'; '.join(names)}."
 
 
 def _is_safer(variant: Variant) -> bool:
@@ -233,7 +207,7 @@ def variants_page(present: ParallelPlan | None, variants: Sequence[Variant]) -> 
     from nest_megatron.report.page import render_page
 
     before = variants[0].row.plan
-    cells = [_cells(variant, before, ", ") for variant in variants]
+    cells = [_cells(variant, before) for variant in variants]
     ranged = [
         each | {"9 of 10 runs": range_words(plan.uncertainty)}
         if (plan := variant.row.plan)
@@ -252,12 +226,15 @@ def variants_page(present: ParallelPlan | None, variants: Sequence[Variant]) -> 
         range=_common_words(before),
         maps=list(_heat_maps(variants[1:])),
         nothing=(IDLE, INK),
-        shade=_shade,
+        shade=partial(blended, PAPER, _DARK),
         format_count=format_count,
         plan_cells=plan_cells,
         head=head,
         rows=[
-            {"cells": [each.get(name, "-") for name in head], "place": _place(variant, choices)}
+            {
+                "cells": [each.get(name, "-").replace("\n", ", ") for name in head],
+                "place": _place(variant, choices),
+            }
             for each, variant in zip(ranged, variants, strict=True)
         ],
         choices=[(short_key(key), values) for key, values in choices.items()],
@@ -333,9 +310,3 @@ def _place(variant: Variant, choices: Mapping[str, Sequence[str]]) -> str:
     given = variant.row.settings
     own = (str(values.index(given[key])) for key, values in choices.items() if key in given)
     return ",".join(own)
-
-
-def _shade(share: float) -> str:
-    """A colour between white and dark blue, for a share of the most."""
-    parts = (round(255 + share * (dark - 255)) for dark in bytes.fromhex(_DARK[1:]))
-    return f"#{bytes(parts).hex()}"
