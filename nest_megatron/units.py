@@ -118,11 +118,11 @@ def format_count(number: float) -> str:
 def counted(number: int, thing: str) -> str:
     """A number of things for people.
 
-    >>> counted(1, "host"), counted(8, "process")
-    ('1 host', '8 processes')
+    >>> counted(1, "host"), counted(1024, "process")
+    ('1 host', '1,024 processes')
     """
     plural = "es" if thing.endswith("s") else "s"
-    return f"{number} {thing}{'' if number == 1 else plural}"
+    return f"{number:,} {thing}{'' if number == 1 else plural}"
 
 
 def format_chance(share: float) -> str:

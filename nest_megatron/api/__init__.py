@@ -13,7 +13,7 @@ from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING
 
-from nest_megatron.api.jobs import command_words, estimate_job, outcome, plan_job
+from nest_megatron.api.jobs import estimate_job, outcome, plan_job, typed_command
 from nest_megatron.api.results import Catalogue, Explanation, Plan, PlanTable, Scaling
 from nest_megatron.api.sweep import WhatIf, sweep_row, whatif, whatif_command
 from nest_megatron.cluster.records import Cluster
@@ -25,8 +25,6 @@ from nest_megatron.config.keywords import (
     compose_keywords,
     path_of,
     require_function,
-    require_release,
-    words_of,
 )
 from nest_megatron.config.overrides import Setting
 from nest_megatron.config.request import request_of
@@ -178,22 +176,11 @@ def plan_command(
     >>> found.layout.dims.data_parallel_size * found.layout.dims.tensor_model_parallel_size
     16
     """
-    from nest_megatron.integrations import typed_command
-
     sizes = num_gpus, global_batch_size
-    require_release(megatron_version)
     require_function("on_progress", on_progress)
+    typed = typed_command(command, free, megatron_version, strict=strict)
     composed = compose_keywords(None, cluster, settings, config_dir, *sizes)
-    found = typed_command.plan_command(
-        command_words(command),
-        composed,
-        free=words_of("free", free),
-        version=megatron_version,
-        strict=strict,
-        begun_s=time.monotonic(),
-        shortlist=shortlist,
-        on_progress=on_progress,
-    )
+    found = typed.planned(composed, time.monotonic(), on_progress, shortlist=shortlist)
     return planned_command(found, composed)
 
 
@@ -262,14 +249,9 @@ def estimate_command(
     >>> priced.layout.dims.data_parallel_size, priced.arguments["overlap_grad_reduce"]
     (16, False)
     """
-    from nest_megatron.integrations import typed_command
-
-    require_release(megatron_version)
+    typed = typed_command(command, version=megatron_version, strict=strict)
     composed = compose_keywords(None, cluster, settings, config_dir, num_gpus)
-    found = typed_command.estimate_command(
-        command_words(command), composed, version=megatron_version, strict=strict
-    )
-    return Plan(record=found.plan)
+    return Plan(record=typed.typed(composed))
 
 
 def plan_table(

@@ -27,7 +27,7 @@ from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.hydra_loader import config_loader
-from nest_megatron.config.keywords import StrPath, require_function, words_of
+from nest_megatron.config.keywords import StrPath, require_function, require_release, words_of
 from nest_megatron.config.overrides import Setting, first_line, type_limit
 from nest_megatron.config.request import request_of
 from nest_megatron.config.schema import PlanConfig
@@ -95,12 +95,21 @@ _CODES = {"plan": OK, "no_plan": NOTHING_FITS, "ended_early": ENDED_EARLY, "erro
 Result = dict[str, Any]
 
 
-def command_words(command: StrPath | Sequence[str]) -> str | Sequence[str]:
-    """A command as it is read; a path names a script."""
-    if isinstance(command, str):
-        return command
-    words = words_of("command", [command] if isinstance(command, os.PathLike) else command)
-    return ("bash", *words) if isinstance(command, os.PathLike) else words
+def typed_command(
+    command: StrPath | Sequence[str],
+    free: Collection[str] = (),
+    version: str | None = None,
+    *,
+    strict: bool = False,
+) -> TypedCommand:
+    """A command of a Python call, checked; a path names a script."""
+    require_release(version)
+    words: str | tuple[str, ...] = command if isinstance(command, str) else ()
+    if isinstance(command, os.PathLike):
+        words = ("bash", *words_of("command", [command]))
+    elif not isinstance(command, str):
+        words = words_of("command", command)
+    return TypedCommand(text=words, free=words_of("free", free), version=version, strict=strict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,12 +20,12 @@ from nest_megatron.api.jobs import (
     TypedCommand,
     check_launcher,
     code_of,
-    command_words,
     is_done,
     launch,
     opened,
     read_result,
     sweep_job,
+    typed_command,
     write_list,
 )
 from nest_megatron.api.results import Plan
@@ -35,10 +35,8 @@ from nest_megatron.config.keywords import (
     StrPath,
     path_of,
     require_function,
-    require_release,
     setting_texts,
     typed_path,
-    words_of,
 )
 from nest_megatron.config.overrides import Setting, expand, parse, swept, value_text
 from nest_megatron.errors import NestError, UserInputError
@@ -155,18 +153,18 @@ def _run_left(folder: Path, jobs: Sequence[SweepJob], options: SweepOptions) -> 
         print_to_stderr(f"{len(jobs) - len(left)} of {len(jobs)} jobs are done.")
     if not left:
         return
+
+    def begun(number: int) -> str:
+        words = ", ".join(map(str, jobs[number].varied)) or "unchanged"
+        return f"{number + 1} of {len(jobs)}: {words}"
+
     shows = options.tell and sys.stderr.isatty()
     on_job = options.on_job or (print_to_stderr if shows else None)
-    token = ON_JOB.set(on_job and (lambda number: on_job(_begun(jobs, number))))
+    token = ON_JOB.set(on_job and (lambda number: on_job(begun(number))))
     try:
         launch(folder, left, options.launcher)
     finally:
         ON_JOB.reset(token)
-
-
-def _begun(jobs: Sequence[SweepJob], number: int) -> str:
-    words = ", ".join(map(str, jobs[number].varied)) or "unchanged"
-    return f"{number + 1} of {len(jobs)}: {words}"
 
 
 def sweep_row(number: int, varied: Sequence[Setting], result: Result) -> PlanRow:
@@ -292,7 +290,6 @@ def whatif(
             path = Path(folder) / "plan.yaml"
             plan.save(path)
             return whatif(path, changes, out=out, on_job=on_job)
-    _require_mapping(changes)
     changed = parse_changes(_texts(changes))
     return plan_variants(path_of("plan", plan), changed, _quiet(out, on_job))
 
@@ -320,33 +317,22 @@ def whatif_command(
     Raises:
         UserInputError: for a command that cannot be read, or a wrong setting.
     """
-    require_release(megatron_version)
+    typed = typed_command(command, free, megatron_version, strict=strict)
     path_of("cluster", cluster)
-    _require_mapping(changes)
-    texts = _texts({"cluster": typed_path(cluster), **settings, **changes})
-    words = command_words(command)
-    read = TypedCommand(
-        text=words if isinstance(words, str) else tuple(words),
-        free=words_of("free", free),
-        version=megatron_version,
-        strict=strict,
-    )
-    return command_variants(read, parse_changes(texts), _quiet(out, on_job))
+    texts = _texts(changes, cluster=typed_path(cluster), **settings)
+    return command_variants(typed, parse_changes(texts), _quiet(out, on_job))
 
 
-def _require_mapping(changes: object) -> None:
+def _texts(changes: Mapping[str, object], **settings: object) -> list[str]:
+    """Settings and changes as typed: lists are several values."""
     if not isinstance(changes, Mapping) or not all(isinstance(key, str) for key in changes):
         limit, fix = "it is no mapping of settings", "Give for example {'gpus': [256, 512]}."
         raise UserInputError("changes", changes, limit, fix)
-
-
-def _texts(changes: Mapping[str, object]) -> list[str]:
-    """Changes as typed: lists are several values."""
     several = (list, tuple, range)
     return setting_texts(
         {
             key: ",".join(map(value_text, value)) if isinstance(value, several) else value
-            for key, value in changes.items()
+            for key, value in {**settings, **changes}.items()
         }
     )
 
@@ -395,7 +381,18 @@ def plan_variants(path: Path, changes: Sequence[Setting], options: SweepOptions)
     base = settings_of(present, path if path.is_absolute() else Path.cwd() / path)
     source_job = recipe_job(present, base)
     jobs = _jobs(base, changes, keys, source_job=source_job)
-    _require_one(jobs, source_job)
+    unchanged, *changed = jobs
+    source_job.request(unchanged.composed())
+    wrong: list[UserInputError] = []
+    for job in changed:
+        try:
+            source_job.request(job.composed())
+        except UserInputError as error:
+            wrong.append(error)
+        else:
+            break
+    else:  # none of them can be planned
+        raise wrong[0]
 
     def kept(job: SweepJob) -> ParallelPlan:
         return keep_layout(present, source_job.request(job.composed()))
@@ -455,13 +452,9 @@ def _jobs(
     held = [setting for setting in changes if setting.key not in keys]
     each = [_merged(base, held), *(_merged(base, job) for job in expand(changes))]
     compose(with_defaults(each[-1]))  # what is wrong with the keys is wrong in all
-    unchanged, *changed = each
     return [
-        sweep_job(unchanged, (), command=command, source_job=source_job),
-        *(
-            sweep_job(settings, keys, command=command, source_job=source_job)
-            for settings in changed
-        ),
+        sweep_job(settings, keys if at else (), command=command, source_job=source_job)
+        for at, settings in enumerate(each)
     ]
 
 
@@ -470,21 +463,6 @@ def _merged(base: Sequence[Setting], given: Sequence[Setting]) -> tuple[Setting,
     keys = {setting.key for setting in given}
     keys |= {*_RUN_LENGTH} if keys.intersection(_RUN_LENGTH) else set()
     return (*(setting for setting in base if setting.key not in keys), *given)
-
-
-def _require_one(jobs: Sequence[SweepJob], source_job: RecipeJob) -> None:
-    """Refuse what is wrong in the unchanged job, or in all of its changes."""
-    unchanged, *changed = jobs
-    source_job.request(unchanged.composed())
-    errors = []
-    for job in changed:
-        try:
-            source_job.request(job.composed())
-        except UserInputError as error:
-            errors.append(error)
-        else:
-            return
-    raise errors[0]
 
 
 def _compared(

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import click
 
-from nest_megatron.cli.command_kinds import command
+from nest_megatron.cli.command_kinds import command, flag, option
 
 
 @command("nest-megatron app", "nest-megatron app --port 0 --no-browser")
-@click.option(
+@option(
     "--host",
+    "Address to listen on. If other machines can reach it, everybody who has the printed "
+    "address can plan; file paths and commands are then refused.",
     default="127.0.0.1",
     show_default=True,
-    help="Address to listen on. If other machines can reach it, everybody who has the printed "
-    "address can plan; file paths and commands are then refused.",
 )
-@click.option(
+@option(
     "--port",
-    type=click.IntRange(0, 65535),
+    "Port to listen on; 0 takes a free one.",
+    click.IntRange(0, 65535),
     default=8642,
     show_default=True,
-    help="Port to listen on; 0 takes a free one.",
 )
-@click.option("--no-browser", is_flag=True, help="Only print the address.")
+@flag("--no-browser", "Only print the address.")
 def app(host: str, port: int, no_browser: bool) -> None:
     """Plan in the browser: a form for a model or a command, and the report of its plan.
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from nest_megatron.cli.command_kinds import PATH, Group, command, json_option
+from nest_megatron.cli.command_kinds import PATH, Group, command, json_option, option
 from nest_megatron.errors import UserInputError
 from nest_megatron.history import store
 from nest_megatron.history.records import Outcome, RefusedLaunch, RunRecord
@@ -25,9 +25,6 @@ from nest_megatron.report.runs import (
     since_start_s,
 )
 from nest_megatron.report.tables import heading
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 #: What fills a history.
 _FILL = (
@@ -47,15 +44,9 @@ _AGO = re.compile(r"(\d+)([dh])")
         "nest-megatron history show 0123abcd",
     ),
 )
-@click.option("--model", metavar="NAME", help="Only runs of this model.")
-@click.option(
-    "--since", metavar="TIME", help="Only runs since a day (2026-11-23) or a time ago (7d, 12h)."
-)
-@click.option(
-    "--outcome",
-    type=click.Choice([each.value for each in Outcome]),
-    help="Only runs that ended so.",
-)
+@option("--model", "Only runs of this model.", metavar="NAME")
+@option("--since", "Only runs since a day (2026-11-23) or a time ago (7d, 12h).", metavar="TIME")
+@option("--outcome", "Only runs that ended so.", click.Choice([each.value for each in Outcome]))
 @json_option
 @click.pass_context
 def history(
@@ -134,16 +125,12 @@ def moment_of(text: str, now: datetime | None = None) -> datetime:
     "nest-megatron audit audit.jsonl --plan 0123abcd --json",
 )
 @click.argument("files", metavar="[FILE]...", nargs=-1, type=PATH)
-@click.option("--user", metavar="NAME", help="Only launches of this user.")
-@click.option(
-    "--since",
-    metavar="TIME",
-    help="Only launches since a day (2026-11-23) or a time ago (7d, 12h).",
+@option("--user", "Only launches of this user.", metavar="NAME")
+@option(
+    "--since", "Only launches since a day (2026-11-23) or a time ago (7d, 12h).", metavar="TIME"
 )
-@click.option(
-    "--plan", metavar="HASH", help="Only launches of this plan: its checksum or the start of it."
-)
-@click.option("--run", metavar="ID", help="One launch, with the flags that its plan rewrote.")
+@option("--plan", "Only launches of this plan: its checksum or the start of it.", metavar="HASH")
+@option("--run", "One launch, with the flags that its plan rewrote.", metavar="ID")
 @json_option
 def audit(
     *,
@@ -160,8 +147,12 @@ def audit(
     (docs/policy.md), also rotated and compressed ones (.gz), in any order. The default is the
     files that the policies of this machine name.
     """
+    from nest_megatron.integrations.run_record import audits
+
     moment = None if since is None else moment_of(since)
-    named = files or _named_by_policies()
+    named: Sequence[Path] = files or [Path(rules.file) for _, rules in audits()]
+    if not named:
+        raise UserInputError("FILE", None, "no policy here names an audit", "Name its file.")
     for path in named:
         if not path.exists():
             raise UserInputError(
@@ -185,40 +176,23 @@ def audit(
         show_json(
             {
                 "files": [*map(str, named)],
-                "runs": [_document(each) for each in runs],
+                "runs": [
+                    {**document(each), "without_end_s": max(0.0, since_start_s(each))}
+                    if each.outcome is Outcome.STARTED
+                    else {**document(each), "without_end_s": None}
+                    for each in runs
+                ],
                 "refused": [to_plain(each) for each in refused],
             }
         )
     elif run is not None:
         show(*map(run_details, runs), *map(refusal_details, refused))
     elif runs or refused:
-        show(*_tables(runs, refused))
+        if runs:
+            show(audit_table(runs))
+        if refused:
+            show(heading("Refused before they began"), refusals_table(refused))
     else:
         known, where = len(kept) + len(kept_refused), ", ".join(map(str, named))
         none = f"None of the {known} launches in {where} is such."
         say(none if known else f"There is no launch in {where}.")
-
-
-def _document(run: RunRecord) -> dict[str, Any]:
-    """A run for programs; of one without an end, for how long none has been recorded."""
-    without_end_s = max(0.0, since_start_s(run)) if run.outcome is Outcome.STARTED else None
-    return {**document(run), "without_end_s": without_end_s}
-
-
-def _tables(
-    runs: Sequence[RunRecord], refused: Sequence[RefusedLaunch]
-) -> Iterator[RenderableType]:
-    if runs:
-        yield audit_table(runs)
-    if refused:
-        yield heading("Refused before they began")
-        yield refusals_table(refused)
-
-
-def _named_by_policies() -> Sequence[Path]:
-    from nest_megatron.integrations.run_record import audits
-
-    named = [Path(rules.file) for _, rules in audits()]
-    if not named:
-        raise UserInputError("FILE", None, "no policy here names an audit", "Name its file.")
-    return named

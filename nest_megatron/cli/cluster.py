@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import click
 
-from nest_megatron.cli.command_kinds import NEXT, OUTPUT, PATH, group, json_option
+from nest_megatron.cli.command_kinds import NEXT, OUTPUT, PATH, group, json_option, option
 from nest_megatron.cli.complete import completing_catalogue
 from nest_megatron.cluster import sources
 from nest_megatron.cluster.hosts import this_host
@@ -30,7 +32,7 @@ def cluster() -> None:
 
 
 @cluster.subcommand("report", "nest-megatron cluster report")
-@click.option("--name", help="What Slurm or Kubernetes calls this host; by default its host name.")
+@option("--name", "What Slurm or Kubernetes calls this host; by default its host name.")
 def cluster_report(*, name: str | None) -> None:
     """Print this host's hardware as one line of JSON, for discover --read.
 
@@ -43,7 +45,7 @@ def cluster_report(*, name: str | None) -> None:
     "new", "nest-megatron cluster new site", "nest-megatron cluster new --out h100.yaml"
 )
 @click.argument("name", required=False)
-@click.option("--out", type=OUTPUT, help="The file to write; by default NAME.yaml.")
+@option("--out", "The file to write; by default NAME.yaml.", OUTPUT)
 def cluster_new(*, name: str | None, out: Path | None) -> None:
     """Write a cluster file to edit: it is valid as written and explains each field.
 
@@ -68,34 +70,32 @@ def cluster_new(*, name: str | None, out: Path | None) -> None:
     "--out site.yaml --hosts-out hosts.txt",
     "nest-megatron cluster discover --hosts racks.txt --cluster dgx_h100 --json",
 )
-@click.option("--slurm", "source", flag_value="slurm", help="The hosts of this Slurm allocation.")
-@click.option("--kubernetes", "source", flag_value="kubernetes", help="What kubectl shows.")
-@click.option("--local", "source", flag_value="local", help="This host alone.")
-@click.option(
-    "--read",
-    "outputs",
-    type=PATH,
-    multiple=True,
-    help="The saved output of a program: cluster report, scontrol show topology or node, "
+@option("--slurm source", "The hosts of this Slurm allocation.", flag_value="slurm")
+@option("--kubernetes source", "What kubectl shows.", flag_value="kubernetes")
+@option("--local source", "This host alone.", flag_value="local")
+@option(
+    "--read outputs",
+    "The saved output of a program: cluster report, scontrol show topology or node, "
     "ibnetdiscover, ibstat, nvidia-smi topo -m or -L, kubectl get nodes -o json, NCCL's topology.",
+    PATH,
+    multiple=True,
 )
-@click.option("--hosts", type=PATH, help="A file with HOST GROUP... in each line: rack, row, ...")
-@click.option(
-    "--cluster",
-    "base",
+@option("--hosts", "A file with HOST GROUP... in each line: rack, row, ...", PATH)
+@option(
+    "--cluster base",
+    "A cluster of the catalogue, or a file, for what cannot be detected.",
     metavar="NAME",
     shell_complete=completing_catalogue("cluster"),
-    help="A cluster of the catalogue, or a file, for what cannot be detected.",
 )
-@click.option(
+@option(
     "--mixed-gpus",
-    type=click.Choice([each.value for each in MixedGpus]),
+    "If hosts have different GPUs: refuse, or plan as if all had the slower kind.",
+    click.Choice([each.value for each in MixedGpus]),
     default=MixedGpus.REFUSE.value,
     show_default=True,
-    help="If hosts have different GPUs: refuse, or plan as if all had the slower kind.",
 )
-@click.option("--out", type=OUTPUT, help="Write the cluster here.")
-@click.option("--hosts-out", type=OUTPUT, help="Write the hosts and their groups here.")
+@option("--out", "Write the cluster here.", OUTPUT)
+@option("--hosts-out", "Write the hosts and their groups here.", OUTPUT)
 @json_option
 def cluster_discover(
     source: str | None,
@@ -115,15 +115,14 @@ def cluster_discover(
     """
     from nest_megatron.config.cluster_detection import discovered
 
-    given = sources.Sources()
     if source is None and not outputs and hosts is None:
         source = "slurm" if "SLURM_JOB_ID" in os.environ else "local"
-    if source == "slurm":
-        given = sources.slurm_job(os.environ)
-    elif source == "kubernetes":
-        given = sources.kubernetes_nodes()
-    elif source == "local":
-        given = sources.Sources(hosts=(this_host(),))
+    read: dict[str, Callable[[], sources.Sources]] = {
+        "slurm": partial(sources.slurm_job, os.environ),
+        "kubernetes": sources.kubernetes_nodes,
+        "local": lambda: sources.Sources(hosts=(this_host(),)),
+    }
+    given = sources.Sources() if source is None else read[source]()
     for path in outputs:
         given = given.joined(sources.saved_output(path))
     found = discovered(

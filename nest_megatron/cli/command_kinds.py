@@ -205,65 +205,72 @@ PATH = NamedPath(path_type=Path)
 OUTPUT = OutputFile()
 FOLDER = NamedPath(file_okay=False, path_type=Path)
 
+
+def option(names: str, about: str, kind: Any = None, **more: Any) -> Decorator[Any]:
+    """An option.
+
+    Args:
+        names: its flag, and behind it the name of its parameter where that is another.
+        about: its help.
+        kind: the type of its value.
+        more: as for ``click.option``.
+    """
+    return click.option(*names.split(), help=about, type=kind, **more)
+
+
+def flag(names: str, about: str) -> Decorator[Any]:
+    """An option without a value."""
+    return option(names, about, is_flag=True)
+
+
 #: Settings of a job, and the folder of the user's own files.
 settings_argument = click.argument(
     "overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_override
 )
-config_dir_option = click.option(
-    "--config-dir",
-    type=FOLDER,
-    help="A folder with your own model/, cluster/ or accelerator/ files.",
+config_dir_option = option(
+    "--config-dir", "A folder with your own model/, cluster/ or accelerator/ files.", FOLDER
 )
-from_option = click.option(
-    "--from",
-    "from_command",
-    metavar="COMMAND",
-    help="Your Megatron-LM command, in quotes; - reads it from standard input. A command that "
+from_option = option(
+    "--from from_command",
+    "Your Megatron-LM command, in quotes; - reads it from standard input. A command that "
     "trains a recipe (nemo llm pretrain --factory NAME) works where its framework is installed. "
     "To read it from a launch script, end the line with: -- bash train.sh ARGUMENTS (bash runs it "
     "with stand-ins for torchrun, srun and the like, so that nothing starts).",
+    metavar="COMMAND",
 )
-free_option = click.option(
+free_option = option(
     "--free",
+    "With --from: your flags that may change, separated by commas, or all. The default for a "
+    "recipe is all that keep the format of checkpoints.",
     metavar="NAMES",
     default="",
     shell_complete=completing(freed_names),
-    help="With --from: your flags that may change, separated by commas, or all. The default for a "
-    "recipe is all that keep the format of checkpoints.",
 )
-strict_option = click.option(
+strict_option = flag(
     "--strict",
-    is_flag=True,
-    help="With --from: refuse flags that Megatron-LM does not have; by default they are passed on.",
+    "With --from: refuse flags that Megatron-LM does not have; by default they are passed on.",
 )
-version_option = click.option(
+version_option = option(
     "--megatron-version",
-    metavar="RELEASE",
-    help="With --from: the Megatron-LM release of the command (0.19); by default that of target=, "
+    "With --from: the Megatron-LM release of the command (0.19); by default that of target=, "
     "else the newest stable one.",
+    metavar="RELEASE",
 )
-set_option = click.option(
-    "--set",
-    "flags",
+set_option = option(
+    "--set flags",
+    "With --from: replace a flag of the command, --set --vocab-size=131072 or --set "
+    "'--vocab-size 131072'. Repeatable.",
     metavar="FLAG",
     multiple=True,
-    help="With --from: replace a flag of the command, --set --vocab-size=131072 or --set "
-    "'--vocab-size 131072'. Repeatable.",
 )
-harmless_option = click.option(
-    "--assume-harmless",
-    "assume_harmless",
+harmless_option = option(
+    "--assume-harmless assume_harmless",
+    "With --from and a recipe: plan although this field is unknown; the plan notes it. Repeatable.",
     metavar="FIELD",
     multiple=True,
-    help="With --from and a recipe: plan although this field is unknown; the plan notes it. "
-    "Repeatable.",
 )
-full_option = click.option(
-    "--full",
-    is_flag=True,
-    help="Print every figure: terms of time and memory, runners-up, the proof.",
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+full_option = flag("--full", "Print every figure: terms of time and memory, runners-up, the proof.")
+json_option = flag("--json as_json", "Print one JSON document.")
 
 
 def with_set_flags(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from nest_megatron.cli.command_kinds import OUTPUT, PATH, command, forced, json_option
+from nest_megatron.cli.command_kinds import OUTPUT, PATH, command, flag, forced, json_option, option
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, is_standard_output, read_bytes, write_text
 from nest_megatron.plain import to_plain
@@ -30,13 +28,10 @@ from nest_megatron.planner.pins import (
 from nest_megatron.printing import one_line
 from nest_megatron.report.console import say, show, show_json
 
-if TYPE_CHECKING:
-    from nest_megatron.api import PlanTable
-
 
 @command("nest-megatron keygen --out robot.key --no-password")
-@click.option("--out", type=OUTPUT, required=True, help="Write the secret key here.")
-@click.option("--no-password", is_flag=True, help="Do not encrypt the key, for automated use.")
+@option("--out", "Write the secret key here.", OUTPUT, required=True)
+@flag("--no-password", "Do not encrypt the key, for automated use.")
 @json_option
 def keygen(out: Path, *, no_password: bool, as_json: bool) -> None:
     """Make a key that signs pinned plans, in minisign's format.
@@ -79,15 +74,14 @@ def keygen(out: Path, *, no_password: bool, as_json: bool) -> None:
     "nest-megatron verify pinned.yaml --key reviewer.pub",
 )
 @click.argument("path", type=PATH, metavar="PINNED.YAML")
-@click.option(
-    "--key",
-    "keys",
+@option(
+    "--key keys",
+    "A trusted key: its file, a folder of *.pub files, or the key itself. Repeatable; one "
+    "match is enough.",
     multiple=True,
     metavar="KEY",
-    help="A trusted key: its file, a folder of *.pub files, or the key itself. Repeatable; one "
-    "match is enough.",
 )
-@click.option("--signature", type=PATH, help="The signature file; by default PINNED.YAML.minisig.")
+@option("--signature", "The signature file; by default PINNED.YAML.minisig.", PATH)
 @json_option
 def verify(path: Path, *, keys: tuple[str, ...], signature: Path | None, as_json: bool) -> None:
     """Check that a pinned plan is unchanged, and with --key who signed it.
@@ -128,22 +122,22 @@ def ask_password(prompt: str = "Password of the key", *, confirm: bool = False) 
     "nest-megatron explain plan.yaml --why-not tp=8,pp=4",
 )
 @click.argument("path", type=PATH, metavar="PLAN.YAML")
-@click.option("--html", type=OUTPUT, help="Write the report as an HTML page.")
-@click.option(
+@option("--html", "Write the report as an HTML page.", OUTPUT)
+@option(
     "--timeline",
-    type=OUTPUT,
-    help="Write the schedule: a .json trace for Perfetto, or a .png or .svg picture.",
+    "Write the schedule: a .json trace for Perfetto, or a .png or .svg picture.",
+    OUTPUT,
 )
-@click.option(
+@option(
     "--versus",
-    metavar="LAYOUT",
-    help="Compare the plan with a layout of other sizes (tp=8,pp=4 or Megatron's own flags): time "
+    "Compare the plan with a layout of other sizes (tp=8,pp=4 or Megatron's own flags): time "
     "term by term, memory part by part.",
-)
-@click.option(
-    "--why-not",
     metavar="LAYOUT",
-    help="Say why the plan does not have these sizes: a rule, memory, or how much slower they are.",
+)
+@option(
+    "--why-not",
+    "Say why the plan does not have these sizes: a rule, memory, or how much slower they are.",
+    metavar="LAYOUT",
 )
 @json_option
 def explain(
@@ -156,11 +150,18 @@ def explain(
     as_json: bool,
 ) -> None:
     """Explain a plan file: where time and memory go, and why other layouts lose."""
-    from nest_megatron.api import load_plan
+    from nest_megatron.api import PlanTable, load_plan
+    from nest_megatron.integrations.plan_output import pin_note
 
     options = {"--html": html, "--timeline": timeline, "--versus": versus, "--why-not": why_not}
     given = {name: value for name, value in options.items() if value is not None}
-    if (table := _table(path, given)) is not None:
+    if (found := read_table(path)) is not None:
+        for name, value in given.items():
+            raise UserInputError(
+                name, str(value), f"{path} is a table of plans", "Plan for one number of nodes."
+            )
+        record, pin = found
+        table = PlanTable(record=record, notes=() if pin is None else (pin_note(pin),))
         show_json(table.to_dict()) if as_json else show(*table.report())
         return
     explained = load_plan(path).explain()
@@ -180,46 +181,25 @@ def explain(
         show(*explained.report())
 
 
-def _table(path: Path, given: Mapping[str, object]) -> PlanTable | None:
-    """The table of plans that a file holds, if it is one; no option is about all of them."""
-    from nest_megatron.api import PlanTable
-    from nest_megatron.integrations.plan_output import pin_note
-
-    if (found := read_table(path)) is None:
-        return None
-    for option, value in given.items():
-        raise UserInputError(
-            option, str(value), f"{path} is a table of plans", "Plan for one number of nodes."
-        )
-    table, pin = found
-    said = () if pin is None else (pin_note(pin),)
-    return PlanTable(record=table, notes=said)
-
-
 @command(
     "nest-megatron pin plan.yaml",
     "nest-megatron pin plan.yaml --out pinned.yaml --by ada --note 'reviewed for run 7'",
     "nest-megatron pin plan.yaml --sign reviewer.key",
 )
 @click.argument("path", type=PATH, metavar="PLAN.YAML")
-@click.option(
-    "--out", type=OUTPUT, help="Write the pinned plan here; by default it replaces PLAN.YAML."
-)
-@click.option("--by", metavar="NAME", help="The reviewer; by default your user name.")
-@click.option("--note", metavar="TEXT", default="", help="A remark to keep in the file.")
-@click.option(
-    "--release",
-    "--megatron-version",
-    "release",
+@option("--out", "Write the pinned plan here; by default it replaces PLAN.YAML.", OUTPUT)
+@option("--by", "The reviewer; by default your user name.", metavar="NAME")
+@option("--note", "A remark to keep in the file.", metavar="TEXT", default="")
+@option(
+    "--release --megatron-version release",
+    "The Megatron-LM release that the plan may launch on (0.19); by default its own.",
     metavar="RELEASE",
-    help="The Megatron-LM release that the plan may launch on (0.19); by default its own.",
 )
-@click.option(
-    "--sign",
-    "key",
-    type=PATH,
+@option(
+    "--sign key",
+    "Sign with this secret key. A plan that is already pinned is only signed.",
+    PATH,
     metavar="KEY",
-    help="Sign with this secret key. A plan that is already pinned is only signed.",
 )
 @json_option
 def pin(
@@ -247,13 +227,13 @@ def pin(
     made_now = key is None or out is not None or not is_pinned(text)
     if not made_now:
         pinned: PinnedPlan | PinnedTable = read_pinned(path)
-        for option, given in (("--by", by), ("--note", note), ("--release", release)):
+        for name, given in (("--by", by), ("--note", note), ("--release", release)):
             if given:
                 raise UserInputError(
-                    option,
+                    name,
                     given,
                     f"{path} is pinned already, by {pinned.pin.by}, and is only signed",
-                    fix=f"Leave {option} out.",
+                    f"Leave {name} out.",
                 )
     else:
         pinned = pin_plan(path, by=by, note=note, release=release)

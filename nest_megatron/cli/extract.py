@@ -6,7 +6,6 @@ import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,14 @@ from nest_megatron.cli.command_kinds import (
     NEXT,
     OUTPUT,
     command,
+    flag,
     forced,
     json_option,
+    option,
     settings_argument,
     version_option,
 )
-from nest_megatron.config.compose import Settings, compose
+from nest_megatron.config.compose import compose
 from nest_megatron.config.job import CostInputs, Job
 from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.config.space import read_shard
@@ -54,153 +55,113 @@ from nest_megatron.report.console import show, show_json
     "--draw chain.svg",
 )
 @settings_argument
-@click.option(
+@option(
     "--layer",
+    "The layer of the model (dense, moe, mamba, ...); all prints one of each kind.",
     default="all",
     metavar="KIND",
     show_default=True,
-    help="The layer of the model (dense, moe, mamba, ...); all prints one of each kind.",
 )
-@click.option(
+@option(
     "--implementation",
-    type=click.Choice(["local", "transformer_engine"]),
+    "The layers to build, as Megatron's --transformer-impl.",
+    click.Choice(["local", "transformer_engine"]),
     default="local",
     show_default=True,
-    help="The layers to build, as Megatron's --transformer-impl.",
 )
-@click.option(
-    "--unfused",
-    is_flag=True,
-    help="Unfused attention: two GEMMs, whose scores are saved for the backward pass.",
-)
-@click.option(
-    "--from",
-    "from_command",
-    metavar="COMMAND",
-    help="Your Megatron-LM command, in quotes, in place of model=; - reads it from standard "
+@flag("--unfused", "Unfused attention: two GEMMs, whose scores are saved for the backward pass.")
+@option(
+    "--from from_command",
+    "Your Megatron-LM command, in quotes, in place of model=; - reads it from standard "
     "input. To read it from a launch script, end the line with: -- bash train.sh",
+    metavar="COMMAND",
 )
 @version_option
-@click.option(
+@flag(
     "--closed-form",
-    is_flag=True,
-    help="Use the planner's own formulas (of Transformer Engine's layers); needs no torch.",
+    "Use the planner's own formulas (of Transformer Engine's layers); needs no torch.",
 )
-@click.option(
+@option(
     "--module",
+    "A model of your own: NAME takes nothing and returns a torch.nn.Module.",
     metavar="PACKAGE.MODULE:NAME",
-    help="A model of your own: NAME takes nothing and returns a torch.nn.Module.",
 )
-@click.option(
-    "--input",
-    "inputs",
+@option(
+    "--input inputs",
+    "With --module: the shape of an input. Repeatable, once for each input.",
     multiple=True,
     metavar="[KEYWORD=]1,2048",
-    help="With --module: the shape of an input. Repeatable, once for each input.",
 )
-@click.option(
-    "--dtype",
-    "dtypes",
+@option(
+    "--dtype dtypes",
+    "With --module: the number type of all inputs, or of each. [default: float32]",
     multiple=True,
     metavar="TYPE",
-    help="With --module: the number type of all inputs, or of each. [default: float32]",
 )
-@click.option(
-    "--draw", type=OUTPUT, help="Write a picture (.svg or .png) of each layer that is printed."
-)
-@click.option("--config-dir", type=FOLDER, help="A folder with your own model/ files.")
+@option("--draw", "Write a picture (.svg or .png) of each layer that is printed.", OUTPUT)
+@option("--config-dir", "A folder with your own model/ files.", FOLDER)
 @json_option
-def extract(**options: Any) -> None:
+def extract(
+    *,
+    overrides: Sequence[str],
+    layer: str,
+    implementation: str,
+    unfused: bool,
+    closed_form: bool,
+    from_command: str | tuple[str, ...] | None,
+    megatron_version: str | None,
+    module: str | None,
+    inputs: Sequence[str],
+    dtypes: Sequence[str],
+    draw: Path | None,
+    config_dir: Path | None,
+    as_json: bool,
+) -> None:
     """Show the work of one layer on one rank, traced from megatron-core's own modules.
 
     Prints operators with FLOPs and memory traffic, collectives with their groups, and bytes of
     saved activations, forward and backward. It needs no GPU. --module traces any PyTorch model
     with torch.fx into its chain of blocks, without allocating its weights.
     """
-    given = _Options(**options)
-    if given.draw is not None:  # before the work, not after it
-        check_picture(given.draw, "--draw")
-        require_folder(given.draw, "--draw")
-    given.refuse_mixed()
-    if given.module is None:
-        _extract_layers(given)
-    else:
-        _extract_module(given, given.module)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    """What the command line says; each field is an option's name."""
-
-    overrides: Sequence[str]
-    layer: str
-    implementation: str
-    unfused: bool
-    closed_form: bool
-    from_command: str | tuple[str, ...] | None
-    megatron_version: str | None
-    module: str | None
-    inputs: Sequence[str]
-    dtypes: Sequence[str]
-    draw: Path | None
-    config_dir: Path | None
-    as_json: bool
-
-    def refuse_mixed(self) -> None:
-        """Refuse options of a module beside a model's, and the other way round."""
-        if self.module is not None and (self.overrides or self.closed_form):
-            raise UserInputError(
-                "--module",
-                " ".join(self.overrides) or "--closed-form",
-                limit="a module of your own has no settings and no formulas",
-                fix="Leave them out; what --module names builds the model as you want it.",
-            )
-        if self.module is None and (self.inputs or self.dtypes):
-            raise UserInputError(
-                "--input" if self.inputs else "--dtype",
-                ", ".join(self.inputs or self.dtypes),
-                limit="it goes with --module",
-                fix="Add --module, or leave it out: a model's own sizes are train.micro_batch_size "
-                "and train.seq_length.",
-            )
-
-
-def _extract_module(options: _Options, name: str) -> None:
-    """Trace a module, draw its chain, and print it."""
-    shapes = read_inputs(options.inputs, options.dtypes)
-    require_torch()
-    graph = extract_chain(build(name), shapes)
-    pictures = [] if options.draw is None else [options.draw]
-    if options.draw is not None:
-        from nest_megatron.report.work_charts import draw_chain
-
-        draw_chain(graph, options.draw)
-    if options.as_json:
-        written = [str(path) for path in pictures]
-        show_json({"module": name, "chain": to_plain(graph), "pictures": written})
+    if draw is not None:  # before the work, not after it
+        check_picture(draw, "--draw")
+        require_folder(draw, "--draw")
+    if module is not None and (overrides or closed_form):
+        raise UserInputError(
+            "--module",
+            " ".join(overrides) or "--closed-form",
+            "a module of your own has no settings and no formulas",
+            "Leave them out; what --module names builds the model as you want it.",
+        )
+    if module is None and (inputs or dtypes):
+        raise UserInputError(
+            "--input" if inputs else "--dtype",
+            ", ".join(inputs or dtypes),
+            "it goes with --module",
+            "Add --module, or leave it out: a model's own sizes are train.micro_batch_size and "
+            "train.seq_length.",
+        )
+    if module is not None:
+        _extract_module(module, inputs, dtypes, draw, as_json=as_json)
         return
-    from nest_megatron.report.operator_table import chain_report
-
-    show(chain_report(graph), *(f"Wrote {path}." for path in pictures))
-
-
-def _extract_layers(options: _Options) -> None:
-    """Draw, and print, the work of a model's layers."""
-    settings = parse(options.overrides)
+    settings = parse(overrides)
     refuse_sweeps(settings)
-    composed = compose(settings, options.config_dir)
-    text = sys.stdin.read() if options.from_command == "-" else options.from_command
-    spec, flags = read_model(composed, text, options.megatron_version)
+    composed = compose(settings, config_dir)
+    text = sys.stdin.read() if from_command == "-" else from_command
+    spec, flags = read_model(composed, text, megatron_version)
     CostInputs(composed, Job(spec=spec)).costs()  # refuses what the cost model would
     shard = read_shard(composed, spec, flags)
-    shard = dataclasses.replace(shard, flash_attention=not options.unfused)
-    layers = {kind: _layer(spec, kind, shard, options) for kind in _kinds(spec, options.layer)}
-    pictures = _draw(options.draw, spec, shard, layers)
-    notes, counts = _notes(composed), Counter(spec.layer_kinds())
-    if options.as_json:
+    shard = dataclasses.replace(shard, flash_attention=not unfused)
+    source = None if closed_form else Implementation(implementation)
+    layers = {kind: _layer(spec, kind, shard, source) for kind in _kinds(spec, layer)}
+    pictures = _draw(draw, spec, shard, layers)
+    idle = {k for k in composed.given if k not in _MATTERS and not k.startswith("model.")}
+    notes = [f"{key} does not change the work of a layer." for key in sorted(idle)]
+    if as_json:
+        counts = Counter(spec.layer_kinds())
         found = [
-            {"kind": kind.value, "count": counts[kind], **_fields(layer)}
-            for kind, layer in layers.items()
+            {"kind": kind.value, "count": counts[kind], **_fields(traced)}
+            for kind, traced in layers.items()
         ]
         written = [str(path) for path in pictures]
         model = {"model": spec.name, "shard": to_plain(shard)}
@@ -209,9 +170,29 @@ def _extract_layers(options: _Options) -> None:
     from nest_megatron.report.operator_table import layer_report
     from nest_megatron.report.terminal import notes_report
 
-    for kind, layer in layers.items():
-        show(layer_report(layer.graph, _title(spec, shard, kind), list(_facts(layer))))
+    for kind, traced in layers.items():
+        show(layer_report(traced.graph, _title(spec, shard, kind), list(_facts(traced))))
     show(notes_report(notes), *(f"Wrote {path}." for path in pictures))
+
+
+def _extract_module(
+    name: str, inputs: Sequence[str], dtypes: Sequence[str], draw: Path | None, *, as_json: bool
+) -> None:
+    """Trace a module, draw its chain, and print it."""
+    shapes = read_inputs(inputs, dtypes)
+    require_torch()
+    graph = extract_chain(build(name), shapes)
+    pictures = [] if draw is None else [str(draw)]
+    if draw is not None:
+        from nest_megatron.report.work_charts import draw_chain
+
+        draw_chain(graph, draw)
+    if as_json:
+        show_json({"module": name, "chain": to_plain(graph), "pictures": pictures})
+        return
+    from nest_megatron.report.operator_table import chain_report
+
+    show(chain_report(graph), *(f"Wrote {path}." for path in pictures))
 
 
 def _kinds(spec: TransformerSpec, layer: str) -> list[LayerKind]:
@@ -225,10 +206,10 @@ def _kinds(spec: TransformerSpec, layer: str) -> list[LayerKind]:
 
 
 def _layer(
-    spec: TransformerSpec, kind: LayerKind, shard: LayerShard, options: _Options
+    spec: TransformerSpec, kind: LayerKind, shard: LayerShard, source: Implementation | None
 ) -> ExtractedLayer:
-    """A layer of the closed form, or of megatron-core; only here it is asked for."""
-    if options.closed_form:
+    """A layer of megatron-core, or without one of its implementations of the closed form."""
+    if source is None:
         degrees = (
             shard.tensor_model_parallel_size,
             shard.expert_model_parallel_size,
@@ -245,8 +226,7 @@ def _layer(
     from nest_megatron.megatron_core.substitutes import quiet
 
     with quiet():
-        implementation = Implementation(options.implementation)
-        return cached_layer(spec, kind, shard, implementation=implementation)
+        return cached_layer(spec, kind, shard, implementation=source)
 
 
 def _fields(layer: ExtractedLayer) -> dict[str, Any]:
@@ -305,9 +285,3 @@ _MATTERS = (
     *("model", "train.micro_batch_size", "train.seq_length"),
     *(f"parallel.{name}" for name in (*LAYER_DEGREES, "sequence_parallel")),
 )
-
-
-def _notes(composed: Settings) -> list[str]:
-    """Settings that say nothing about one layer on one rank."""
-    idle = {k for k in composed.given if k not in _MATTERS and not k.startswith("model.")}
-    return [f"{key} does not change the work of a layer." for key in sorted(idle)]

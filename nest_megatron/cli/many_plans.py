@@ -47,15 +47,13 @@ from nest_megatron.report.plan_rows import (
     sweep_table,
 )
 
-_FOR_NODES, _FOR_GPUS, _SIZE = "--for-nodes", "--for-gpus", "cluster.num_gpus"
-_EITHER = "Leave one of the two out."
+_SIZE = "cluster.num_gpus"
 
 
 def run_plan_table(options: PlanOptions, nodes: str) -> int:
     """Plan one job for each number of nodes and print the table."""
     settings, launcher = options.settings()
-    counts = read_counts(nodes, _FOR_NODES)
-    _refuse_other_jobs(options, _FOR_NODES)
+    counts = read_counts(nodes, "--for-nodes")
     for setting in launcher:
         raise UserInputError(
             setting.key, setting.value, "a launcher runs the jobs of a sweep", fix="Leave it out."
@@ -95,17 +93,6 @@ def _table_job(composed: Settings, options: PlanOptions) -> TableJob:
     )
 
 
-def _refuse_other_jobs(options: PlanOptions, option: str) -> None:
-    """Refuse options that mean one plan, or other jobs."""
-    for name, is_set in (
-        ("--multirun", options.multirun),
-        ("--shortlist", options.shortlist),
-        (_FOR_GPUS, options.for_gpus is not None and option != _FOR_GPUS),
-    ):
-        if is_set:
-            raise UserInputError(name, option, limit="the table is of one job", fix=_EITHER)
-
-
 def run_sweep(options: PlanOptions) -> int:
     """Plan each job that the folder of ``out`` does not hold yet, and print one row a job."""
     settings, launcher = options.settings()
@@ -143,11 +130,11 @@ def _print_rows(
 def run_scaling(options: PlanOptions, gpus: str) -> int:
     """Plan one job for each number of GPUs and print one row each."""
     settings, launcher = options.settings()
-    sizes = read_counts(gpus, _FOR_GPUS, doubling=True)
-    _refuse_other_jobs(options, _FOR_GPUS)
+    sizes = read_counts(gpus, "--for-gpus", doubling=True)
     refuse_sweeps(settings)
     if (value := {setting.key: setting.value for setting in settings}.get(_SIZE)) is not None:
-        raise UserInputError(_SIZE, value, limit=f"{_FOR_GPUS} says it", fix=_EITHER)
+        limit, fix = "--for-gpus says it", "Leave one of the two out."
+        raise UserInputError(_SIZE, value, limit, fix)
     same = tuple(setting for setting in settings if setting.key != "out")
     each = [(*same, Setting(key=_SIZE, value=str(size))) for size in sizes]
     command = options.command()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from nest_megatron.cli.command_kinds import NEXT, OUTPUT, PATH, group, json_option
+from nest_megatron.cli.command_kinds import NEXT, OUTPUT, PATH, group, json_option, option
 from nest_megatron.cli.complete import completing_catalogue
 from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.config.catalogue import named_cluster
@@ -34,19 +34,19 @@ def network() -> None:
     "nest-megatron network import network.yaml --cluster dgx_h100 --json",
 )
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="FILE...")
-@click.option(
+@option(
     "--kind",
-    type=click.Choice(["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]),
-    help="The collective of a log that does not name it; by default taken from the file name.",
+    "The collective of a log that does not name it; by default taken from the file name.",
+    click.Choice(["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]),
 )
-@click.option(
+@option(
     "--cluster",
+    "The measured cluster: a name of the catalogue, or a file.",
     metavar="NAME",
     shell_complete=completing_catalogue("cluster"),
-    help="The measured cluster: a name of the catalogue, or a file.",
 )
-@click.option("--out", type=OUTPUT, help="Write the cluster with its measured network here.")
-@click.option("--profile", type=OUTPUT, help="Write the samples and their fit to this file.")
+@option("--out", "Write the cluster with its measured network here.", OUTPUT)
+@option("--profile", "Write the samples and their fit to this file.", OUTPUT)
 @json_option
 def network_import(
     paths: tuple[Path, ...],

@@ -13,11 +13,13 @@ from nest_megatron.cli.command_kinds import (
     PATH,
     command,
     config_dir_option,
+    flag,
     free_option,
     from_option,
     full_option,
     harmless_option,
     json_option,
+    option,
     set_option,
     settings_argument,
     strict_option,
@@ -51,43 +53,41 @@ from nest_megatron.cluster.placement import Launcher
 @free_option
 @version_option
 @strict_option
-@click.option("-m", "--multirun", is_flag=True, help="Plan every combination of a,b values.")
-@click.option(
+@flag("-m --multirun", "Plan every combination of a,b values.")
+@flag(
     "--shortlist",
-    is_flag=True,
-    help="List the plans that could be the fastest, and what to measure to tell them apart.",
+    "List the plans that could be the fastest, and what to measure to tell them apart.",
 )
-@click.option(
+@option(
     "--for-nodes",
+    "Plan for each of these numbers of nodes (120..128 or 96..128:8), in one table.",
     metavar="RANGE",
-    help="Plan for each of these numbers of nodes (120..128 or 96..128:8), in one table.",
 )
-@click.option(
+@option(
     "--hosts",
-    type=PATH,
-    help="A file of the job's hosts, a line of HOST GROUP... each (rack, row): plan for their "
+    "A file of the job's hosts, a line of HOST GROUP... each (rack, row): plan for their "
     "place in the network, and compare with neighbouring hosts.",
+    PATH,
 )
-@click.option(
-    "--write-hostfile",
-    "hostfile",
-    type=OUTPUT,
-    help="With --hosts: write the hosts in the order of ranks, for the launcher.",
+@option(
+    "--write-hostfile hostfile",
+    "With --hosts: write the hosts in the order of ranks, for the launcher.",
+    OUTPUT,
 )
-@click.option(
+@option(
     "--launcher",
-    type=click.Choice([each.value for each in Launcher]),
+    "The launcher that reads --write-hostfile.",
+    click.Choice([each.value for each in Launcher]),
     default=Launcher.SRUN.value,
     show_default=True,
-    help="The launcher that reads --write-hostfile.",
 )
-@click.option(
+@option(
     "--for-gpus",
-    metavar="RANGE",
-    help="Plan for each of these numbers of GPUs (64..4096 by doubling, or 64..512:64): time, "
+    "Plan for each of these numbers of GPUs (64..4096 by doubling, or 64..512:64): time, "
     "cost, and how well the job scales.",
+    metavar="RANGE",
 )
-@click.option("--html", type=OUTPUT, help="Write the report as an HTML page.")
+@option("--html", "Write the report as an HTML page.", OUTPUT)
 @full_option
 @json_option
 def plan(**options: Any) -> int:
@@ -157,13 +157,11 @@ def estimate(**options: Any) -> int:
 @free_option
 @version_option
 @strict_option
-@click.option(
-    "--html", type=OUTPUT, help="Write an HTML page with heat maps of throughput and cost."
-)
-@click.option(
+@option("--html", "Write an HTML page with heat maps of throughput and cost.", OUTPUT)
+@option(
     "--out",
-    type=FOLDER,
-    help="Keep the plans and their table in this folder; a second run continues from it.",
+    "Keep the plans and their table in this folder; a second run continues from it.",
+    FOLDER,
 )
 @json_option
 def whatif(**options: Any) -> int:

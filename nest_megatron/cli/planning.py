@@ -217,15 +217,19 @@ class PlanOptions(CommandOptions):
             "--for-nodes": self.for_nodes is not None,
             "--for-gpus": self.for_gpus is not None,
         }
-        table = next((name for name, is_set in tables.items() if is_set), None)
-        if self.hosts is not None and table is not None:
-            yield "--hosts", table, "one job runs on the hosts of a file"
+        named = [name for name, is_set in tables.items() if is_set]
+        if self.hosts is not None and named:
+            yield "--hosts", named[0], "one job runs on the hosts of a file"
         if self.html is not None and self.for_nodes is not None:
             yield "--html", "--for-nodes", "a table of plans for numbers of nodes has no page"
         if self.multirun and self.shortlist:
             yield "--shortlist", "--multirun", "it tells the plans of one job apart"
         if self.multirun and self.from_command is not None:
             yield "--multirun", "--from", "a command is planned by itself"
+        sizes = [name for name in named if name != "--multirun"]
+        for name in [*named, *(["--shortlist"] if self.shortlist else [])]:
+            if sizes and name != sizes[0]:
+                yield name, sizes[0], "the table is of one job"
 
 
 def run_plan(options: PlanOptions) -> int:

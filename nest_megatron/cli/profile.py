@@ -18,7 +18,9 @@ from nest_megatron.cli.command_kinds import (
     PATH,
     Duration,
     command,
+    flag,
     json_option,
+    option,
     settings_argument,
 )
 from nest_megatron.cli.profile_request import (
@@ -76,35 +78,34 @@ Shape = tuple[object, ...]
     "torchrun --nproc-per-node 8 -m nest_megatron.profile --for plan.yaml",
 )
 @settings_argument
-@click.option("--config-dir", type=FOLDER, help="A folder with your own model/ or cluster/ files.")
-@click.option(
-    "--for",
-    "for_plan",
-    type=PATH,
+@option("--config-dir", "A folder with your own model/ or cluster/ files.", FOLDER)
+@option(
+    "--for for_plan",
+    "Time only what decides between the plan and the runners-up that could be faster.",
+    PATH,
     metavar="PLAN.YAML",
-    help="Time only what decides between the plan and the runners-up that could be faster.",
 )
-@click.option(
+@option(
     "--max-seconds",
-    type=Duration("max_seconds"),
+    "Time limit, in seconds or with a unit (10min). Shapes that the best plans need come "
+    "first; what is not reached is interpolated.",
+    Duration("max_seconds"),
     default=BUDGET_S,
     show_default=True,
-    help="Time limit, in seconds or with a unit (10min). Shapes that the best plans need come "
-    "first; what is not reached is interpolated.",
 )
-@click.option(
+@option(
     "--implementation",
-    type=click.Choice(["local", "transformer_engine"]),
-    help="Megatron's --transformer-impl; by default transformer_engine where it is installed.",
+    "Megatron's --transformer-impl; by default transformer_engine where it is installed.",
+    click.Choice(["local", "transformer_engine"]),
 )
-@click.option("--cpu", "on_cpu", is_flag=True, help="Time on the CPU, even if there is a GPU.")
-@click.option("--again", is_flag=True, help="Time shapes again that are already stored.")
-@click.option(
+@flag("--cpu on_cpu", "Time on the CPU, even if there is a GPU.")
+@flag("--again", "Time shapes again that are already stored.")
+@option(
     "--collectives/--no-collectives",
+    "With several ranks: time the network between them, in a quarter of the time limit.",
     default=True,
-    help="With several ranks: time the network between them, in a quarter of the time limit.",
 )
-@click.option("--network-out", type=OUTPUT, help="Write the network's figures here.")
+@option("--network-out", "Write the network's figures here.", OUTPUT)
 @json_option
 def profile(**options: Any) -> int:
     """Time a model's layers on this machine's devices, and the network between them.

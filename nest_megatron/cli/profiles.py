@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from nest_megatron.cli.command_kinds import OUTPUT, PATH, group, json_option
+from nest_megatron.cli.command_kinds import OUTPUT, PATH, group, json_option, option
 from nest_megatron.cli.complete import completing, profile_names
 from nest_megatron.errors import BAD_INPUT, OK, ProfileError
 from nest_megatron.plain import to_plain
@@ -77,7 +77,7 @@ def show_profile(name: str, *, as_json: bool) -> None:
 
 @profiles.subcommand("export", "nest-megatron profiles export llama3_8b-h100 --out profile.yaml")
 @_name_argument
-@click.option("--out", type=OUTPUT, required=True, help="The file to write.")
+@option("--out", "The file to write.", OUTPUT, required=True)
 @json_option
 def export_profile(name: str, *, out: Path, as_json: bool) -> None:
     """Write a profile to a file, to plan with it on another machine."""
@@ -90,7 +90,7 @@ def export_profile(name: str, *, out: Path, as_json: bool) -> None:
 
 @profiles.subcommand("import", "nest-megatron profiles import profile.yaml --name from_ada")
 @click.argument("path", type=PATH, metavar="FILE")
-@click.option("--name", help="Store it under this name.")
+@option("--name", "Store it under this name.")
 @json_option
 def import_profile(path: Path, *, name: str | None, as_json: bool) -> None:
     """Import a profile that was measured elsewhere.

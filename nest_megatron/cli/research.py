@@ -15,6 +15,7 @@ from nest_megatron.cli.command_kinds import (
     config_dir_option,
     group,
     json_option,
+    option,
     settings_argument,
 )
 from nest_megatron.cli.complete import complete_override
@@ -44,9 +45,7 @@ def complete_planners(
 )
 @config_dir_option
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_planners)
-@click.option(
-    "--chart", type=OUTPUT, help="Draw the result as an .svg or .png picture, or an .html page."
-)
+@option("--chart", "Draw the result as an .svg or .png picture, or an .html page.", OUTPUT)
 @json_option
 def compare(**options: Any) -> int:
     """Plan one job with other planners too, and price all plans by one cost model.
@@ -69,11 +68,9 @@ def compare(**options: Any) -> int:
     type=click.Choice(["table2", "figure5", "figure6", "figure7", "table4", "table7"]),
 )
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--model", "models", multiple=True, metavar="NAME", help="Only jobs of this model.")
-@click.option(
-    "--num-gpus", multiple=True, type=int, metavar="N", help="Only jobs of this number of GPUs."
-)
-@click.option("--chart", type=OUTPUT, help="Draw the figure as .svg or .png.")
+@option("--model models", "Only jobs of this model.", multiple=True, metavar="NAME")
+@option("--num-gpus", "Only jobs of this number of GPUs.", int, multiple=True, metavar="N")
+@option("--chart", "Draw the figure as .svg or .png.", OUTPUT)
 @json_option
 def paper(experiment: str, **options: Any) -> int:
     """Repeat an experiment of the NEST paper: our result, the artifact's, the paper's.
@@ -99,12 +96,11 @@ def nest() -> None:
 
 
 _instance_argument = click.argument("instance", type=PATH, metavar="INSTANCE.JSON")
-_without_option = click.option(
+_without_option = option(
     "--without",
+    "Turn off a peculiarity of the artifact's formula; a wrong name lists them all. Repeatable.",
     metavar="SWITCH",
     multiple=True,
-    help="Turn off a peculiarity of the artifact's formula; a wrong name lists them all. "
-    "Repeatable.",
 )
 
 
@@ -115,7 +111,7 @@ _without_option = click.option(
     "nest-megatron nest solve llama2_64.json --without recomputed_forward_costs_backward",
 )
 @_instance_argument
-@click.option("--out", type=OUTPUT, help="Write the plan here, as the artifact writes its output.")
+@option("--out", "Write the plan here, as the artifact writes its output.", OUTPUT)
 @_without_option
 @json_option
 def nest_solve(instance: Path, **options: Any) -> int:
@@ -170,7 +166,7 @@ def nest_plan(**options: Any) -> int:
 )
 @_instance_argument
 @click.argument("placement", required=False, type=PATH, metavar="[PLACEMENT.JSON]")
-@click.option("--baseline", metavar="NAME", help="A baseline of the instance, in place of a file.")
+@option("--baseline", "A baseline of the instance, in place of a file.", metavar="NAME")
 @_without_option
 @json_option
 def nest_evaluate(instance: Path, placement: Path | None, **options: Any) -> int:

@@ -12,7 +12,9 @@ from nest_megatron.cli.command_kinds import (
     Duration,
     command,
     config_dir_option,
+    flag,
     json_option,
+    option,
     set_option,
     settings_argument,
     version_option,
@@ -28,66 +30,53 @@ from nest_megatron.tuning import LAUNCHERS
 )
 @config_dir_option
 @settings_argument
-@click.option(
-    "--from",
-    "from_command",
-    metavar="COMMAND",
-    help="Your Megatron-LM command, in quotes. To read it from a launch script, end the line "
+@option(
+    "--from from_command",
+    "Your Megatron-LM command, in quotes. To read it from a launch script, end the line "
     "with: -- bash train.sh ARGUMENTS (bash runs it with stand-ins for torchrun, srun and the "
     "like, so that nothing starts).",
+    metavar="COMMAND",
 )
 @set_option
-@click.option(
+@option(
     "--free",
+    "Your flags that may change, separated by commas; none keeps all.",
     metavar="NAMES",
     default="all",
     show_default=True,
     shell_complete=completing(freed_names),
-    help="Your flags that may change, separated by commas; none keeps all.",
 )
 @version_option
-@click.option(
-    "--budget", type=click.IntRange(1), default=5, show_default=True, help="Largest number of runs."
+@option("--budget", "Largest number of runs.", click.IntRange(1), default=5, show_default=True)
+@option(
+    "--iterations", "Steps to time in each run.", click.IntRange(4), default=20, show_default=True
 )
-@click.option(
-    "--iterations",
-    type=click.IntRange(4),
-    default=20,
-    show_default=True,
-    help="Steps to time in each run.",
-)
-@click.option(
-    "--run-timeout",
-    "run_timeout_minutes",
-    type=Duration("run_timeout_minutes"),
+@option(
+    "--run-timeout run_timeout_minutes",
+    "Time limit of a run, in minutes or with a unit (90s); a longer one is stopped and "
+    "counts as failed.",
+    Duration("run_timeout_minutes"),
     default=30.0,
     show_default=True,
     metavar="MINUTES",
-    help="Time limit of a run, in minutes or with a unit (90s); a longer one is stopped and "
-    "counts as failed.",
 )
-@click.option(
+@option(
     "--launcher",
-    type=click.Choice(LAUNCHERS),
+    "What starts the runs: this host, steps of this Slurm allocation, submitit, or an "
+    "executor of NeMo-Run.",
+    click.Choice(LAUNCHERS),
     default="auto",
     show_default=True,
-    help="What starts the runs: this host, steps of this Slurm allocation, submitit, or an "
-    "executor of NeMo-Run.",
 )
-@click.option(
-    "--launcher-option",
-    "launcher_options",
+@option(
+    "--launcher-option launcher_options",
+    "For submitit (slurm_partition=h100) or NeMo-Run (executor=NAME or FILE.yaml).",
     multiple=True,
     metavar="KEY=VALUE",
-    help="For submitit (slurm_partition=h100) or NeMo-Run (executor=NAME or FILE.yaml).",
 )
-@click.option(
-    "--out", type=FOLDER, help="The folder of the runs; by default a new one in this folder."
-)
-@click.option("--resume", type=FOLDER, help="Continue the runs of this folder.")
-@click.option(
-    "--dry-run", is_flag=True, help="Print what would run and for how long; start nothing."
-)
+@option("--out", "The folder of the runs; by default a new one in this folder.", FOLDER)
+@option("--resume", "Continue the runs of this folder.", FOLDER)
+@flag("--dry-run", "Print what would run and for how long; start nothing.")
 @json_option
 def tune(**options: Any) -> int:
     """Run the plans that could be the fastest for a few steps each, and choose by measured time.

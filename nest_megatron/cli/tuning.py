@@ -31,7 +31,7 @@ from nest_megatron.tuning.report import (
 )
 from nest_megatron.tuning.selection import Known, NextRun, chosen, expected_runs
 from nest_megatron.tuning.session import Session, TuneRequest, new_session, resumed_session
-from nest_megatron.tuning.tuner import Tuned, Tuner, trials_of
+from nest_megatron.tuning.tuner import Tuner, trials_of
 from nest_megatron.units import Seconds, format_duration
 
 
@@ -122,7 +122,16 @@ def _tuned(session: Session, options: TuneOptions) -> int:
     _require_time(runs, request)
     say_all(plan_words(known, runs, left, request.run_timeout_s))
     say_all(f"Runs are kept in {session.folder}; --resume {session.folder} goes on after a stop.")
-    return _print_end(tuner.run(), session, job, as_json=options.as_json)
+    tuned, path = tuner.run(), None
+    taken = chosen(tuned.known) if tuned.known.steps_s else None
+    if taken is not None:
+        path = session.folder / "plan.yaml"
+        plan_file.write(job.plan(taken), path)
+    if options.as_json:
+        show_json(tuned_document(tuned, session.trials, path, session.folder))
+    else:
+        show(*tuned_report(tuned, session.trials, path))
+    return NOTHING_FITS if taken is None else OK
 
 
 def _read(
@@ -175,19 +184,6 @@ def _dry_run(options: TuneOptions) -> int:
     head = "The runs, if each measures what is predicted of it"
     show(head, runs_table(runs), f"They end because {stop}.", "", said)
     return OK
-
-
-def _print_end(tuned: Tuned, session: Session, job: TunedJob, *, as_json: bool) -> int:
-    taken = chosen(tuned.known) if tuned.known.steps_s else None
-    path = None
-    if taken is not None:
-        path = session.folder / "plan.yaml"
-        plan_file.write(job.plan(taken), path)
-    if as_json:
-        show_json(tuned_document(tuned, session.trials, path, session.folder))
-    else:
-        show(*tuned_report(tuned, session.trials, path))
-    return NOTHING_FITS if taken is None else OK
 
 
 def _session(options: TuneOptions) -> AbstractContextManager[Session]:

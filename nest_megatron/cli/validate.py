@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
 
-from nest_megatron.cli.command_kinds import FOLDER, OUTPUT, PATH, command, forced, json_option
+from nest_megatron.cli.command_kinds import (
+    FOLDER,
+    OUTPUT,
+    PATH,
+    command,
+    flag,
+    forced,
+    json_option,
+    option,
+)
 from nest_megatron.cost_model.site import Site, unseen_errors
 from nest_megatron.cost_model.site_calibration import SiteCalibration, calibrations, unknown_names
 from nest_megatron.cost_model.site_file import site_path, write_site
 from nest_megatron.errors import OK, UserInputError
 from nest_megatron.files import check_output, warn_once
-from nest_megatron.history.records import RunRecord
 from nest_megatron.history.store import VARIABLE, history_file, read
 from nest_megatron.packages import import_from_checkout, require_checkout, require_package
 from nest_megatron.report.console import say, show, show_json
@@ -33,20 +40,10 @@ _paths = click.argument("paths", nargs=-1, required=True, type=PATH, metavar="FI
     "nest-megatron validate throughput.csv memory_peak.csv --docs docs",
 )
 @_paths
-@click.option(
-    "--models", type=PATH, multiple=True, help="Shapes of models that the catalogue lacks (CSV)."
-)
-@click.option("--rows", type=OUTPUT, help="Write every row with its prediction here (CSV).")
-@click.option(
-    "--docs",
-    type=FOLDER,
-    help="Write accuracy.md and its pictures into this folder (needs matplotlib).",
-)
-@click.option(
-    "--left-out",
-    is_flag=True,
-    help="Predict each source with constants fitted to the other sources.",
-)
+@option("--models", "Shapes of models that the catalogue lacks (CSV).", PATH, multiple=True)
+@option("--rows", "Write every row with its prediction here (CSV).", OUTPUT)
+@option("--docs", "Write accuracy.md and its pictures into this folder (needs matplotlib).", FOLDER)
+@flag("--left-out", "Predict each source with constants fitted to the other sources.")
 @json_option
 def validate(paths: tuple[Path, ...], **options: Any) -> int:
     """Compare predictions with measured runs: errors, ranking of layouts, memory.
@@ -67,19 +64,16 @@ def validate(paths: tuple[Path, ...], **options: Any) -> int:
     "nest-megatron calibrate comm_collectives.csv --no-cross-validation",
 )
 @click.argument("paths", nargs=-1, type=PATH, metavar="[FILE.CSV]...")
-@click.option(
-    "--site", is_flag=True, help="Learn from this site's own runs (`nest-megatron history`)."
-)
-@click.option(
+@flag("--site", "Learn from this site's own runs (`nest-megatron history`).")
+@option(
     "--out",
-    type=PATH,
-    help="Write the constants into this catalogue (hydra_configs); with --site, the file to write.",
+    "Write the constants into this catalogue (hydra_configs); with --site, the file to write.",
+    PATH,
 )
-@click.option(
-    "--cross-validation/--no-cross-validation",
-    "validate",
+@option(
+    "--cross-validation/--no-cross-validation validate",
+    "Leave out each source and each model in turn.",
     default=True,
-    help="Leave out each source and each model in turn.",
 )
 @json_option
 def calibrate(
@@ -125,27 +119,6 @@ def calibrate_site(out: Path | None, *, force: bool | None, as_json: bool) -> in
         warn_once(f"runs of a later nest-megatron say nothing of steps: {words} is not known here.")
     today = datetime.now(UTC).date().isoformat()
     found = [each for each in calibrations(records, today) if each.by_date]
-    _require(found, records, out)
-    paths = [out or site_path(each.cluster, each.accelerator) for each in found]
-    for each, path in zip(found, paths, strict=True):
-        if out is None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        else:
-            check_output("--out", path, force=force)
-        write_site(each, path)
-    if as_json:
-        pairs = zip(found, paths, strict=True)
-        show_json({"calibrations": [_document(each, path) for each, path in pairs]})
-        return OK
-    for each, path in zip(found, paths, strict=True):
-        show(site_report(Site(each, path.stem), unseen_errors(each)))
-        say(f"Wrote {path}.")
-    return OK
-
-
-def _require(
-    found: Sequence[SiteCalibration], records: Sequence[RunRecord], out: Path | None
-) -> None:
     if not found:
         raise UserInputError(
             "history",
@@ -161,8 +134,23 @@ def _require(
             "--out",
             str(out),
             f"the history has runs on several kinds of clusters: {kinds}",
-            fix="Leave --out out.",
+            "Leave --out out.",
         )
+    paths = [out or site_path(each.cluster, each.accelerator) for each in found]
+    for each, path in zip(found, paths, strict=True):
+        if out is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        else:
+            check_output("--out", path, force=force)
+        write_site(each, path)
+    if as_json:
+        pairs = zip(found, paths, strict=True)
+        show_json({"calibrations": [_document(each, path) for each, path in pairs]})
+        return OK
+    for each, path in zip(found, paths, strict=True):
+        show(site_report(Site(each, path.stem), unseen_errors(each)))
+        say(f"Wrote {path}.")
+    return OK
 
 
 def _document(calibration: SiteCalibration, path: Path) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -173,14 +173,14 @@ def change_rows(
 ) -> Iterator[tuple[str, str, str, str, str]]:
     """Number, change, step, difference and GiB of each; what runs today at the head, if given."""
     if first is not None:
-        peak = f"{first.predicted.peak_memory_bytes / GIB:.1f}"
+        peak = _gib(first.predicted.peak_memory_bytes)
         yield "0", "today", format_seconds(first.predicted.iteration_time_s), "", peak
     for number, row in enumerate(changes, start=1):
         if row.difference is None or row.step_s is None or row.peak_memory_bytes is None:
             yield str(number), change_words(row.choices), "refused", "", ""
             continue
         step, percent = format_seconds(row.step_s), f"{row.difference.percent:+.1f} %"
-        peak = f"{row.peak_memory_bytes / GIB:.1f}" + ("" if row.fits else " !")
+        peak = _gib(row.peak_memory_bytes) + ("" if row.fits else " !")
         yield str(number), change_words(row.choices), step, percent, peak
 
 
@@ -217,16 +217,27 @@ def versus_report(
     memory: Mapping[str, Bytes],
 ) -> RenderableType:
     """Both layouts, where time and memory differ, and how sure that is."""
+    mine, theirs = plan.predicted, other.predicted
+    steps = ("step", mine.iteration_time_s, theirs.iteration_time_s)
+    held, others = peak_stage(plan), peak_stage(other)
+    peaks = ("peak", sum(held.values()), sum(others.values()))
+    of_memory = _differences(MEMORY_WORDS, held, others, memory, peaks, _gib, _signed_gib)
+    of_memory.add_row("limit", _gib(mine.capacity_bytes), _gib(theirs.capacity_bytes), "")
+    chances = (format_chance(each.uncertainty.out_of_memory) for each in (plan, other))
+    verdicts = ["Chance to run out: plan {}, other {}.".format(*chances)]
+    for name, each in (("plan", plan), ("other layout", other)):
+        if said := plan_verdict(each):
+            verdicts.append(f"The {name}: {said}.")
     return Group(
         heading("Layouts"),
         indented(Text(f"plan    {layout_words(plan)}")),
         indented(Text(f"other   {layout_words(other)}")),
         heading("Step by term (of each layout's busiest pipeline rank)"),
-        _terms_table(plan, other, terms),
+        _differences(TERM_WORDS, mine.terms, theirs.terms, terms, steps, format_seconds, _signed),
         indented(f"The other layout's step: {difference_words(difference)}."),
         heading("Memory of the GPU with the highest peak, GiB"),
-        _memory_table(plan, other, memory),
-        *(indented(each) for each in _verdicts(plan, other)),
+        of_memory,
+        *map(indented, verdicts),
     )
 
 
@@ -240,19 +251,23 @@ def layout_words(plan: ParallelPlan) -> str:
     return ", ".join([*words, *([execution] if execution else [])])
 
 
-def _terms_table(
-    plan: ParallelPlan, other: ParallelPlan, terms: Mapping[str, Seconds]
-) -> RenderableType:
+def _differences(
+    words: Mapping[str, str],
+    own: Mapping[str, float],
+    others: Mapping[str, float],
+    differences: Mapping[str, float],
+    total: tuple[str, float, float],
+    shown: Callable[[float], str],
+    signed: Callable[[float], str],
+) -> FittingTable:
+    """Parts that are in either layout, and their sum: of both, and the difference."""
     table = FittingTable(*name_columns(""), *figure_columns("Plan", "Other", "Difference"))
-    mine, theirs = plan.predicted, other.predicted
-    for name, seconds in terms.items():
-        own, its = mine.terms.get(name, 0.0), theirs.terms.get(name, 0.0)
-        if max(own, its) >= _LEAST_S:
-            figures = (format_seconds(own), format_seconds(its), _signed(seconds))
-            table.add_row(TERM_WORDS.get(name, name), *figures)
-    steps = mine.iteration_time_s, theirs.iteration_time_s
-    total = _signed(steps[1] - steps[0])
-    table.add_row("step", *map(format_seconds, steps), total, style="bold")
+    for name, more in differences.items():
+        pair = own.get(name, 0.0), others.get(name, 0.0)
+        if max(pair) >= _LEAST_S:
+            table.add_row(words.get(name, name), *map(shown, pair), signed(more))
+    name, mine, theirs = total
+    table.add_row(name, shown(mine), shown(theirs), signed(theirs - mine), style="bold")
     return table
 
 
@@ -261,25 +276,11 @@ def _signed(seconds: Seconds) -> str:
     return f"{sign}{format_seconds(abs(seconds) if sign else 0.0)}"
 
 
-def _memory_table(
-    plan: ParallelPlan, other: ParallelPlan, memory: Mapping[str, Bytes]
-) -> RenderableType:
-    table = FittingTable(*name_columns(""), *figure_columns("Plan", "Other", "Difference"))
-    mine, theirs = peak_stage(plan), peak_stage(other)
-    for name, more in memory.items():
-        own, its = mine.get(name, 0), theirs.get(name, 0)
-        if own or its:
-            word = MEMORY_WORDS.get(name, name)
-            table.add_row(word, f"{own / GIB:.1f}", f"{its / GIB:.1f}", _signed_gib(more))
-    own, its = sum(mine.values()), sum(theirs.values())
-    figures = f"{own / GIB:.1f}", f"{its / GIB:.1f}", _signed_gib(its - own)
-    table.add_row("peak", *figures, style="bold")
-    limits = plan.predicted.capacity_bytes, other.predicted.capacity_bytes
-    table.add_row("limit", *(f"{limit / GIB:.1f}" for limit in limits), "")
-    return table
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f}"
 
 
-def _signed_gib(num_bytes: Bytes) -> str:
+def _signed_gib(num_bytes: float) -> str:
     rounded = round(num_bytes / GIB, 1)
     return f"{rounded:+.1f}" if rounded else "0.0"
 
@@ -287,14 +288,6 @@ def _signed_gib(num_bytes: Bytes) -> str:
 def peak_stage(plan: ParallelPlan) -> Mapping[str, Bytes]:
     """Memory of the pipeline rank with the highest peak, by part."""
     return max((each.memory_bytes for each in plan.predicted.stages), key=lambda m: sum(m.values()))
-
-
-def _verdicts(plan: ParallelPlan, other: ParallelPlan) -> Iterator[str]:
-    own, others = (format_chance(each.uncertainty.out_of_memory) for each in (plan, other))
-    yield f"Chance to run out: plan {own}, other {others}."
-    for name, each in (("plan", plan), ("other layout", other)):
-        if said := plan_verdict(each):
-            yield f"The {name}: {said}."
 
 
 def stages_table(plan: ParallelPlan) -> RenderableType:

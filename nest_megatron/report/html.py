@@ -78,7 +78,7 @@ def html_report(
         times: the measured layer times that the plan was made with.
         flags: Megatron-LM's for the layout, shown where the plan holds no launch command.
     """
-    rows = summary_rows(plan)
+    rows, meanings = summary_rows(plan), setting_meanings()
     return render_page(
         "plan.html",
         f"{plan.model.name} on {plan.cluster.describe()}",
@@ -113,7 +113,11 @@ def html_report(
             *(row for row in provenance_rows(plan) if row[0] != "assumptions"),
             ("plan", plan_file.checksum(plan)),
         ],
-        settings=_settings(plan),
+        settings=[
+            (name, setting_value(name, value), meanings.get(name, "").replace("``", ""))
+            for name, value in plan.provenance.settings.items()
+            if plan.model.is_moe or name not in OF_EXPERTS  # which say nothing of the model
+        ],
     )
 
 
@@ -197,16 +201,6 @@ def _command(plan: ParallelPlan, command: LaunchCommand) -> str:
     given = [(name, value) for name, value in command.environment.items() if value is not None]
     words = launch_words(plan, command)
     return "\n".join([*unset, command_lines(words, given, indent="", width=LINE)])
-
-
-def _settings(plan: ParallelPlan) -> Sequence[tuple[str, str, str]]:
-    """Every setting of the cost model that says something of the model, value and meaning."""
-    meanings = setting_meanings()
-    return [
-        (name, setting_value(name, value), meanings.get(name, "").replace("``", ""))
-        for name, value in plan.provenance.settings.items()
-        if plan.model.is_moe or name not in OF_EXPERTS
-    ]
 
 
 def setting_meanings() -> dict[str, str]:

@@ -82,8 +82,21 @@ def shortlist_report(plan: ParallelPlan) -> RenderableType:
         *figure_columns("Best", "Step", "9 of 10 runs", "GiB", "P(OOM)"),
         *word_columns("Layout"),
     )
+    usual = {"GPUs": str(plan.cluster.num_gpus), **_USUAL}
     for number, share in zip(found.numbers, found.chances, strict=True):
-        table.add_row(*_shortlist_row(plan, number, share), style=None if number else "bold")
+        other = plan.alternatives[number - 1] if number else as_alternative(plan)
+        known, layout = other.uncertainty, degree_cells(other).items()
+        assert known is not None
+        table.add_row(
+            str(number) if number else "plan",
+            f"{100 * share:.0f} %",
+            format_seconds(other.iteration_time_s),
+            range_words(known),
+            f"{(other.peak_memory_bytes or 0) / GIB:.1f}",
+            format_chance(known.out_of_memory),
+            " ".join(f"{name} {cell}" for name, cell in layout if cell != usual.get(name, "1")),
+            style=None if number else "bold",
+        )
     parts = [heading("Which plans could be the fastest"), indented(shortlist_words(plan)), table]
     if found.measurements:
         parts.append(Text("What would tell most which of them is", style="bold cyan"))
@@ -102,22 +115,6 @@ def shortlist_words(plan: ParallelPlan) -> str:
         f"{100 * AS_FAST:.0f} % by which two runs of one plan may differ. Best: the chance of each."
         f"{f' Ranges are {narrow}.' if narrow else ''}"
     )
-
-
-def _shortlist_row(plan: ParallelPlan, number: int, share: float) -> list[str]:
-    other = plan.alternatives[number - 1] if number else as_alternative(plan)
-    known, usual = other.uncertainty, {"GPUs": str(plan.cluster.num_gpus), **_USUAL}
-    layout = degree_cells(other).items()
-    assert known is not None
-    return [
-        str(number) if number else "plan",
-        f"{100 * share:.0f} %",
-        format_seconds(other.iteration_time_s),
-        range_words(known),
-        f"{(other.peak_memory_bytes or 0) / GIB:.1f}",
-        format_chance(known.out_of_memory),
-        " ".join(f"{name} {cell}" for name, cell in layout if cell != usual.get(name, "1")),
-    ]
 
 
 def degree_cells(other: Alternative) -> dict[str, str]:

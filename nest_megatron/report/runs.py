@@ -95,10 +95,14 @@ def runs_table(runs: Sequence[RunRecord]) -> RenderableType:
 
 def _row(run: RunRecord) -> tuple[str, ...]:
     measured, error, memory = run.measured, run.error_percent, _highest_memory(run)
+    ranks = run.grid.dims.world_size
+    gpus = f"{counted(ranks, 'rank')}, {_NO_GPU}"
+    if run.device:
+        gpus = f"{ranks} x {run.cluster.accelerator}"
     return (
         run.id,
         _minute(run.start),
-        f"{run.job.model}, {_gpus(run)}",
+        f"{run.job.model}, {gpus}",
         grid_words(run.grid),
         format_seconds(run.predicted.step_s),
         "" if measured is None else format_seconds(measured.step_s),
@@ -180,13 +184,6 @@ def _audit_row(run: RunRecord) -> tuple[str, ...]:
     return (name, start, *who, job, predicted, known, *others, outcome_words(run))
 
 
-def _gpus(run: RunRecord) -> str:
-    num_ranks = run.grid.dims.world_size
-    if run.device:
-        return f"{num_ranks} x {run.cluster.accelerator}"
-    return f"{counted(num_ranks, 'rank')}, {_NO_GPU}"
-
-
 def grid_words(grid: PartialLayout) -> str:
     """A layout in one line: degrees above one, the micro batch, recomputation, sharding.
 
@@ -208,7 +205,10 @@ def grid_words(grid: PartialLayout) -> str:
 
 def run_details(run: RunRecord) -> RenderableType:
     """Everything that is known of a run."""
-    job, cluster = run.job, run.cluster
+    job, cluster, signed = run.job, run.cluster, ""
+    if run.launch is not None:
+        key = "" if run.launch.signer is None else f", signed with key {run.launch.signer}"
+        signed = f" ({run.launch.mode}{key})"
     parts: list[RenderableType] = [
         Text(f"{run.id}: {outcome_words(run)}", style="bold"),
         pairs(
@@ -219,7 +219,7 @@ def run_details(run: RunRecord) -> RenderableType:
                 ("ran on", run.device or _NO_GPU),
                 ("GPUs", run.device or "none: the driver names no GPU on the first host"),
                 ("layout", grid_words(run.grid)),
-                ("plan", run.plan + _signed(run)),
+                ("plan", f"{run.plan}{signed}"),
                 ("started", _who(run)),
                 ("ended", run.end or "not known"),
                 ("hosts", ", ".join(dict.fromkeys(run.hosts))),
@@ -248,13 +248,6 @@ def run_details(run: RunRecord) -> RenderableType:
         shares = ((name.replace("_", " "), f"{100 * share:.1f} %") for name, share in ordered)
         parts += [heading("Predicted shares of the step"), pairs(shares)]
     return Group(*parts)
-
-
-def _signed(run: RunRecord) -> str:
-    if run.launch is None:
-        return ""
-    key = run.launch.signer
-    return f" ({run.launch.mode}{'' if key is None else f', signed with key {key}'})"
 
 
 def _who(run: RunRecord | RefusedLaunch) -> str:

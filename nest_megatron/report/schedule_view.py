@@ -27,7 +27,7 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.names import Name
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.words import TERM_WORDS
-from nest_megatron.units import GIB, Bytes, Seconds, Ticks, to_seconds
+from nest_megatron.units import GIB, Bytes, Seconds, to_seconds
 
 
 class SpanKind(Name):
@@ -167,7 +167,15 @@ def _spans(
     after = step + max(evaluation.optimizers)
     spans = [
         (SpanKind.PARAMETER_GATHER, 0, evaluation.gathers[rank], ()),
-        *(_pass(timed, problem.num_stages) for timed in passes),
+        *(
+            (
+                SpanKind.FORWARD if timed.op.is_forward else SpanKind.BACKWARD,
+                timed.start,
+                timed.end,
+                (timed.op.chunk, timed.op.chunk // problem.num_stages, timed.op.microbatch),
+            )
+            for timed in passes
+        ),
         (SpanKind.GRADIENT_REDUCTION, evaluation.path.ends[rank], ends[rank], ()),
         (SpanKind.OPTIMIZER, step, step + evaluation.optimizers[rank], ()),
         (SpanKind.OTHER, after, after + problem.constant, ()),
@@ -177,11 +185,6 @@ def _spans(
         for kind, start, end, which in spans
         if which or end > start
     )
-
-
-def _pass(timed: TimedOp, num_stages: int) -> tuple[SpanKind, Ticks, Ticks, tuple[int, ...]]:
-    op, kind = timed.op, SpanKind.FORWARD if timed.op.is_forward else SpanKind.BACKWARD
-    return kind, timed.start, timed.end, (op.chunk, op.chunk // num_stages, op.microbatch)
 
 
 _TRANSFERS = "pp_communication"
@@ -207,11 +210,26 @@ def chrome_trace(plan: ParallelPlan, times: LayerTimes | None = None) -> str:
     view = schedule_view(plan, times)
     events = [*_track_names(plan, view)]
     for rank, spans in enumerate(view.ranks):
+        # a micro batch keeps its activations from the start of its pass forward to the end of the
+        # other, so that the maximum of the memory is the predicted peak
+        held: list[tuple[Seconds, Bytes]] = []
+        in_flight: list[tuple[Seconds, Bytes]] = []
         for span in spans:
             events.append(_slice(plan, view, rank, span))
-            events += _communication(view, rank, span)
-        events += _memory(view, rank)
-        events += _in_flight(view, rank)
+            for term, start, end in _pieces(view, span):
+                name = TERM_WORDS.get(term, term) if span.chunk >= 0 else span.kind.value
+                track = 1 + _TRACKS.index(term)
+                events.append(_complete(name, "communication", rank, track, start, end))
+                if term == _TRANSFERS:
+                    in_flight += [(start, round(view.sent_bytes)), (end, -round(view.sent_bytes))]
+            if span.kind is SpanKind.FORWARD:
+                held.append((span.start, view.saved_bytes[span.chunk]))
+            elif span.kind is SpanKind.BACKWARD:
+                held.append((span.end, -view.saved_bytes[span.chunk]))
+        events += _counter("memory", "GiB", rank, held, view.fixed_bytes[rank], GIB)
+        if in_flight:
+            name = "in flight to pipeline ranks"
+            events += _counter(name, "MB", rank, in_flight, 0, 10**6)
     described = {
         "generator": MARK,
         "model": plan.model.name,
@@ -251,13 +269,6 @@ def _slice(plan: ParallelPlan, view: ScheduleView, rank: int, span: Span) -> _Ev
     return event
 
 
-def _communication(view: ScheduleView, rank: int, span: Span) -> Iterator[_Event]:
-    for term, start, end in _pieces(view, span):
-        name = TERM_WORDS.get(term, term) if span.chunk >= 0 else span.kind.value
-        track = 1 + _TRACKS.index(term)
-        yield _complete(name, "communication", rank, track, start, end)
-
-
 def _pieces(view: ScheduleView, span: Span) -> Iterator[tuple[str, Seconds, Seconds]]:
     """What communicates in a span and after it: term, start, end."""
     exposed = view.communication(span)
@@ -269,30 +280,6 @@ def _pieces(view: ScheduleView, span: Span) -> Iterator[tuple[str, Seconds, Seco
     sent = view.sent[span.chunk][span.kind is SpanKind.BACKWARD] if span.chunk >= 0 else 0.0
     if sent and _TRANSFERS not in exposed:  # beside the rank's next work
         yield _TRANSFERS, span.end, span.end + sent
-
-
-def _memory(view: ScheduleView, rank: int) -> Iterator[_Event]:
-    """Memory over time, whose maximum is the predicted peak.
-
-    A micro batch keeps its activations from the start of its pass forward to the end of the other.
-    """
-    changes = []
-    for span in view.ranks[rank]:
-        if span.kind is SpanKind.FORWARD:
-            changes.append((span.start, view.saved_bytes[span.chunk]))
-        elif span.kind is SpanKind.BACKWARD:
-            changes.append((span.end, -view.saved_bytes[span.chunk]))
-    yield from _counter("memory", "GiB", rank, changes, view.fixed_bytes[rank], GIB)
-
-
-def _in_flight(view: ScheduleView, rank: int) -> Iterator[_Event]:
-    size, changes = round(view.sent_bytes), []
-    for span in view.ranks[rank]:
-        for term, start, end in _pieces(view, span):
-            if term == _TRANSFERS:
-                changes += [(start, size), (end, -size)]
-    if changes:
-        yield from _counter("in flight to pipeline ranks", "MB", rank, changes, 0, 10**6)
 
 
 def _counter(

@@ -6,12 +6,12 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from nest_megatron.cost_model.site import Site, UnseenErrors
-from nest_megatron.layout.estimate import MemoryChange, SiteChange, Uncertainty
+from nest_megatron.layout.estimate import SiteChange, Uncertainty
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.report.tables import EdgelessTable, figure_columns, indented, name_columns
 from nest_megatron.units import (
     GIB,
-    Bytes,
+    counted,
     format_chance,
     format_gib,
     format_range,
@@ -29,7 +29,7 @@ def site_report(site: Site, unseen: UnseenErrors | None) -> RenderableType:
     title = Text.assemble(
         (known.cluster, "bold"), f", {known.accelerator}, {known.gpus_per_node} GPUs in a node"
     )
-    rested = f"Rests on {_number(known.num_runs, 'run')} of {_number(known.num_jobs, 'job')}, from "
+    rested = f"Rests on {counted(known.num_runs, 'run')} of {counted(known.num_jobs, 'job')}, from "
     rested += f"{dates[0]} to {dates[-1]}."
     if known.peaks:
         ran_out = sum(peak.ran_out for peak in known.peaks)
@@ -39,7 +39,7 @@ def site_report(site: Site, unseen: UnseenErrors | None) -> RenderableType:
         (known.other_links, "predicted with other figures of links"),
     ):
         if left_out:
-            rested += f" {_number(left_out, 'plan')} left out: {why}."
+            rested += f" {counted(left_out, 'plan')} left out: {why}."
     table = EdgelessTable(
         *name_columns("mechanism"), *figure_columns("longer by %", "give or take", "before")
     )
@@ -63,13 +63,13 @@ def site_words(site: SiteChange, known: Uncertainty) -> str:
     """What a site's calibration makes of a plan's step, and what it rests on."""
     if not site.runs:
         return f"no step was measured; {site.name} has what runs say of memory"
-    runs, jobs = _number(site.runs, "run"), _number(site.jobs, "job")
+    runs, jobs = counted(site.runs, "run"), counted(site.jobs, "job")
     said = (
         f"{format_seconds(known.median_s or known.mean_s)} by {site.name}: {runs} of {jobs}, the "
         f"last of {site.last}"
     )
     if site.own_runs:
-        said = f"{said}; {_number(site.own_runs, 'plan')} of this very job"
+        said = f"{said}; {counted(site.own_runs, 'plan')} of this very job"
     if site.changed_versions:
         said = f"{said}; less sure since {', '.join(site.changed_versions)} changed"
     return said
@@ -80,12 +80,7 @@ def memory_rows(plan: ParallelPlan) -> list[tuple[str, str]]:
     site, known = plan.provenance.site, plan.uncertainty
     if site is None or site.memory is None:
         return []
-    predicted = plan.predicted.peak_memory_bytes
-    return [("Memory here", _memory_words(site.memory, predicted, known.out_of_memory))]
-
-
-def _memory_words(found: MemoryChange, predicted: Bytes, out_of_memory: float) -> str:
-    """The peak, what it rests on, and the chance to run out with and without it."""
+    found, predicted = site.memory, plan.predicted.peak_memory_bytes
     said = (
         f"{format_gib(found.peak_bytes)} ({100 * (found.peak_bytes / predicted - 1):+.1f} %), "
         f"{found.low_bytes / GIB:.1f} to {format_gib(found.high_bytes)} in 9 of 10 runs, by "
@@ -93,9 +88,9 @@ def _memory_words(found: MemoryChange, predicted: Bytes, out_of_memory: float) -
     )
     if found.own:
         said = f"{said}, {found.own:,} of them of this very job"
-    chances = (found.without_out_of_memory, out_of_memory)
-    before, now = map(format_chance, chances)
-    return f"{said}; chance to run out {now}" + (f", {before} without them" * (before != now))
+    before, now = map(format_chance, (found.without_out_of_memory, known.out_of_memory))
+    said += f"; chance to run out {now}" + (f", {before} without them" * (before != now))
+    return [("Memory here", said)]
 
 
 def _peaks(peaks: int, ran_out: int) -> str:
@@ -105,7 +100,7 @@ def _peaks(peaks: int, ran_out: int) -> str:
     '3 measured peaks and 1 run out of memory'
     """
     counts = ((peaks, "measured peak", ""), (ran_out, "run", " out of memory"))
-    return " and ".join(_number(count, what) + more for count, what, more in counts if count)
+    return " and ".join(counted(count, what) + more for count, what, more in counts if count)
 
 
 #: Parts of the error of a peak (``cost_model.peak_posterior.PARTS``), as they are told.
@@ -145,7 +140,3 @@ def site_rows(site: SiteChange) -> list[tuple[str, str]]:
             break
         rows.append((_PARTS[part.part], f"{part.peak_percent:+.1f} % of peak memory by itself"))
     return rows
-
-
-def _number(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from nest_megatron.errors import typed_setting
-from nest_megatron.layout.estimate import BeforeAfter, StageEstimate
+from nest_megatron.layout.estimate import BeforeAfter
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.stage_layout import layout_string
 from nest_megatron.layout.zero import STRATEGIES, DataParallelSharding
@@ -90,7 +90,10 @@ def explain_report(
 ) -> RenderableType:
     """What ``explain`` prints, the launch command apart; ``term_differences`` of the runners-up."""
     parts = _opening(plan, short=False)
-    parts += [heading("Communication groups by network level"), _groups(plan)]
+    spans = [f"{ranks[0]}-{ranks[-1]}" for ranks in plan.placement.stage_ranks]
+    shown = ", ".join([*spans[:4], "..."] if len(spans) > 5 else spans)
+    groups = pairs([*plan.placement.group_levels.items(), ("stage ranks", shown)])
+    parts += [heading("Communication groups by network level"), groups]
     if plan.alternatives:
         parts += [heading("Why this one: what each runner-up loses"), alternatives_table(plan)]
         unknown = "cannot be priced by this version"
@@ -114,12 +117,7 @@ def _opening(plan: ParallelPlan, *, short: bool) -> list[RenderableType]:
     rank, of_several = plan.predicted.critical_rank, len(plan.predicted.stages) > 1
     time = f"Where the time goes{f', on pipeline rank {rank}*' if of_several else ''}"
     memory = heading("Memory of each pipeline rank, GiB"), _memory_table(plan, short=short)
-    return [summary(plan), heading(time), _time_bars(plan), *memory]
-
-
-def summary(plan: ParallelPlan) -> RenderableType:
-    """The plan in a few lines: the job, the layout, the prediction."""
-    return Group(title(plan), pairs(summary_rows(plan)))
+    return [title(plan), pairs(summary_rows(plan)), heading(time), _time_bars(plan), *memory]
 
 
 def title(plan: ParallelPlan) -> Text:
@@ -272,7 +270,17 @@ def _memory_table(plan: ParallelPlan, *, short: bool) -> RenderableType:
     for previous, rank in pairwise((-1, *shown)):
         if rank > previous + 1:
             table.add_row(f"({rank - previous - 1} more)", *[""] * (len(table.columns) - 1))
-        table.add_row(*_memory_row(plan, rank, stages[rank], parts))
+        held, is_critical = stages[rank].memory_bytes, rank == plan.predicted.critical_rank
+        total = sum(held.values())
+        free = plan.predicted.capacity_bytes - total
+        table.add_row(
+            f"{rank}{'*' if is_critical else ''}",
+            _runs(stages[rank].layers),
+            *(f"{held.get(name, 0) / GIB:.1f}" for name in parts),
+            Text(f"{total / GIB:.1f}", style="bold"),
+            Text(f"{free / GIB:.1f}", style="red" if free < 0 else "default"),
+            f"{100 * stages[rank].busy_share:.0f}%",
+        )
     return table
 
 
@@ -285,22 +293,6 @@ def _shown_ranks(plan: ParallelPlan) -> list[int]:
     return sorted({0, 1, 2, highest, plan.predicted.critical_rank, last - 1, last})
 
 
-def _memory_row(
-    plan: ParallelPlan, rank: int, stage: StageEstimate, parts: Sequence[str]
-) -> list[RenderableType]:
-    total = sum(stage.memory_bytes.values())
-    free = plan.predicted.capacity_bytes - total
-    mark = "*" if rank == plan.predicted.critical_rank else ""
-    return [
-        f"{rank}{mark}",
-        _runs(stage.layers),
-        *(f"{stage.memory_bytes.get(name, 0) / GIB:.1f}" for name in parts),
-        Text(f"{total / GIB:.1f}", style="bold"),
-        Text(f"{free / GIB:.1f}", style="red" if free < 0 else "default"),
-        f"{100 * stage.busy_share:.0f}%",
-    ]
-
-
 def _runs(layers: Iterable[str]) -> str:
     """Equal neighbours once.
 
@@ -309,13 +301,6 @@ def _runs(layers: Iterable[str]) -> str:
     """
     runs = ((text, len(list(run))) for text, run in groupby(layers))
     return ", ".join(f"{count} x {text}" if count > 1 else text for text, count in runs)
-
-
-def _groups(plan: ParallelPlan) -> RenderableType:
-    """The outermost network level that each kind of group crosses, and the ranks of the stages."""
-    spans = [f"{ranks[0]}-{ranks[-1]}" for ranks in plan.placement.stage_ranks]
-    shown = ", ".join([*spans[:4], "..."] if len(spans) > 5 else spans)
-    return pairs([*plan.placement.group_levels.items(), ("stage ranks", shown)])
 
 
 def provenance_rows(plan: ParallelPlan) -> list[tuple[str, str]]:

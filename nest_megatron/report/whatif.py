@@ -141,14 +141,15 @@ def _notes(present: ParallelPlan | None, variants: Sequence[Variant]) -> Iterato
             f"Planned again, unchanged, the job takes {now} with {same} layout, and {then} in the "
             "file: it was made with other settings, profiles or another version."
         )
-    then, now = present and present.provenance.site, again.provenance.site
-    if then is not None and now is None:
-        yield f"Planned again, the job is without the site's calibration ({then.name}) of its file."
-    elif then is not None and now is not None and then.digest != now.digest:
-        yield f"The calibration of the site ({now.name}) has changed since the plan was made."
+    old = None if present is None else present.provenance.site
+    site = again.provenance.site
+    if old is not None and site is None:
+        yield f"Planned again, the job is without the site's calibration ({old.name}) of its file."
+    elif old is not None and site is not None and old.digest != site.digest:
+        yield f"The calibration of the site ({site.name}) has changed since the plan was made."
     plans = [(each.row.plan, each) for each in others if each.row.plan is not None]
     names = [each.words() for plan, each in plans if plan.provenance.site is None]
-    if now is not None and names:
+    if site is not None and names:
         yield f"The site's calibration is of the unchanged cluster, and not of {'; '.join(names)}."
     for plan, variant in plans:
         if steps_of(plan) == steps_of(again):

@@ -109,7 +109,14 @@ def proof(plan: ParallelPlan) -> str:
     if choice is None or not _is_proven(record):
         said = certificate(record)
     else:
-        said = f"{_proven(plan, choice)} {_counts(record)}"
+        gap = record.gap_percent
+        said = f"Proven: among {_allowed(choice)} none is faster than {_bound(plan)} under this "
+        said += "cost model; this one "
+        if record.certificate == "optimal":
+            simple = ", and the simplest that ties with it" if choice.num_tied > 1 else ""
+            said += f"takes that{simple}. {_counts(record)}"
+        else:
+            said += f"is within {gap:.1f} % and the simplest. {_counts(record)}"
         if record.space.get("virtual_pipeline_model_parallel_size") != "= 1":
             said += f" {_FAMILY}"
     if choice is not None and record.certificate not in ("optimal", "chosen"):
@@ -155,17 +162,6 @@ def short_proof(plan: ParallelPlan) -> str:
         return certificate(record, counts=False)
     risk = f"{100 * choice.max_oom_chance:g} % risk"
     return f"proven: none searched within {risk} is faster than {_bound(plan)}"
-
-
-def _proven(plan: ParallelPlan, choice: Choice) -> str:
-    """The certificate of a finished search."""
-    gap = plan.search.gap_percent
-    bound = _bound(plan)
-    said = f"Proven: among {_allowed(choice)} none is faster than {bound} under this cost model; "
-    if plan.search.certificate == "optimal":
-        simple = ", and the simplest that ties with it" if choice.num_tied > 1 else ""
-        return f"{said}this one takes that{simple}."
-    return f"{said}this one is within {gap:.1f} % and the simplest."
 
 
 #: Gain of a faster layout that is told, per cent.
