@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,7 @@ from nest_megatron.files import expanded, write_text
 from nest_megatron.integrations.megatron_lm.attach import with_launch
 from nest_megatron.integrations.plan_job import RecipeJob
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.plain import from_plain, to_plain
+from nest_megatron.plain import from_plain, frozen, to_plain
 from nest_megatron.planner import Progress
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.printing import print_to_stderr
@@ -112,7 +111,7 @@ def typed_command(
     return TypedCommand(text=words, free=words_of("free", free), version=version, strict=strict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TypedCommand:
     """A user's command, of Megatron-LM or of a recipe, for one job or for each of a sweep.
 
@@ -177,7 +176,7 @@ class TypedCommand:
         return to_plain((said, self.free, self.version, self.strict))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SweepJob:
     """One job of a sweep.
 
@@ -425,4 +424,4 @@ def _plain_error(error: Exception, settings: Sequence[Setting]) -> UserInputErro
         return UserInputError(about.key, about.value, limit, fix)
     package = next((p for start, p in _PACKAGES.items() if name.startswith(start)), None)
     fix = f"pip install {package}" if package else f"Known are basic, {', '.join(_PACKAGES)}."
-    return UserInputError(LAUNCHER, name, limit=first_line(error), fix=fix)
+    return UserInputError(LAUNCHER, name, first_line(error), fix)

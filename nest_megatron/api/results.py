@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nest_megatron.catalogue_files import catalogue_names
@@ -22,7 +22,7 @@ from nest_megatron.layout.estimate import Alternative, BeforeAfter, Estimate, Pl
 from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.plan import ParallelPlan, SearchRecord
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.plain import to_plain
+from nest_megatron.plain import frozen, to_plain
 from nest_megatron.planner import plan_table as planner_table
 from nest_megatron.planner.pins import Pin
 from nest_megatron.report.console import Shown
@@ -37,7 +37,14 @@ if TYPE_CHECKING:
     from nest_megatron.report.plan_rows import PlanRow
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+def output_file(path: StrPath, *, force: bool) -> Path:
+    """A file that a call writes; ``UserInputError`` for somebody else's, if not forced."""
+    file = path_of("path", path)
+    check_output("path", file, force=force)
+    return file
+
+
+@frozen
 class Plan(Shown):
     """A layout of a training job with its prediction.
 
@@ -189,9 +196,7 @@ class Plan(Shown):
             path: the file; ``-`` is standard output.
             force: replace a file that nest-megatron has not written, which is refused otherwise.
         """
-        file = path_of("path", path)
-        check_output("path", file, force=force)
-        plan_file.write(self.record, file)
+        plan_file.write(self.record, output_file(path, force=force))
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as numbers, text, lists and dicts: what ``--json`` prints."""
@@ -235,7 +240,7 @@ class Plan(Shown):
         return f"<Plan of {job}: {' '.join(words)}, {batch}, {step} a step>"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@frozen
 class PlanTable(Shown):
     """Plans of one job, one for each number of nodes that has any.
 
@@ -254,16 +259,14 @@ class PlanTable(Shown):
 
     def save(self, path: StrPath, *, force: bool = False) -> None:
         """Write the file that ``nest-megatron pin`` freezes; arguments as of ``Plan.save``."""
-        file = path_of("path", path)
-        check_output("path", file, force=force)
-        write_text(file, planner_table.dump(self.record))
+        write_text(output_file(path, force=force), planner_table.dump(self.record))
 
     def to_dict(self) -> dict[str, Any]:
         """The table as numbers, text, lists and dicts: what ``--json`` prints."""
-        entries = [
-            {**to_plain(entry), "plan": None if found is None else plan_file.fields_of(found)}
-            for entry, found in ((e, self.record.plan_of(e)) for e in self.record.entries)
-        ]
+        entries = []
+        for entry in self.record.entries:
+            found = self.record.plan_of(entry)
+            entries.append({**to_plain(entry), "plan": found and plan_file.fields_of(found)})
         return {"plan_table": entries}
 
     def report(self) -> Iterator[RenderableType]:
@@ -279,7 +282,7 @@ class PlanTable(Shown):
         return f"<PlanTable for {numbers} nodes>"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@frozen
 class Scaling(Shown):
     """One job on several numbers of GPUs: how it scales, and which of them are worth it.
 
@@ -306,7 +309,7 @@ class Scaling(Shown):
         return f"<Scaling over {len(self.rows)} numbers of GPUs, {len(self.plans())} with a plan>"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@frozen
 class Explanation(Shown):
     """A plan with its reasons; a notebook shows the page of ``explain --html``.
 
@@ -378,9 +381,7 @@ class Explanation(Shown):
 
     def write_html(self, path: StrPath, *, force: bool = False) -> None:
         """Write the page of ``to_html``; ``force`` as of ``Plan.save``."""
-        file = path_of("path", path)
-        check_output("path", file, force=force)
-        write_text(file, self.to_html())
+        write_text(output_file(path, force=force), self.to_html())
 
     def write_timeline(self, path: StrPath, *, force: bool = False) -> None:
         """Write the schedule: a ``.json`` trace for Perfetto, or a ``.png`` or ``.svg`` picture.
@@ -391,8 +392,7 @@ class Explanation(Shown):
         from nest_megatron.report.schedule_view import chrome_trace
         from nest_megatron.report.timeline import draw_timeline
 
-        file = path_of("path", path)
-        check_output("path", file, force=force)
+        file = output_file(path, force=force)
         if file.suffix == ".json":
             write_text(file, chrome_trace(self.plan.record, self.times))
         else:

@@ -7,7 +7,6 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,7 +27,7 @@ from nest_megatron.api.jobs import (
     typed_command,
     write_list,
 )
-from nest_megatron.api.results import Plan
+from nest_megatron.api.results import Plan, output_file
 from nest_megatron.config.compose import compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.keywords import (
@@ -44,6 +43,7 @@ from nest_megatron.files import check_output, expanded, write_bytes, write_text
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.packages import install_command, is_installed
+from nest_megatron.plain import frozen
 from nest_megatron.planner.layouts import keep_layout
 from nest_megatron.planner.pins import read_plan
 from nest_megatron.printing import print_to_stderr
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from nest_megatron.integrations.plan_job import RecipeJob
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SweepOptions:
     """Where the jobs of a sweep run, and what is kept of them.
 
@@ -85,7 +85,7 @@ class SweepOptions:
     on_job: Callable[[str], None] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Swept:
     """What came of the jobs of a sweep.
 
@@ -225,7 +225,7 @@ _OF_JOB = ("cluster", "model", "train", "parallel")
 _RUN_LENGTH = ("train.tokens", "train.train_samples")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@frozen
 class WhatIf(Shown):
     """A job on changed clusters: the best plan of each, and the present layout there.
 
@@ -257,9 +257,7 @@ class WhatIf(Shown):
 
     def write_html(self, path: StrPath, *, force: bool = False) -> None:
         """Write the page of ``to_html``; ``force`` as of ``Plan.save``."""
-        file = path_of("path", path)
-        check_output("path", file, force=force)
-        write_text(file, self.to_html())
+        write_text(output_file(path, force=force), self.to_html())
 
     def __repr__(self) -> str:
         job = variants_title(self.present, self.variants)

@@ -12,7 +12,7 @@ import io
 import multiprocessing
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
@@ -40,8 +40,12 @@ class Run:
         self._messages, theirs = spawning.Pipe(duplex=False)
         self._process = spawning.Process(target=_work, args=(task, theirs), daemon=True)
         self._begun_s, self._is_cancelled = time.monotonic(), False
-        with _interrupts_held():
+        # a process that starts here leaves Ctrl-C to this one, which ends it
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
             self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
 
     async def messages(self) -> AsyncIterator[Working | Answer]:
@@ -94,16 +98,6 @@ def _ending(code: int | None) -> str:
             "       Free some memory, or allow the job more, and plan again."
         )
     return f"the signal {name} ended it.\n       Plan again; the form is as it was."
-
-
-@contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Let a process that starts here leave Ctrl-C to this one, which ends it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Sender:

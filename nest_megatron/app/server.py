@@ -43,7 +43,10 @@ def serve(host: str, port: int, *, opens_browser: bool) -> None:
                 "and read what comes of it, and nothing is encrypted; files are not read."
             )
             print_to_stderr(warning)
-        address = f"http://{_shown(host, bound)}:{port}/?token={token}"
+        shown = f"[{host}]" if ":" in host else host
+        if ipaddress.ip_address(bound).is_unspecified:
+            shown = socket.gethostname()
+        address = f"http://{shown}:{port}/?token={token}"
         with contextlib.suppress(KeyboardInterrupt):
             say(f"{address}\nCtrl-C ends it.")
             if opens_browser:
@@ -63,40 +66,21 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        raise _refused(host, port, error) from error
+        if error.errno == errno.EADDRINUSE:
+            limit = f"another program listens there on {host}, perhaps another nest-megatron app"
+            fix = "Open the address that it printed, or take a free port: --port 0 finds one."
+            raise UserInputError("--port", port, limit, fix) from error
+        if error.errno == errno.EACCES:
+            limit = "ports below 1024 are the administrator's as a rule"
+            raise UserInputError("--port", port, limit, "--port 0 finds a free one.") from error
+        raise _no_host(host, f"it cannot be listened on: {error.strerror or error}") from error
     except TypeError as error:  # bytes that are no text
         raise _no_host(host, f"it cannot be listened on: {error}") from error
-
-
-def _refused(host: str, port: int, error: OSError) -> UserInputError:
-    """Why an address cannot be listened on, and which other one can."""
-    if error.errno == errno.EADDRINUSE:
-        return UserInputError(
-            "--port",
-            port,
-            f"another program listens there on {host}, perhaps another nest-megatron app",
-            "Open the address that it printed, or take a free port: --port 0 finds one.",
-        )
-    if error.errno == errno.EACCES:
-        return UserInputError(
-            "--port",
-            port,
-            "ports below 1024 are the administrator's as a rule",
-            fix="--port 0 finds a free one.",
-        )
-    return _no_host(host, f"it cannot be listened on: {error.strerror or error}")
 
 
 def _no_host(host: str, limit: str) -> UserInputError:
     fix = "Name an address of this machine, or leave it out for this machine alone."
     return UserInputError("--host", host, limit, fix)
-
-
-def _shown(host: str, bound: str) -> str:
-    """A host as an address names it."""
-    if ipaddress.ip_address(bound).is_unspecified:
-        return socket.gethostname()
-    return f"[{host}]" if ":" in host else host
 
 
 def _server(token: str, names: Collection[str], *, is_local: bool) -> Any:

@@ -7,7 +7,7 @@ import dataclasses
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from nest_megatron.integrations.dry_run import names_script
 from nest_megatron.integrations.megatron_lm.parser import tokens
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, known_release
+from nest_megatron.plain import frozen
 from nest_megatron.printing import one_line
 from nest_megatron.report.plan_rows import to_csv
 
@@ -62,7 +63,7 @@ class Work(Enum):
     SHOW = "show"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Answer:
     """What came of a form.
 
@@ -85,7 +86,7 @@ class Answer:
     mistakes: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Task:
     """A form as it was filled in, and what is done with it; an empty field has an empty text.
 
@@ -129,7 +130,7 @@ class Task:
         on_progress: Progress | None = None,
         on_part: Callable[[str], None] = lambda text: None,
     ) -> Answer:
-        """Ask the API; raises as it does.
+        """Ask the API; raises as it does, or first ``MistakesError`` with all that is wrong.
 
         Args:
             on_progress: called while one plan is searched.
@@ -137,7 +138,11 @@ class Task:
         """
         with tempfile.TemporaryDirectory(prefix="nest-megatron-app-") as name, _named(Path(name)):
             folder = Path(name)
-            require_no_mistake(self, self._model(folder), self._cluster(folder))
+            mistakes = [] if self.is_local else list(_files(self))
+            if not mistakes and not self.plan_file:  # of whose job the fields were right
+                mistakes = list(_mistakes(self, self._model(folder), self._cluster(folder)))
+            if mistakes:
+                raise MistakesError(mistakes)
             if self.work is Work.WHATIF:
                 changed = self._what_if(folder, on_part)
                 return Answer(text=str(changed), page=changed.to_html())
@@ -249,23 +254,6 @@ class MistakesError(NestError):
         super().__init__("\n  ".join(filter(None, (head, *lines))))
 
 
-def require_no_mistake(form: Task, model: str | Path | None, cluster: str | Path) -> None:
-    """Refuse a form with all that is wrong in it, as far as each field tells by itself.
-
-    Args:
-        model: its name or its file; ``None`` where there is none.
-        cluster: likewise.
-
-    Raises:
-        MistakesError: naming each field.
-    """
-    found = [] if form.is_local else list(_files(form))
-    if not found and not form.plan_file:  # of whose job the fields were right
-        found = list(_mistakes(form, model, cluster))
-    if found:
-        raise MistakesError(found)
-
-
 def _files(form: Task) -> Iterator[UserInputError]:
     """What may name a file: a command, what the catalogue lacks, settings that are no numbers."""
     if form.command:
@@ -281,7 +269,7 @@ def _files(form: Task) -> Iterator[UserInputError]:
     yield from _wrong(CLUSTER, lambda: require_known(CLUSTER, form.cluster, clusters, _OTHERS))
     for label, size in ((GPUS, form.num_gpus), (BATCH, form.global_batch_size)):
         if not re.fullmatch(r"[\d.:\sA-Za-z]*", size):
-            yield UserInputError(label, size, limit="it is a number", fix="For example 8.")
+            yield UserInputError(label, size, "it is a number", "For example 8.")
     lines = [(SETTINGS, line.strip()) for line in form.settings.splitlines()]
     for label, line in (*lines, *((CHANGES, change) for change in form.changes.split())):
         if line and not _NUMBERS.fullmatch(line):

@@ -42,7 +42,7 @@ class OutputFile(NamedPath):
 
 
 def _unnamed(what: str) -> UserInputError:
-    return UserInputError(what, "", limit="it is empty", fix="Say where to write, or leave it out.")
+    return UserInputError(what, "", "it is empty", "Say where to write, or leave it out.")
 
 
 class Duration(click.types.FloatParamType):
@@ -126,7 +126,7 @@ class Command(Examples):
                     what,
                     str(path),
                     f"{other} is written to this file too",
-                    fix="Name another file.",
+                    "Name another file.",
                 )
         printed = [what for what, path in outputs if is_standard_output(path)]
         if not printed:
@@ -176,7 +176,7 @@ class Group(Examples, click.Group):
         fix = nearest(name, known, count=1)
         if "=" in name:
             fix = f"Put a command before the settings; `{ctx.command_path} --help` lists them."
-        raise UserInputError("command", name, limit="there is no such command", fix=fix)
+        raise UserInputError("command", name, "there is no such command", fix)
 
     def subcommand(self, name: str, *examples: str) -> Decorator[click.Command]:
         """Add a command with its examples."""

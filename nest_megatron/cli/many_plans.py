@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from nest_megatron.integrations.megatron_lm.node_counts import (
     settings_for_nodes,
 )
 from nest_megatron.integrations.typed_command import command_of_plan, read_request
+from nest_megatron.plain import frozen
 from nest_megatron.report.console import print_notes, progress, say, show, show_json
 from nest_megatron.report.plan_rows import (
     scaling_table,
@@ -56,7 +56,7 @@ def run_plan_table(options: PlanOptions, nodes: str) -> int:
     counts = read_counts(nodes, "--for-nodes")
     for setting in launcher:
         raise UserInputError(
-            setting.key, setting.value, "a launcher runs the jobs of a sweep", fix="Leave it out."
+            setting.key, setting.value, "a launcher runs the jobs of a sweep", "Leave it out."
         )
     composed = settings_for_nodes(composed_settings(settings, options.config_dir), counts)
     with progress() as report:
@@ -154,7 +154,7 @@ def run_scaling(options: PlanOptions, gpus: str) -> int:
     return OK if found.plans() else code
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class WhatIfOptions(CommandOptions):
     """What ``whatif`` was told; each field is an option.
 

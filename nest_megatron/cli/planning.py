@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +33,7 @@ from nest_megatron.files import check_output, is_standard_output, write_text
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan, script_words
-from nest_megatron.plain import to_plain
+from nest_megatron.plain import frozen, to_plain
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import command_lines, progress, say, show, show_json
 from nest_megatron.report.failure import WITHOUT_PLAN, print_without_plan
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     from nest_megatron.integrations.typed_command import CommandPlan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Placement:
     """Hosts in the order of ranks, and the configuration of a job on them.
 
@@ -134,7 +133,7 @@ def _with_cluster(composed: Settings, cluster: Cluster) -> Settings:
     return dataclasses.replace(composed, cluster=to_plain(cluster), given=given)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class CommandOptions:
     """What a command was told that prices a job; each field is an option.
 
@@ -168,14 +167,14 @@ class CommandOptions:
                 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class EstimateOptions(CommandOptions):
     """What ``estimate`` was told."""
 
     full: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PlanOptions(CommandOptions):
     """What ``plan`` was told; each field is an option.
 
@@ -240,7 +239,7 @@ def run_plan(options: PlanOptions) -> int:
             setting.key,
             setting.value,
             "a launcher runs the jobs of a sweep, and one job is planned",
-            fix="Add --multirun.",
+            "Add --multirun.",
         )
     composed = composed_settings(settings, options.config_dir)
     placement = None if options.hosts is None else placed(composed, options.hosts)

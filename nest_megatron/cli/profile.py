@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -29,12 +28,15 @@ from nest_megatron.cli.profile_request import (
     request_of_plan,
     request_of_settings,
 )
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.errors import BAD_INPUT, OK, UserInputError, require_seconds
 from nest_megatron.files import now
 from nest_megatron.megatron_core.stage import Where, require_megatron
 from nest_megatron.megatron_core.substitutes import quiet
 from nest_megatron.model.execution import Implementation
-from nest_megatron.plain import to_plain
+from nest_megatron.plain import frozen, to_plain
+from nest_megatron.planner.to_measure import minutes, profile_s
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.profile import network, store
 from nest_megatron.profile.network import NETWORK_SHARE, NetworkProfile
@@ -107,30 +109,60 @@ Shape = tuple[object, ...]
 )
 @option("--network-out", "Write the network's figures here.", OUTPUT)
 @json_option
-def profile(**options: Any) -> int:
+def profile(
+    *,
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    for_plan: Path | None,
+    max_seconds: float,
+    implementation: str | None,
+    on_cpu: bool,
+    again: bool,
+    collectives: bool,
+    network_out: Path | None,
+    as_json: bool,
+) -> int:
     """Time a model's layers on this machine's devices, and the network between them.
 
     Runs in one process or under torchrun, where each rank times its share of the shapes on its
     GPU. Timings are stored (nest-megatron profiles); plans for the same device and layers use
     them.
     """
-    return _run(_Options(**options))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    """What the command line says; each field is an option's name."""
-
-    overrides: Sequence[str]
-    config_dir: Path | None
-    for_plan: Path | None
-    max_seconds: float
-    implementation: str | None
-    on_cpu: bool
-    again: bool
-    collectives: bool
-    network_out: Path | None
-    as_json: bool
+    require_seconds("--max-seconds", max_seconds)
+    if for_plan is None:
+        request = request_of_settings(overrides, config_dir)
+    else:
+        request = request_of_plan(for_plan, overrides)
+    require_megatron("profile")
+    here = ranks()
+    times_network = collectives and here.size > 1
+    if times_network:
+        require_least_squares("profile", "; --no-collectives times the layers alone")
+    measuring = measuring_here(here, implementation, on_cpu=on_cpu)
+    tasks = tasks_of_rank(request, here, measuring, again=again)
+    times_both = times_network and tasks.num_left > 0
+    layers_s = max_seconds * (1 - NETWORK_SHARE if times_both else 1.0)
+    if for_plan is not None:
+        if not (tasks.shapes or times_network):
+            raise UserInputError(
+                "--for",
+                str(for_plan),
+                f"{request.names} have the same shapes of layers",
+                "Time the network too, under torchrun with a process for each GPU; or run them: "
+                "nest-megatron tune tells how long that takes.",
+            )
+        if here.rank == 0:
+            less = " less a quarter" if times_both else ""
+            print_to_stderr(tasks.words_before(f"{layers_s:g} s (--max-seconds{less})"))
+    begun = time.monotonic()
+    timings, skipped = _time(tasks, measuring, begun + layers_s)
+    found = Timed(timings=timings, skipped=skipped, seconds=time.monotonic() - begun)
+    if here.size > 1:
+        until = begun + max_seconds if times_network else None
+        found = _joined(found, here, measuring.where, until)
+    if here.rank == 0:
+        _tell(tasks, found, network_out, as_json=as_json)
+    return BAD_INPUT if tasks.shapes and not (found.timings or tasks.known) else OK
 
 
 class Timed(NamedTuple):
@@ -147,50 +179,6 @@ class Timed(NamedTuple):
     network_s: float = 0.0
 
 
-def _run(options: _Options) -> int:
-    """Time the layer blocks of a model, and the collectives between the ranks."""
-    require_seconds("--max-seconds", options.max_seconds)
-    if options.for_plan is None:
-        request = request_of_settings(options.overrides, options.config_dir)
-    else:
-        request = request_of_plan(options.for_plan, options.overrides)
-    require_megatron("profile")
-    here = ranks()
-    times_network = options.collectives and here.size > 1
-    if times_network:
-        require_least_squares("profile", "; --no-collectives times the layers alone")
-    measuring = measuring_here(here, options.implementation, on_cpu=options.on_cpu)
-    tasks = tasks_of_rank(request, here, measuring, again=options.again)
-    times_both = times_network and tasks.num_left > 0
-    layers_s = options.max_seconds * (1 - NETWORK_SHARE if times_both else 1.0)
-    if options.for_plan is not None:
-        if not (tasks.shapes or times_network):
-            raise UserInputError(
-                "--for",
-                str(options.for_plan),
-                f"{request.names} have the same shapes of layers",
-                "Time the network too, under torchrun with a process for each GPU; or run them: "
-                "nest-megatron tune tells how long that takes.",
-            )
-        words = request.words_before(
-            tasks.tasks,
-            num_shapes=len(tasks.shapes),
-            num_left=tasks.num_left,
-            ends=f"{layers_s:g} s (--max-seconds{' less a quarter' if times_both else ''})",
-            on_cpu=measuring.where is Where.CPU,
-        )
-        _tell_before(here, words)
-    begun = time.monotonic()
-    timings, skipped = _time(tasks, measuring, begun + layers_s)
-    found = Timed(timings=timings, skipped=skipped, seconds=time.monotonic() - begun)
-    if here.size > 1:
-        until = begun + options.max_seconds if times_network else None
-        found = _joined(found, here, measuring.where, until)
-    if here.rank == 0:
-        _tell(tasks, found, options.network_out, as_json=options.as_json)
-    return BAD_INPUT if tasks.shapes and not (found.timings or tasks.known) else OK
-
-
 def _joined(found: Timed, here: Ranks, where: Where, until: float | None) -> Timed:
     """What all ranks have measured, and on rank 0 the network between them.
 
@@ -201,8 +189,11 @@ def _joined(found: Timed, here: Ranks, where: Where, until: float | None) -> Tim
     measured, begun = None, time.monotonic()
     if until is not None:
         left = max(1.0, until - begun)
-        ends = f"no measurement begins after {left:.0f} s (--max-seconds)"
-        _tell_before(here, f"Timing the network between {counted(here.size, 'process')}: {ends}.")
+        if here.rank == 0:
+            print_to_stderr(
+                f"Timing the network between {counted(here.size, 'process')}: no measurement "
+                f"begins after {left:.0f} s (--max-seconds)."
+            )
         measured = measure_network(hosts, left)
     network_s = time.monotonic() - begun
     leave()
@@ -215,13 +206,7 @@ def _joined(found: Timed, here: Ranks, where: Where, until: float | None) -> Tim
     )
 
 
-def _tell_before(here: Ranks, words: str) -> None:
-    """Say on rank 0's standard error what comes next."""
-    if here.rank == 0:
-        print_to_stderr(words)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RankTasks:
     """What this process is to time.
 
@@ -241,6 +226,24 @@ class RankTasks:
     def num_left(self) -> int:
         """Shapes that are still to be timed, by all ranks."""
         return len(self.shapes - self.known)
+
+    def words_before(self, ends: str) -> str:
+        """What is timed of the layers in which plans differ, and for how long, before it begins.
+
+        Args:
+            ends: after which time none begins.
+        """
+        names, plan = self.request.names, self.request.plan
+        if not self.shapes:
+            return f"No layer differs in shape between {names}: no layer is timed."
+        if not self.num_left:
+            shapes = f"{counted(len(self.shapes), 'shape')} of layers in which {names} differ"
+            return f"Stored already, and not timed again (--again): {shapes}."
+        assert plan is not None
+        model = CostModel(plan.model, plan.cluster, restored_settings(plan.provenance.settings))
+        needed = "" if self.machine.is_cpu else f"{minutes(profile_s(model, self.tasks))}; "
+        shapes = f"{counted(self.num_left, 'shape')} of layers in which {names} differ"
+        return f"Timing {shapes}: {needed}none begins after {ends}."
 
     def profile(self, timings: Sequence[Timing]) -> LayerProfile:
         """The profile that timings make."""
@@ -319,30 +322,22 @@ def _time(own: RankTasks, measuring: Measuring, until: float) -> tuple[list[Timi
     return timings, skipped
 
 
-def _write_network(measured: NetworkProfile, out: Path | None) -> Path:
-    """Write the network's profile where it was asked for, or beside the layer profiles."""
-    if out is None:
-        folder = store.profiles_folder() / "networks"
-        folder.mkdir(parents=True, exist_ok=True)
-        out = folder / f"{measured.name}.yaml"
-    network.write(measured, out)
-    return out
-
-
-def _without_times(own: RankTasks) -> list[str]:
-    """Blocks of which no shape is stored now: there is nothing to interpolate from."""
-    stored = {timing.block for timing in _known(own.machine, own.request)}
-    wanted = {shape[0] for shape in own.shapes}
-    return [block.value for block in own.request.spec.blocks if block in wanted - stored]
-
-
 def _tell(own: RankTasks, found: Timed, network_out: Path | None, *, as_json: bool) -> None:
     """Store what was measured, and print it."""
     timings, skipped, measured = found.timings, found.skipped, found.network
     profile = store.record(own.profile(timings)) if timings else None
-    written = None if measured is None else _write_network(measured, network_out)
+    written = network_out
+    if measured is not None:
+        if written is None:
+            folder = store.profiles_folder() / "networks"
+            folder.mkdir(parents=True, exist_ok=True)
+            written = folder / f"{measured.name}.yaml"
+        network.write(measured, written)
     num_known = len(own.known - {timing.shape for timing in timings})
-    analytic, left = _without_times(own), len(own.shapes) - num_known - len(timings) - len(skipped)
+    left = len(own.shapes) - num_known - len(timings) - len(skipped)
+    stored_now = {timing.block for timing in _known(own.machine, own.request)}
+    lacking = {shape[0] for shape in own.shapes} - stored_now  # nothing to interpolate from
+    analytic = [block.value for block in own.request.spec.blocks if block in lacking]
     if as_json:
         show_json(
             {
@@ -354,7 +349,7 @@ def _tell(own: RankTasks, found: Timed, network_out: Path | None, *, as_json: bo
                 "not_begun": left,
                 "analytic": analytic,
                 "network": to_plain(measured),
-                "network_file": None if written is None else str(written),
+                "network_file": None if measured is None else str(written),
             }
         )
         return

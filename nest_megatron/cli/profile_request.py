@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +17,6 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.job import read_precision
 from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.config.request import request_of
-from nest_megatron.cost_model.model import CostModel
-from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import LAYER_DEGREES
 from nest_megatron.layout.layout import Layout
@@ -29,8 +26,9 @@ from nest_megatron.megatron_core.substitutes import quiet
 from nest_megatron.model.execution import Implementation
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
+from nest_megatron.plain import frozen
 from nest_megatron.planner import plan as find_plan
-from nest_megatron.planner.to_measure import minutes, profile_s, undecided
+from nest_megatron.planner.to_measure import undecided
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.profile.installed import installed_versions
 from nest_megatron.profile.session import (
@@ -41,7 +39,7 @@ from nest_megatron.profile.session import (
     telling_apart,
     usual_shards,
 )
-from nest_megatron.units import counted, format_gib
+from nest_megatron.units import format_gib
 
 if TYPE_CHECKING:
     from nest_megatron.profile.layer_timer import Measuring
@@ -56,7 +54,15 @@ def measuring_here(here: Ranks, implementation: str | None, *, on_cpu: bool) -> 
 
     where = Where.GPU if torch.cuda.is_available() and not on_cpu else Where.CPU
     if where is Where.GPU:
-        torch.cuda.set_device(here.local_rank % _num_gpus(here))
+        count = torch.cuda.device_count()
+        if 1 < count < here.local_size:  # one alone may be its own, as some launchers have it
+            raise UserInputError(
+                "processes of this host",
+                here.local_size,
+                f"this host shows {count} GPUs, and processes that share one time each other",
+                f"Start {count} processes on each host.",
+            )
+        torch.cuda.set_device(here.local_rank % count)
         free, total = torch.cuda.mem_get_info()
         if total - free > _IDLE * total:
             gpu = f"GPU {torch.cuda.current_device()} ({torch.cuda.get_device_name()})"
@@ -74,7 +80,16 @@ def measuring_here(here: Ranks, implementation: str | None, *, on_cpu: bool) -> 
     if implementation is not None:
         chosen = Implementation(implementation)
     if chosen is Implementation.TRANSFORMER_ENGINE:
-        _require_engine(has_engine)
+        what, fix = "it needs a GPU and the package transformer-engine", "Use local."
+        if has_engine:
+            what = ""
+            try:
+                importlib.import_module("transformer_engine.pytorch")
+            except (ImportError, OSError) as error:
+                what = f"transformer-engine is installed, but does not load: {error}"
+                fix = "Repair it, or add --implementation local."
+        if what:
+            raise UserInputError("--implementation", chosen.value, what, fix)
     return Measuring(where=where, implementation=chosen)
 
 
@@ -106,36 +121,7 @@ def _require_no_gpu() -> None:
 _IDLE = 0.05
 
 
-def _num_gpus(here: Ranks) -> int:
-    """GPUs that this process sees; one alone may be its own, as some launchers have it."""
-    import torch
-
-    count = int(torch.cuda.device_count())
-    if 1 < count < here.local_size:
-        raise UserInputError(
-            "processes of this host",
-            here.local_size,
-            f"this host shows {count} GPUs, and processes that share one time each other",
-            f"Start {count} processes on each host.",
-        )
-    return count
-
-
-def _require_engine(has_engine: bool) -> None:
-    """Refuse to time Transformer Engine's layers where they are not, or do not load."""
-    limit, fix = "it needs a GPU and the package transformer-engine", "Use local."
-    if has_engine:
-        try:
-            importlib.import_module("transformer_engine.pytorch")
-        except (ImportError, OSError) as error:
-            limit = f"transformer-engine is installed, but does not load: {error}"
-            fix = "Repair it, or add --implementation local."
-        else:
-            return
-    raise UserInputError("--implementation", Implementation.TRANSFORMER_ENGINE.value, limit, fix)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ProfileRequest:
     """What is to be timed.
 
@@ -153,13 +139,8 @@ class ProfileRequest:
 
     def tasks(self, *, flash_attention: bool) -> tuple[Task, ...]:
         """The blocks to time, those that are needed first before others."""
-        spec, shards = self.spec, self._shards(flash_attention)
-        if self.plan is not None:
-            return telling_apart(spec, shards)
-        return tasks_of(spec, (*shards, *usual_shards(spec, flash_attention=flash_attention)))
-
-    def _shards(self, flash_attention: bool) -> list[LayerShard]:
-        return [
+        spec = self.spec
+        shards = [
             LayerShard(
                 **{name: getattr(layout.dims, name) for name in LAYER_DEGREES},
                 micro_batch_size=layout.micro_batch_size,
@@ -167,36 +148,11 @@ class ProfileRequest:
                 flash_attention=flash_attention,
             )
             for layout in self.layouts
-            if divides(self.spec, layout.dims.tensor_model_parallel_size)
+            if divides(spec, layout.dims.tensor_model_parallel_size)
         ]
-
-    def words_before(
-        self,
-        own: Sequence[Task],
-        *,
-        num_shapes: int,
-        num_left: int,
-        ends: str,
-        on_cpu: bool,
-    ) -> str:
-        """What is timed of the layers, and for how long, before it begins.
-
-        Args:
-            own: tasks of this process; the others have as many.
-            num_shapes: in which the layouts differ; of these ``num_left`` are not stored yet.
-            ends: after which time none begins.
-        """
-        if not num_shapes:
-            return f"No layer differs in shape between {self.names}: no layer is timed."
-        if not num_left:
-            shapes = f"{counted(num_shapes, 'shape')} of layers in which {self.names} differ"
-            return f"Stored already, and not timed again (--again): {shapes}."
-        assert self.plan is not None
-        settings = restored_settings(self.plan.provenance.settings)
-        model = CostModel(self.plan.model, self.plan.cluster, settings)
-        needed = "" if on_cpu else f"{minutes(profile_s(model, own))}; "
-        shapes = f"{counted(num_left, 'shape')} of layers in which {self.names} differ"
-        return f"Timing {shapes}: {needed}none begins after {ends}."
+        if self.plan is not None:
+            return telling_apart(spec, shards)
+        return tasks_of(spec, (*shards, *usual_shards(spec, flash_attention=flash_attention)))
 
 
 def request_of_settings(overrides: Sequence[str], config_dir: Path | None) -> ProfileRequest:

@@ -8,7 +8,6 @@ import shlex
 import time
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 
 from nest_megatron.cli.planning import CommandOptions, composed_settings
@@ -17,6 +16,7 @@ from nest_megatron.errors import NOTHING_FITS, OK, UserInputError
 from nest_megatron.integrations.plan_output import require_tune
 from nest_megatron.integrations.typed_command import kept_command
 from nest_megatron.layout import plan_file
+from nest_megatron.plain import frozen
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import print_notes, progress, say, show, show_json
 from nest_megatron.report.failure import WITHOUT_PLAN, print_without_plan
@@ -35,7 +35,7 @@ from nest_megatron.tuning.tuner import Tuner, trials_of
 from nest_megatron.units import Seconds, format_duration
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TuneOptions(CommandOptions):
     """What ``tune`` was told; each field is an option.
 
@@ -74,7 +74,7 @@ class TuneOptions(CommandOptions):
                 "--from",
                 None,
                 f"its script starts it in {kept.folder}, and a tuning runs it where it begins",
-                fix=f"cd {kept.folder}",
+                f"cd {kept.folder}",
             )
         print_notes(kept.notes)
         return TuneRequest(
@@ -142,7 +142,7 @@ def _read(
             "--resume",
             None,
             f"it was begun in {request.folder}, and names in its command are relative to that",
-            fix=f"cd {request.folder}",
+            f"cd {request.folder}",
         )
     folder = None if request.config_dir is None else Path(request.config_dir)
     composed = composed_settings(parse(request.overrides), folder)
@@ -170,7 +170,7 @@ def _dry_run(options: TuneOptions) -> int:
             "--dry-run",
             None,
             "it shows the runs of a tuning that is not begun, and --resume goes on with one",
-            fix="Leave one of them out.",
+            "Leave one of them out.",
         )
     request = options.request()
     job = _read(request, options.begun_s)
@@ -196,7 +196,7 @@ def _session(options: TuneOptions) -> AbstractContextManager[Session]:
                     name,
                     str(value),
                     "a tuning goes on with what it was begun with",
-                    fix="Leave it out.",
+                    "Leave it out.",
                 )
         require_tune(options.resume.absolute())
         return resumed_session(options.resume.absolute())

@@ -52,8 +52,8 @@ def read_spec(settings: Settings) -> TransformerSpec:
         raise UserInputError(
             "model",
             None,
-            limit="no model is given",
-            fix="Add for example model=llama3_70b (`nest-megatron models` lists them); plan, "
+            "no model is given",
+            "Add for example model=llama3_70b (`nest-megatron models` lists them); plan, "
             "estimate, tune and whatif read your command, too (--from).",
         )
     spec = with_seq_length(spec_from_mapping(settings.model), settings.train.seq_length)
@@ -80,8 +80,8 @@ def read_cluster(settings: Settings, num_gpus: int | None = None) -> Cluster:
         raise UserInputError(
             "cluster",
             None,
-            limit="no cluster is given",
-            fix="Add for example cluster=dgx_h100 cluster.num_gpus=64 (`nest-megatron clusters` "
+            "no cluster is given",
+            "Add for example cluster=dgx_h100 cluster.num_gpus=64 (`nest-megatron clusters` "
             "lists them).",
         )
     cluster = cluster_from_mapping(settings.cluster, num_gpus=num_gpus)
@@ -182,7 +182,7 @@ def require_plausible(
         limit = f"it is implausible: expected are {least} to {most} {unit or allowed.unit}"
         fix = f"{guess}If it is right, add {typed_setting('checks.plausibility')}=off."
         shown = typed.get(what) or value
-        raise UserInputError(what, shown, limit=limit.rstrip(), fix=fix)
+        raise UserInputError(what, shown, limit.rstrip(), fix)
 
 
 def _numbers(

@@ -6,7 +6,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from nest_megatron.catalogue_files import catalogue_entry, catalogue_root
@@ -36,6 +36,7 @@ from nest_megatron.config.compose import Settings, catalogue_cluster, compose
 from nest_megatron.config.launch import MixedGpus
 from nest_megatron.config.overrides import Setting
 from nest_megatron.errors import UserInputError
+from nest_megatron.plain import frozen
 from nest_megatron.profile.network_import import cluster_yaml
 from nest_megatron.version import __version__
 
@@ -53,7 +54,7 @@ _ASSUMED_CLUSTERS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class JobCluster:
     """The cluster that a job runs on, the settings of its planning, and what was assumed."""
 
@@ -147,8 +148,8 @@ def _discovered(
         raise UserInputError(
             "nest.cluster",
             None,
-            limit="no cluster is given, and this host shows no NVIDIA GPU",
-            fix="Add for example nest.cluster=dgx_h100 (`nest-megatron clusters` lists them), or "
+            "no cluster is given, and this host shows no NVIDIA GPU",
+            "Add for example nest.cluster=dgx_h100 (`nest-megatron clusters` lists them), or "
             "a file.",
         )
     unseen = {host.name: host.unseen for host in hosts if host.gpus is None}
@@ -292,7 +293,7 @@ def number_said(environment: Mapping[str, str], *names: str) -> int | None:
     return next((int(text) for text in said if text.isdigit()), None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DiscoveredCluster(Described):
     """A cluster, its hosts with their groups, and where each figure is from.
 
@@ -433,7 +434,7 @@ def _hosts(sources: Sources, listed: Topology | None, base: Cluster | None) -> t
         raise divided_gpus("GPUs of hosts", told)
     if not hosts:
         raise UserInputError(
-            "hosts", None, "neither a program nor a file names one", fix="Add --hosts FILE."
+            "hosts", None, "neither a program nor a file names one", "Add --hosts FILE."
         )
     return hosts
 

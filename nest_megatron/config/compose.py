@@ -470,4 +470,4 @@ def _of_own_file(group: str, path: Path, loaded: Fields) -> Fields:
 
 
 def _bad_file(group: str, path: Path, limit: str) -> UserInputError:
-    return UserInputError(group, str(path), limit, fix="Correct the file.")
+    return UserInputError(group, str(path), limit, "Correct the file.")

@@ -122,7 +122,7 @@ def naming_defaults(settings: Sequence[Setting]) -> Iterator[None]:
         if origin is None or origin in error.limit or type(error) is not UserInputError:
             raise
         raise UserInputError(
-            error.what, error.value, f"{error.limit} (from {origin})", fix=error.fix
+            error.what, error.value, f"{error.limit} (from {origin})", error.fix
         ) from error
 
 

@@ -43,10 +43,11 @@ from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import frozen
 from nest_megatron.planner.request import NumericOffer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LaunchedRanks:
     """How many ranks a launch has, and on how many nodes; ``None`` where nothing says it.
 
@@ -80,7 +81,7 @@ class Option:
         return inline if equals else " ".join(self.tokens[1:])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ReadCommand:
     """A training command, taken apart.
 
@@ -118,7 +119,7 @@ class ReadCommand:
         return argparse.Namespace(**self.values)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Requirement:
     """A value that a plan must keep, and why; ``None`` is a value that cannot be read."""
 
@@ -142,7 +143,7 @@ class Restored(Protocol):
         """Raise if a plan's layout is one that the checkpoint cannot be loaded into."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Job:
     """A training job without its cluster; a model of the catalogue is one that states nothing else.
 

@@ -222,7 +222,7 @@ def read_layout(text: str, option: str) -> Settings:
         key, value = _setting(name, given, option)
         if found.setdefault(key, value) != value:
             raise UserInputError(
-                option, f"{name}={value}", f"{key}={found[key]} is given as well", fix="Give one."
+                option, f"{name}={value}", f"{key}={found[key]} is given as well", "Give one."
             )
     if not found:
         raise UserInputError(option, text, "it names no size", "For example tp=8,pp=4.")
@@ -235,7 +235,7 @@ def _pairs(text: str, option: str) -> Iterator[tuple[str, str | None]]:
     try:
         words = [word for part in _COMMA.split(text) for word in shlex.split(part)]
     except ValueError as error:
-        raise UserInputError(option, text, limit=str(error), fix="Close the quotes.") from error
+        raise UserInputError(option, text, str(error), "Close the quotes.") from error
     while words:
         name, equals, value = words.pop(0).partition("=")
         if equals:

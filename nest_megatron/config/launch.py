@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.config.defaults import naming_defaults, with_defaults
@@ -27,6 +26,7 @@ from nest_megatron.errors import (
 )
 from nest_megatron.layout.policy import OnMismatch
 from nest_megatron.names import Name
+from nest_megatron.plain import frozen
 from nest_megatron.units import is_quantity, read_quantity
 
 TOKEN = re.compile(r"^(\+\+?nest=|\+{0,2}nest\.)")
@@ -53,7 +53,7 @@ class MixedGpus(Name):
     SLOWER = "slower"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LaunchWords:
     """The ``nest`` words of a command: settings of the planning job and of ``LaunchConfig``.
 
@@ -83,7 +83,7 @@ def read_words(words: Iterable[str]) -> LaunchWords:
                     "+nest",
                     name,
                     "a rank of a job that has started cannot start others on its GPUs",
-                    fix=_TUNE,
+                    _TUNE,
                 )
             require_known("+nest", name, [mode.value for mode in Mode])
             mode = Mode(name)

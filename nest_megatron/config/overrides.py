@@ -7,7 +7,6 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +18,7 @@ from nest_megatron.config.schema import SECTIONS, is_numeric, section_keys
 from nest_megatron.errors import UserInputError, message_line, nearest, require_known, typed_setting
 from nest_megatron.layout.dims import SHORT_DEGREES
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import frozen
 from nest_megatron.units import is_quantity, read_quantity, without_suffix
 
 Choice = TypeVar("Choice", bound=Enum)
@@ -47,7 +47,7 @@ _MACHINES = {"cluster.levels.": NetworkLevel, "cluster.accelerator.": Accelerato
 _TEXT_KEYS = ("out", "flags", "parallel.pipeline_model_parallel_layout")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Setting:
     """One override: ``key=value``, or the removal of a key (``~key``, value ``None``).
 
@@ -165,7 +165,7 @@ def _require_readable(text: str) -> None:
             key,
             text[len(key) + 1 :],
             f"its brackets are nested more than {_MAX_DEPTH} deep",
-            fix="Correct the value.",
+            "Correct the value.",
         )
 
 
@@ -180,7 +180,7 @@ def _check_key(setting: Setting) -> None:
             key,
             None,
             "only a key of the model or the cluster is removed with ~",
-            fix=f"Write {key}=null.",
+            f"Write {key}=null.",
         )
 
 
@@ -306,7 +306,7 @@ def _require_jobs(what: str, number: int) -> None:
             what,
             number,
             f"a sweep has at most {MAX_JOBS:,} jobs",
-            fix="Leave some of the values out.",
+            "Leave some of the values out.",
         )
 
 
@@ -324,8 +324,8 @@ def unreadable(key: str, value: object, error: Exception) -> UserInputError:
     return UserInputError(
         key,
         value,
-        limit=f"it cannot be read: {said}",
-        fix="Put text with special characters into quotes: key=\"'text'\".",
+        f"it cannot be read: {said}",
+        "Put text with special characters into quotes: key=\"'text'\".",
     )
 
 

@@ -225,7 +225,7 @@ def request_for(
                 "train.precision",
                 costs.precision.value,
                 "an encoder of images is priced in 16 bits",
-                fix="Use bf16.",
+                "Use bf16.",
             )
         recipe = costs.traits.fp8_recipe.value if costs.precision.is_quantized else None
         require_recipe(name, recipe)
@@ -381,7 +381,7 @@ def _require_own_words(settings: Settings, job: Job) -> None:
                 typed_setting(f"train.{name}"),
                 asked,
                 f"the job says {value}, and a plan does not change that",
-                fix="Change the job itself.",
+                "Change the job itself.",
             )
 
 

@@ -105,7 +105,7 @@ def read_zero(parallel: ParallelConfig) -> ZeroStage | None:
     """The ZeRO stage, if fixed."""
     stage, limit = parallel.zero_stage, "it must be 0, 1, 2 or 3"
     if stage not in (None, *ZeroStage):
-        raise UserInputError("parallel.zero_stage", stage, limit, fix="Give one of them.")
+        raise UserInputError("parallel.zero_stage", stage, limit, "Give one of them.")
     return None if stage is None else ZeroStage(stage)
 
 
@@ -181,7 +181,7 @@ def require_experts(spec: TransformerSpec, parallel: ParallelConfig) -> None:
     name, size = "expert_tensor_parallel_size", parallel.expert_tensor_parallel_size
     if spec.num_experts is None and size not in (None, 1):
         raise UserInputError(
-            f"parallel.{name}", size, f"{spec.name} has no experts", fix="Leave it out."
+            f"parallel.{name}", size, f"{spec.name} has no experts", "Leave it out."
         )
 
 
@@ -231,7 +231,7 @@ def buildable_degrees(
                 f"parallel.{name}",
                 value,
                 f"the class of {spec.name} in {target.framework} {why}",
-                fix="Use 1.",
+                "Use 1.",
             )
         fixed = {**fixed, name: 1}
     return fixed
@@ -425,8 +425,8 @@ def _dims(settings: Settings, request: Request, given: dict[str, int]) -> Parall
             raise UserInputError(
                 "parallel.virtual_pipeline_model_parallel_size",
                 said,
-                limit=f"the layout has {virtual} virtual stages on each of the {pp} ranks",
-                fix="Leave it out.",
+                f"the layout has {virtual} virtual stages on each of the {pp} ranks",
+                "Leave it out.",
             )
     if "data_parallel_size" not in given:  # all GPUs that are left replicate
         gpus = request.cluster.num_gpus

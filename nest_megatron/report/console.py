@@ -115,6 +115,11 @@ def show_json(document: object) -> None:
     say(json.dumps(_finite(document), indent=2, allow_nan=False))
 
 
+def show_or_json(document: object, *parts: RenderableType, as_json: bool) -> None:
+    """Print parts for people, or the document that says the same to a program."""
+    show_json(document) if as_json else show(*parts)
+
+
 def say(text: str = "") -> None:
     """Print a text; a reader that went away (``| head``) wants no more, and that is no error."""
     with _writing():

@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.documents import csv_text
 from nest_megatron.layout.dims import DEGREES
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.plain import frozen
 from nest_megatron.planner.plan_table import PlanTable
 from nest_megatron.report.memory_words import price_cells
 from nest_megatron.report.words import TERM_WORDS, degree_words
@@ -30,7 +30,7 @@ _WORDS = ("Layout", "Pareto", "Best layout", "Chosen layout")
 _PRICES = ("Tokens/$", "Run $", "MWh")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PlanRow:
     """One job of several.
 
@@ -171,7 +171,7 @@ def price_heads(rows: Sequence[Mapping[str, str]]) -> list[str]:
     return [head for head in _PRICES if any(head in row for row in rows)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RowsTable:
     """Plans of several jobs for people: a table for a terminal, and the same as a page.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from nest_megatron.files import MARK
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.names import Name
+from nest_megatron.plain import frozen
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.words import TERM_WORDS
 from nest_megatron.units import GIB, Bytes, Seconds, to_seconds
@@ -69,7 +69,7 @@ class Window(NamedTuple):
         return self.end - self.start
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ScheduleView:
     """The schedule of a plan.
 

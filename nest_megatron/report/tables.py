@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -12,6 +11,8 @@ from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
+
+from nest_megatron.plain import frozen
 
 #: Least width of a column of words, which wraps; of one that is cut with an ellipsis by design.
 _WORDS, _CUT = 12, 8
@@ -139,7 +140,7 @@ def heading(text: str) -> Text:
     return Text(f"\n{text}", style="bold cyan")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Bar:
     """A share of the width that is left for bars, in whole characters, which survive plain text."""
 

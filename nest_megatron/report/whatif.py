@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.plain import frozen
 from nest_megatron.report.charts import IDLE, INK, PAPER, blended
 from nest_megatron.report.plan_rows import (
     PlanRow,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _DARK = "#1d4f8c"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Variant:
     """A plan's job with some settings changed.
 

@@ -16,7 +16,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ from nest_megatron.layout.diff import Change, plan_values, reason
 from nest_megatron.layout.knobs import KNOBS
 from nest_megatron.layout.layout import LAYOUT_ARGUMENTS
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.plain import frozen
 from nest_megatron.report.console import say, show
 
 #: Longest wait for the agent's store.
@@ -126,9 +127,9 @@ def require_decided(plan: ParallelPlan, max_seconds: float) -> None:
         raise UserInputError(
             "search.max_seconds",
             max_seconds,
-            limit="it ended the search, and every rank searches for itself: they could arrive at "
+            "it ended the search, and every rank searches for itself: they could arrive at "
             "different plans",
-            fix="Raise it with +nest.overrides.search.max_seconds=600, or plan once with "
+            "Raise it with +nest.overrides.search.max_seconds=600, or plan once with "
             "`nest-megatron plan`, pin the plan and launch with +nest=pinned.",
         )
 
@@ -196,7 +197,7 @@ def _compare_ranks(
 _FREE = ("use_megatron_fsdp",)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class AppPlan:
     """An application's plan, the values of its ``${nest:NAME}``, and what was assumed.
 

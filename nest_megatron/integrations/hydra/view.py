@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from nest_megatron.config.overrides import Setting, first_line, is_path, leaves,
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.files import expanded
 from nest_megatron.integrations.fields import ABSENT
+from nest_megatron.plain import frozen
 
 #: A value of the plan; the group ``auto`` writes each under a name of this node.
 PLANNED = re.compile(r"\$\{\s*nest\s*:\s*(\w+)\s*\}")
@@ -168,7 +169,7 @@ _DECIDED = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class AppSettings:
     """What a user says of the plan; ``hydra_configs/hydra_app/nest/settings.yaml`` explains it."""
 
@@ -259,7 +260,7 @@ def _setting_error(what: str, value: object, limit: str) -> UserInputError:
     return UserInputError(what, value, limit, "docs/hydra_apps.md shows each.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class AppView:
     """An application's configuration.
 
