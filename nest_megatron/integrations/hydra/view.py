@@ -17,10 +17,10 @@ from typing import Any
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.launch import Mode
 from nest_megatron.config.overrides import Setting, first_line, is_path, leaves, parse, value_text
-from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.errors import UserInputError, nearest, require_known
 from nest_megatron.files import expanded
 from nest_megatron.integrations.fields import ABSENT
-from nest_megatron.plain import frozen
+from nest_megatron.plain import Count, Source, from_plain, frozen
 
 #: A value of the plan; the group ``auto`` writes each under a name of this node.
 PLANNED = re.compile(r"\$\{\s*nest\s*:\s*(\w+)\s*\}")
@@ -175,7 +175,7 @@ class AppSettings:
 
     mode: Mode = Mode.AUTO
     cluster: str | None = None
-    num_gpus: int | None = None
+    num_gpus: Count | None = None
     model: str | None = None
     root: str = "model"
     fields: Mapping[str, str] = field(default_factory=dict)
@@ -205,59 +205,26 @@ class AppSettings:
         )
 
 
-_MODES = [Mode.AUTO.value, Mode.PINNED.value]
-#: Setting -> whether a value is one, and what it must be.
-_LIMITS = {
-    "mode": (_MODES.__contains__, f"it is {' or '.join(_MODES)}"),
-    "may_differ": (
-        lambda value: isinstance(value, list | tuple) and all(isinstance(n, str) for n in value),
-        "it is a list of names",
-    ),
-    **{
-        name: (lambda value: isinstance(value, Mapping), f"it is a mapping, +nest.{name}.KEY=VALUE")
-        for name in ("fields", "overrides")
-    },
-    **{
-        name: (lambda value: isinstance(value, str | None), "it is a name or a path")
-        for name in ("cluster", "model", "plan", "out", "root")
-    },
-    "num_gpus": (
-        lambda value: value is None or (isinstance(value, int) and value > 0 and value is not True),
-        "it is a whole number of at least 1",
-    ),
-}
+_WRITTEN = Source(correct="docs/hydra_apps.md shows each.")
 
 
 def read_settings(node: Any) -> AppSettings:
     """The settings of the ``nest`` node; an unknown key or a node of another kind is refused."""
     if not isinstance(node, Mapping | None):
-        raise _setting_error(
-            "nest", node, "the group nest was not composed, so nothing would be planned"
-        )
-    values = dict(node or {})
-    for name, value in values.items():
-        if name not in _LIMITS:
-            raise UserInputError(
-                f"nest.{name}", value, "there is no such setting", nearest(str(name), _LIMITS)
-            )
-    count, names = values.get("num_gpus"), values.get("may_differ") or ()
+        limit = "the group nest was not composed, so nothing would be planned"
+        raise UserInputError("nest", node, limit, _WRITTEN.correct)
+    open_ = ("fields", "overrides", "may_differ")
+    values = {name: each for name, each in (node or {}).items() if each or name not in open_}
+    count, names = values.get("num_gpus"), values.get("may_differ")
     if isinstance(count, str) and count.isdecimal():  # of a variable of the environment
         values["num_gpus"] = int(count)
-    values["may_differ"] = [names] if isinstance(names, str) else names
-    values |= {name: values.get(name) or {} for name in ("fields", "overrides")}
-    for name, (holds, limit) in _LIMITS.items():
-        if name in values and not holds(values[name]):
-            raise _setting_error(f"nest.{name}", values[name], limit)
-    for name, path in values["fields"].items():
-        if not isinstance(path, str):
-            raise _setting_error(
-                f"nest.fields.{name}", path, "it is the path of a field, such as arch.depth"
-            )
-    return AppSettings(**{**values, "mode": Mode(values.get("mode", Mode.AUTO))})
-
-
-def _setting_error(what: str, value: object, limit: str) -> UserInputError:
-    return UserInputError(what, value, limit, "docs/hydra_apps.md shows each.")
+    if isinstance(names, str):
+        values["may_differ"] = [names]
+    if "root" in values:
+        values["root"] = values["root"] or ""
+    if "mode" in values:
+        require_known("nest.mode", values["mode"], (Mode.AUTO.value, Mode.PINNED.value))
+    return from_plain(AppSettings, values, "nest", _WRITTEN)
 
 
 @frozen

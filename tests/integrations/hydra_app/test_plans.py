@@ -231,11 +231,11 @@ def test_a_value_that_no_plan_has(searches: list[object]) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        ("nest.mode", "off", "auto or pinned"),
+        ("nest.mode", "off", "one of auto, pinned"),
         ("nest.num_gpus", 0, "at least 1"),
-        ("nest.cluster", 3, "a name or a path"),
-        ("nest.fields.num_layers", 3, "it is the path of a field"),
-        ("nest.overrides", [1], "it is a mapping"),
+        ("nest.cluster", 3, "it must be text"),
+        ("nest.fields.num_layers", 3, "it must be text"),
+        ("nest.overrides", [1], "it must be a mapping"),
         ("nest.clusters", "x", "Did you mean cluster"),
     ],
 )
