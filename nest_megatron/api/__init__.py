@@ -7,7 +7,7 @@ results and errors are those of the command line; ``docs/api.md`` is made of the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
@@ -313,12 +313,16 @@ def plan_for_gpus(
     >>> {size: plan.predicted.fits for size, plan in found.plans().items()}
     {8: True}
     """
+
+    def planned(size: int, begun_s: Seconds) -> Plan:
+        sizes = size, global_batch_size
+        composed = compose_keywords(model, cluster, settings, config_dir, *sizes)
+        return plan_job(composed, begun_s=begun_s)
+
     results = []
     for size in _whole_numbers("gpus", gpus, "range(64, 513, 64)"):
-        sizes = size, global_batch_size
-        composed = partial(compose_keywords, model, cluster, settings, config_dir, *sizes)
         size_of = Setting(key="cluster.num_gpus", value=str(size))
-        results.append((size_of, outcome(partial(_planned, composed))))
+        results.append((size_of, outcome(partial(planned, size))))
     if all("error" in result for _, result in results):
         raise UserInputError(**results[0][1]["error"])
     rows = (sweep_row(at, [size], found) for at, (size, found) in enumerate(results))
@@ -341,10 +345,6 @@ def _whole_numbers(what: str, given: object, example: str) -> Iterator[int]:
 def _no_numbers(what: str, given: object, example: str) -> UserInputError:
     limit = "it holds whole numbers of at least 1"
     return UserInputError(what, given, limit, f"Give for example {example}.")
-
-
-def _planned(composed: Callable[[], Settings], begun_s: Seconds) -> Plan:
-    return plan_job(composed(), begun_s=begun_s)
 
 
 def table_job(composed: Settings) -> TableJob:

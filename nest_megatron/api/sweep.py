@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -47,9 +46,9 @@ from nest_megatron.plain import frozen
 from nest_megatron.planner.layouts import keep_layout
 from nest_megatron.planner.pins import read_plan
 from nest_megatron.printing import print_to_stderr
+from nest_megatron.report.charts import sweep_chart
 from nest_megatron.report.console import Shown, print_notes
 from nest_megatron.report.plan_rows import PlanRow, to_csv, to_parquet
-from nest_megatron.report.sweep_chart import sweep_chart
 from nest_megatron.report.whatif import (
     Variant,
     variants_document,
@@ -117,7 +116,12 @@ def run_jobs(jobs: Sequence[SweepJob], options: SweepOptions) -> Swept:
         KeyboardInterrupt: if the user interrupts; it says how far the jobs are.
     """
     check_launcher(options.launcher, has_folder=options.out is not None)
-    with _folder(options.out) as folder, opened(folder):
+    with ExitStack() as stack:
+        if options.out is None:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="nest-megatron-sweep-")))
+        else:
+            folder = expanded(Path(options.out.strip("'\"")), "out")
+        stack.enter_context(opened(folder))
         names = _names(jobs)
         for name in names.values() if options.out is not None else ():
             check_output("out", folder / name, force=options.force)
@@ -135,15 +139,6 @@ def run_jobs(jobs: Sequence[SweepJob], options: SweepOptions) -> Swept:
             kept = kept if options.out else "a folder (out) keeps them"
             raise KeyboardInterrupt(f"{number} of {len(jobs)} jobs are done; {kept}") from error
     return Swept(done=done, rows=rows, files=files, num_missing=len(jobs) - len(done))
-
-
-@contextlib.contextmanager
-def _folder(out: str | None) -> Iterator[Path]:
-    if out is not None:
-        yield expanded(Path(out.strip("'\"")), "out")
-        return
-    with tempfile.TemporaryDirectory(prefix="nest-megatron-sweep-") as folder:
-        yield Path(folder)
 
 
 def _run_left(folder: Path, jobs: Sequence[SweepJob], options: SweepOptions) -> None:

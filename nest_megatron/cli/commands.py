@@ -80,7 +80,7 @@ COMMANDS: Mapping[str, Loaded] = {
         "Run NEST as published: its solver's instances, and its recurrence on any job.",
         "research",
     ),
-    "network": Loaded("network", "Fit a cluster's network to timed collectives."),
+    "network": Loaded("cluster", "Fit a cluster's network to timed collectives."),
     "paper": Loaded(
         "research",
         "Repeat an experiment of the NEST paper: our result, the artifact's, the paper's.",
@@ -96,7 +96,7 @@ COMMANDS: Mapping[str, Loaded] = {
     ),
     "profiles": Loaded("profiles", "Measured layer times: list, show, export, import, verify."),
     "tune": Loaded(
-        "tune",
+        "plan",
         "Run the plans that could be the fastest for a few steps each, and choose by measured "
         "time.",
     ),

@@ -66,10 +66,10 @@ def with_defaults(
     )
 
 
-def read_defaults(environment: Mapping[str, str] = os.environ) -> tuple[Setting, ...]:
+def read_defaults() -> tuple[Setting, ...]:
     """The defaults of the site, each with its file and line; raises as ``with_defaults``."""
     found: dict[str, Setting] = {}
-    for path in site_files(_NAME, VARIABLE, environment):
+    for path in site_files(_NAME, VARIABLE, os.environ):
         own = {setting.key: setting for setting in _read(path)}
         if "cluster" in own:  # what was said of another one
             found = {key: each for key, each in found.items() if not key.startswith("cluster")}

@@ -96,9 +96,7 @@ def _billions(count: int) -> str:
     return f"{count / 1e6:.0f} M"
 
 
-def model_details(
-    spec: TransformerSpec, refusals: Mapping[str, str] | None = None
-) -> RenderableType:
+def model_details(spec: TransformerSpec, refusals: Mapping[str, str]) -> RenderableType:
     """Every field of a model that says something of it, and which frameworks take it.
 
     Args:
@@ -113,7 +111,7 @@ def model_details(
     kinds = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in _layers(spec).items())
     shown = {name: str(value) for name, value in fields.items() if value is not None}
     rows = {"parameters": f"{model_parameters(spec):,}", **active, "layers": kinds, **shown}
-    taken = pairs(_taken(refusals or {}))
+    taken = pairs(_taken(refusals))
     return Group(Text(spec.name, style="bold"), pairs(rows.items()), Text(""), taken)
 
 

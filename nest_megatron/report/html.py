@@ -104,7 +104,11 @@ def html_report(
         shortlist=plan.shortlist and shortlist_words(plan),
         search=certificate(plan.search),
         search_steps=search_steps(plan.search),
-        launches=_launches(plan, flags),
+        launches=[  # of a plan without a command its flags
+            (name, _command(plan, each), (*plan.notes, *each.notes))
+            for name, each in plan.launch.items()
+        ]
+        or [("", command_lines([*flags], indent="", width=LINE), plan.notes)],
         flags_words=_flags_words(plan),
         today=plan.today and before_after_section(plan.today, plan),
         sensitivity=sensitivity(plan, times),
@@ -184,15 +188,6 @@ def _flags_words(plan: ParallelPlan) -> str:
         f"The layout as Megatron-LM's flags, to compare: the plan is for {target}, whose "
         "configuration takes the fields under What the plan sets, and why."
     )
-
-
-def _launches(plan: ParallelPlan, flags: Iterable[str]) -> Sequence[tuple[str, str, Sequence[str]]]:
-    """Name, command and notes of each launch; of a plan without one its flags."""
-    found = [
-        (name, _command(plan, each), (*plan.notes, *each.notes))
-        for name, each in plan.launch.items()
-    ]
-    return found or [("", command_lines([*flags], indent="", width=LINE), plan.notes)]
 
 
 def _command(plan: ParallelPlan, command: LaunchCommand) -> str:

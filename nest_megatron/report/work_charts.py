@@ -234,7 +234,14 @@ def _heights(graph: ChainGraph) -> list[int]:
 
 def _draw_blocks(axes: Any, graph: ChainGraph) -> None:
     runs, top = graph.runs(), 0.0
-    times = [_limited_times(graph, run) for run in runs]
+    times = []  # of each run's operators, by the colour of what limits them
+    for run in runs:
+        works = [_Work(op.flops, op.bytes_moved) for op in graph.within(run[0])]
+        time = {
+            colour: len(run) * sum(work.time for work in works if work.colour == colour)
+            for _, colour in _LIMITS
+        }
+        times.append(time)
     longest = max((sum(time.values()) for time in times), default=0.0) or 1.0
     for run, time, height in zip(runs, times, _heights(graph), strict=True):
         name, figures = _run_words(run)
@@ -249,15 +256,6 @@ def _draw_blocks(axes: Any, graph: ChainGraph) -> None:
         top += height
     axes.set_xlim(0, 1)
     axes.set_yticks([])
-
-
-def _limited_times(graph: ChainGraph, run: Sequence[ChainBlock]) -> dict[str, float]:
-    """Times of a run's operators by the colour of what limits them."""
-    times = {ARITHMETIC: 0.0, TRAFFIC: 0.0}
-    for op in graph.within(run[0]):
-        work = _Work(op.flops, op.bytes_moved)
-        times[work.colour] += len(run) * work.time
-    return times
 
 
 def _run_words(run: Sequence[ChainBlock]) -> tuple[str, str]:
