@@ -308,14 +308,13 @@ def _command_parts(found: CommandPlan, *, with_reasons: bool) -> list[Renderable
     from nest_megatron.integrations.launchers import is_secret
     from nest_megatron.integrations.plan_output import change_rows
 
-    command, changes = found.job.command, change_rows(found.changes)
-    if not with_reasons:
-        changes = [(*each[:3], "") for each in changes]
+    rows, command = change_rows(found.changes), found.job.command
+    changes = rows if with_reasons else [(*each[:3], "") for each in rows]
+    what = "the recipe's fields" if command is None else "your command"
+    changed = [f"Changes to {what}\n", changes_table(changes, found.plan.model)]
     if command is None:
-        changed = ["Changes to the recipe's fields\n", changes_table(changes, found.plan.model), ""]
-        return changed if changes else ["The recipe is already the plan.\n"]
+        return [*changed, ""] if changes else ["The recipe is already the plan.\n"]
     launch = found.plan.launch[LAUNCHER]
-    changed = ["Changes to your command\n", changes_table(changes, found.plan.model)]
     secret = {name: text for name, text in command.environment.items() if is_secret(name)}
     given = {**secret, **launch.environment}
     before = [(name, value) for name, value in given.items() if value is not None]

@@ -20,6 +20,7 @@ from nest_megatron.profile.records import LayerProfile, Timing
 from nest_megatron.report.tables import (
     EdgelessTable,
     FittingTable,
+    Pair,
     figure_columns,
     name_columns,
     pairs,
@@ -115,7 +116,7 @@ def model_details(spec: TransformerSpec, refusals: Mapping[str, str]) -> Rendera
     return Group(Text(spec.name, style="bold"), pairs(rows.items()), Text(""), taken)
 
 
-def _taken(refusals: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _taken(refusals: Mapping[str, str]) -> Iterator[Pair]:
     """Releases of each framework that take a model, and why others do not.
 
     >>> dict(_taken({"megatron_lm_0.15": "no", "megatron_lm_0.16": "", "megatron_lm_0.17": ""}))
@@ -196,7 +197,7 @@ def cluster_details(cluster: Cluster) -> RenderableType:
     return Group(Text(cluster.name, style="bold"), pairs(rows.items()), table, pairs(sources))
 
 
-def _shares(level: NetworkLevel) -> Iterator[tuple[str, str]]:
+def _shares(level: NetworkLevel) -> Iterator[Pair]:
     """What collectives reach of a level's bandwidth, and what else of it narrows them."""
     yield from ((str(kind), f"{share:g}") for kind, share in level.efficiency.items())
     if level.reduction_efficiency is not None:

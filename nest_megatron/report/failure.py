@@ -50,22 +50,18 @@ class NothingFitsError(NestError):
     exit_code = NOTHING_FITS
 
     def __init__(self, refusal: NoPlan, notes: Sequence[str]) -> None:
-        self.refusal, self.notes = refusal, tuple(notes)
-        nearest = "the nearest" if refusal.complete else "the nearest that time allowed to find"
-        lacks = f"lacks {format_gib(refusal.missing_bytes)}"
-        super().__init__(f"{self._verdict()}; {nearest} ({refusal.nearest}) {lacks}")
-
-    def _verdict(self) -> str:
         # a rank's start needs no report
         from nest_megatron.report.memory_words import no_plan_verdict
 
-        found = self.refusal
-        unknown = found.search.not_modelled
-        return no_plan_verdict(found.missing_bytes, found.capacity_bytes, unknown)
+        self.refusal, self.notes = refusal, tuple(notes)
+        nearest = "the nearest" if refusal.complete else "the nearest that time allowed to find"
+        lacks = f"lacks {format_gib(refusal.missing_bytes)}"
+        self._verdict = no_plan_verdict(refusal)
+        super().__init__(f"{self._verdict}; {nearest} ({refusal.nearest}) {lacks}")
 
     def document(self) -> dict[str, Any]:
         """Why there is no plan, for programs."""
-        return {"no_plan": {"verdict": self._verdict(), **to_plain(self.refusal)}}
+        return {"no_plan": {"verdict": self._verdict, **to_plain(self.refusal)}}
 
     def report(self) -> Sequence[RenderableType]:
         """Why there is no plan, for people."""

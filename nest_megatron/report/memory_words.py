@@ -8,6 +8,7 @@ from nest_megatron.cost_model.memory import PEAK_ERROR, within_error
 from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE
 from nest_megatron.layout.estimate import PricedLayout
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.planner.shortage import NoPlan
 from nest_megatron.units import Bytes, format_chance, format_count, format_duration, format_gib
 
 #: Chance to run out of memory from which on it is a warning.
@@ -48,18 +49,12 @@ def plan_verdict(plan: ParallelPlan) -> str:
     return memory_verdict(found.peak_memory_bytes, found.capacity_bytes, unknown)
 
 
-def no_plan_verdict(missing: Bytes, limit: Bytes, not_modelled: Sequence[str] = ()) -> str:
-    """What can be said where no plan was found, of the nearest that is known.
-
-    >>> no_plan_verdict(9 << 30, 74 << 30)
-    'no plan is predicted to fit in memory'
-    >>> no_plan_verdict(9 << 30, 74 << 30, ["--cpu-offloading-num-layers"])
-    'no plan fits in what is modelled of memory; not modelled: --cpu-offloading-num-layers'
-    """
-    if not_modelled:
-        unknown = ", ".join(not_modelled)
+def no_plan_verdict(refusal: NoPlan) -> str:
+    """What can be said where no plan was found, of the nearest that is known."""
+    if unknown := ", ".join(refusal.search.not_modelled):
         return f"no plan fits in what is modelled of memory; not modelled: {unknown}"
-    if within_error(limit + missing, limit):
+    limit = refusal.capacity_bytes
+    if within_error(limit + refusal.missing_bytes, limit):
         return (
             f"no plan is predicted to fit, but the nearest lacks less than the error of such "
             f"predictions ({100 * PEAK_ERROR:.1f} %), so it may fit"

@@ -26,7 +26,9 @@ from nest_megatron.report.tables import (
 from nest_megatron.report.words import degrees, incomplete_ranking, narrow_words, range_words, ties
 from nest_megatron.units import GIB, Seconds, format_chance, format_seconds
 
-#: What a column of the runners-up says where nothing is unusual; a degree is 1.
+#: Columns that the runners-up always have, and what another says where nothing is unusual; a
+#: degree is 1.
+_ALWAYS = ("#", "Step", "Slower", "TP", "PP", "DP")
 _USUAL = {"Order": "dp-pp", "Recompute": "none"}
 _SHORT = {
     "core_attn": "attn",
@@ -42,33 +44,34 @@ def alternatives_table(plan: ParallelPlan) -> RenderableType:
 
     "P(slower)" is the chance that a runner-up is the slower one of the two.
     """
-    own, others = as_alternative(plan), plan.alternatives
-    sure = [None if o.chance_slower is None else f"{100 * o.chance_slower:.0f} %" for o in others]
-    columns = {
-        "#": ["plan", *(str(number) for number, _ in enumerate(others, start=1))],
-        "Step": [format_seconds(each.iteration_time_s) for each in (own, *others)],
-        "Slower": ["-", *(f"{other.slower_percent:.2f} %" for other in others)],
-    }
-    if any(sure):
-        columns["P(slower)"] = ["", *(each or "" for each in sure)]
-    degrees_of = [degree_cells(each) for each in (own, *others)]
-    usual = {"GPUs": str(plan.cluster.num_gpus), **_USUAL}
-    for name in degrees_of[0]:
-        cells = [each[name] for each in degrees_of]
-        if name in ("TP", "PP", "DP") or {*cells} != {usual.get(name, "1")}:
-            columns[name] = cells
+    rows = [
+        {
+            "#": str(number) if number else "plan",
+            "Step": format_seconds(each.iteration_time_s),
+            "Slower": f"{each.slower_percent:.2f} %" if number else "-",
+            "P(slower)": "" if each.chance_slower is None else f"{100 * each.chance_slower:.0f} %",
+            **degree_cells(each),
+        }
+        for number, each in enumerate((as_alternative(plan), *plan.alternatives))
+    ]
+    usual = {"GPUs": str(plan.cluster.num_gpus), "P(slower)": "", **_USUAL}
     table = FittingTable()
-    for head, cells in columns.items():
-        # Recomputed modules are the one text that gives way on a narrow terminal.
-        last = head == "Recompute"
-        table.add_column(
-            head,
-            justify="left" if last or head == "#" else "right",
-            no_wrap=True,
-            min_width=6 if last else max(map(len, (head, *cells))),
-        )
-    for row in zip(*columns.values(), strict=True):
-        table.add_row(*row, style="bold" if row[0] == "plan" else None)
+    heads = []
+    for head in rows[0]:
+        cells = {row[head] for row in rows}
+        if head in _ALWAYS or cells - {usual.get(head, "1")}:
+            # Recomputed modules are the one text that gives way on a narrow terminal.
+            last = head == "Recompute"
+            table.add_column(
+                head,
+                justify="left" if last or head == "#" else "right",
+                no_wrap=True,
+                min_width=6 if last else max(map(len, (head, *cells))),
+            )
+            heads.append(head)
+    for row in rows:
+        style = "bold" if row["#"] == "plan" else None
+        table.add_row(*(row[head] for head in heads), style=style)
     said = filter(None, (ties(plan), incomplete_ranking(plan.search)))
     return Group(table, *map(indented, said))
 

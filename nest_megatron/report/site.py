@@ -8,7 +8,7 @@ from rich.text import Text
 from nest_megatron.cost_model.site import Site, UnseenErrors
 from nest_megatron.layout.estimate import SiteChange, Uncertainty
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.report.tables import EdgelessTable, figure_columns, indented, name_columns
+from nest_megatron.report.tables import EdgelessTable, Pair, figure_columns, indented, name_columns
 from nest_megatron.units import (
     GIB,
     counted,
@@ -75,7 +75,7 @@ def site_words(site: SiteChange, known: Uncertainty) -> str:
     return said
 
 
-def memory_rows(plan: ParallelPlan) -> list[tuple[str, str]]:
+def memory_rows(plan: ParallelPlan) -> list[Pair]:
     """What a site's runs make of a plan's peak memory, where they say something of it."""
     site, known = plan.provenance.site, plan.uncertainty
     if site is None or site.memory is None:
@@ -116,10 +116,10 @@ _PARTS = {
 _LEAST_TOLD = 0.05
 
 
-def site_rows(site: SiteChange) -> list[tuple[str, str]]:
+def site_rows(site: SiteChange) -> list[Pair]:
     """What a site's calibration says, mechanism by mechanism, and the prediction without it."""
     before = format_range(site.without_low_s, site.without_high_s)
-    rows = [
+    rows: list[Pair] = [
         ("Calibration", f"{site.name} ({site.digest}), runs from {site.first} to {site.last}"),
         ("Without it", f"{format_seconds(site.without_s)}, {before} in 9 of 10 runs"),
     ]

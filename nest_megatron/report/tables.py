@@ -14,6 +14,9 @@ from rich.text import Text
 
 from nest_megatron.plain import frozen
 
+#: A name, and what is said of it.
+Pair = tuple[str, str | Text]
+
 #: Least width of a column of words, which wraps; of one that is cut with an ellipsis by design.
 _WORDS, _CUT = 12, 8
 #: Columns of the longest bar, and of the shortest on a narrow terminal.
@@ -121,7 +124,7 @@ def figure(value: float | None, digits: int = 1, *, signed: bool = False) -> str
     return f"{value:+.{digits}f}" if signed else f"{value:.{digits}f}"
 
 
-def pairs(rows: Iterable[tuple[str, str | Text]]) -> RenderableType:
+def pairs(rows: Iterable[Pair]) -> RenderableType:
     """Names beside what is said of them."""
     columns = *name_columns("", style="cyan"), *word_columns("")
     table = Table.grid(*columns, padding=(0, 2, 0, 0))

@@ -33,6 +33,7 @@ from nest_megatron.report.site import memory_rows, site_rows, site_words
 from nest_megatron.report.tables import (
     Bar,
     FittingTable,
+    Pair,
     figure_columns,
     heading,
     indented,
@@ -128,13 +129,13 @@ def title(plan: ParallelPlan) -> Text:
     return found.append(f", {plan.cluster.name}")
 
 
-def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
+def summary_rows(plan: ParallelPlan) -> list[Pair]:
     """What a plan is, by name: its figures, its layout, and why this one."""
     predicted, layout = plan.predicted, plan.layout
     number = layout.num_microbatches
     batches = f"{number} micro batch{'es' if number > 1 else ''}"
     step = Text(format_seconds(predicted.iteration_time_s), style="bold green")
-    rows: list[tuple[str, str | Text]] = [
+    rows: list[Pair] = [
         ("Step", step.append(f"   {rates(plan)}", style="not bold default")),
         *job_rows(plan),
         ("Range", ranged_words(plan.uncertainty, plan.provenance.own_runs)),
@@ -162,7 +163,7 @@ def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
     return rows + [("Suggestion", offer) for offer in plan.offers]
 
 
-def job_rows(plan: ParallelPlan) -> Iterator[tuple[str, str]]:
+def job_rows(plan: ParallelPlan) -> Iterator[Pair]:
     """What is known of a job beside its step: cost, goodput, a growing batch, sequences, site."""
     train, step_s = plan.train, plan.predicted.iteration_time_s
     if train.precision.value != "bf16":
@@ -178,7 +179,7 @@ def job_rows(plan: ParallelPlan) -> Iterator[tuple[str, str]]:
         yield "This site", site_words(plan.provenance.site, plan.uncertainty)
 
 
-def today_rows(plan: ParallelPlan) -> Iterator[tuple[str, str | Text]]:
+def today_rows(plan: ParallelPlan) -> Iterator[Pair]:
     """What became of the present layout, where no table of both stands above."""
     if plan.present is not None and (plan.present.is_kept or plan.today is None):
         yield "Today", Text(present_words(plan), style="bold" if plan.present.is_kept else "")
@@ -303,7 +304,7 @@ def _runs(layers: Iterable[str]) -> str:
     return ", ".join(f"{count} x {text}" if count > 1 else text for text, count in runs)
 
 
-def provenance_rows(plan: ParallelPlan) -> list[tuple[str, str]]:
+def provenance_rows(plan: ParallelPlan) -> list[Pair]:
     """Where a plan comes from, by name."""
     made = plan.provenance
     framework = " ".join(filter(None, (made.framework, made.framework_version)))
@@ -345,7 +346,7 @@ def no_plan_report(refusal: NoPlan) -> RenderableType:
     """Nothing fits: by how much, where, and what helps."""
     most = "" if refusal.complete else "at most "
     nearest = "Nearest plan" if refusal.complete else "Nearest seen"
-    rows: list[tuple[str, str | Text]] = [
+    rows: list[Pair] = [
         ("Binding", "peak memory per GPU, of the plan that lacks least"),
         ("Missing", Text(f"{most}{format_gib(refusal.missing_bytes)}", style="bold red")),
         (
@@ -355,8 +356,7 @@ def no_plan_report(refusal: NoPlan) -> RenderableType:
         ),
         (nearest, describe_grid(refusal.shortage.grid)),
     ]
-    unknown = refusal.search.not_modelled
-    verdict = no_plan_verdict(refusal.missing_bytes, refusal.capacity_bytes, unknown)
+    verdict = no_plan_verdict(refusal)
     incomplete = (
         "Time ended the search for the nearest: another plan may lack less. Raise "
         f"{typed_setting(MAX_SECONDS)} to have it."
@@ -429,7 +429,7 @@ class _Flags:
         yield Text(command_lines(self._words, width=options.max_width - 2))
 
 
-def _prediction(plan: ParallelPlan) -> Iterator[tuple[str, str | Text]]:
+def _prediction(plan: ParallelPlan) -> Iterator[Pair]:
     """The step, the layout and the memory; beside today's where that is known."""
     known, predicted = plan.uncertainty, plan.predicted
     today = plan.today
@@ -452,7 +452,7 @@ def _prediction(plan: ParallelPlan) -> Iterator[tuple[str, str | Text]]:
     yield "Confidence", f"{confidence_words(known, plan.provenance.site, kind=False)}; {measured}"
 
 
-def _changed(plan: ParallelPlan, found: BeforeAfter) -> Iterator[tuple[str, str | Text]]:
+def _changed(plan: ParallelPlan, found: BeforeAfter) -> Iterator[Pair]:
     """What a job runs today and the plan, in four lines."""
     before, changes, predicted = found.before, found.changes, plan.predicted
     assert before is not None
@@ -474,7 +474,7 @@ def _changed(plan: ParallelPlan, found: BeforeAfter) -> Iterator[tuple[str, str 
         yield "Needs" if words == needed else "Checkpoint", words
 
 
-def _choices(plan: ParallelPlan) -> Iterator[tuple[str, str | Text]]:
+def _choices(plan: ParallelPlan) -> Iterator[Pair]:
     """Faster and safer layouts with their price, what may be changed, and what is proven."""
     yield from other_layouts(plan)
     if plan.offers:

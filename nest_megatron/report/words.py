@@ -56,23 +56,16 @@ MEMORY_WORDS = {
     "working": "working memory",
 }
 
-#: Blocks of layers for people, and the size that one may have for itself.
+#: Blocks of layers for people whose own names do not say it, and the size that one may have.
 _NAMES = {
-    LayerBlock.EMBEDDING: "embedding",
     LayerBlock.ENCODER: "encoder of images",
-    LayerBlock.PROJECTOR: "projector",
-    LayerBlock.ATTENTION: "attention",
     LayerBlock.WINDOW_ATTENTION: "sliding-window attention",
-    LayerBlock.CHUNKED_ATTENTION: "chunked attention",
-    LayerBlock.GATED_DELTA_NET: "gated delta net",
     LayerBlock.MAMBA: "Mamba",
-    LayerBlock.CROSS_ATTENTION: "cross attention",
     LayerBlock.ENCODER_ATTENTION: "attention of the encoder",
     LayerBlock.DENSE: "MLP",
     LayerBlock.LINEAR_FOR_ATTENTION: "linear layer for attention",
     LayerBlock.LINEAR_FOR_MLP: "linear layer for an MLP",
     LayerBlock.ENCODER_DENSE: "MLP of the encoder",
-    LayerBlock.EXPERTS: "experts",
     LayerBlock.MTP: "multi-token prediction",
     LayerBlock.HEAD: "loss head",
 }
@@ -393,7 +386,7 @@ def stage_legend(spec: TransformerSpec) -> str:
 def block_name(block: LayerBlock) -> str:
     """What a block is, and the size that it has for itself."""
     size = "" if block.size is None else f" ({_SIZES[block.base].format(block.size)})"
-    return _NAMES[block.base] + size
+    return _NAMES.get(block.base, block.base.value.replace("_", " ")) + size
 
 
 def layout_words(layout: PartialLayout) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -128,8 +129,14 @@ def test_near_the_limit_memory_proves_nothing(over: float, verdict: str) -> None
 
 
 def test_no_plan_near_the_limit() -> None:
-    assert "may fit" in no_plan_verdict(GIB, 74 * GIB)
-    assert no_plan_verdict(9 * GIB, 74 * GIB) == "no plan is predicted to fit in memory"
+    def verdict(missing: int, *not_modelled: str) -> str:
+        search = SimpleNamespace(not_modelled=not_modelled)
+        found = SimpleNamespace(search=search, missing_bytes=missing, capacity_bytes=74 * GIB)
+        return no_plan_verdict(found)
+
+    assert "may fit" in verdict(GIB)
+    assert verdict(9 * GIB) == "no plan is predicted to fit in memory"
+    assert verdict(9 * GIB, "--use-nccl-ub").endswith("memory; not modelled: --use-nccl-ub")
 
 
 def test_the_script_that_nvidia_ships_is_priced_with_its_flags() -> None:

@@ -407,17 +407,12 @@ def _at_home(settings: AppSettings, begun_in: Path | None) -> AppSettings:
     """Settings whose paths are as they were typed: Hydra may start a job in a folder of its own."""
     if begun_in is None or begun_in == Path.cwd():
         return settings
-    files = {"plan": settings.plan, "out": settings.out}
-    files |= {
-        name: value
-        for name, value in (("cluster", settings.cluster), ("model", settings.model))
-        if value is not None and is_path(value)
-    }
-    there: dict[str, Any] = {
-        name: str(begun_in / expanded(Path(value), f"nest.{name}"))
-        for name, value in files.items()
-        if value not in (None, "-")
-    }
+    there: dict[str, Any] = {}
+    for name in ("plan", "out", "cluster", "model"):
+        value = getattr(settings, name)
+        is_file = value not in (None, "-") and (name in ("plan", "out") or is_path(value))
+        if is_file:
+            there[name] = str(begun_in / expanded(Path(value), f"nest.{name}"))
     return dataclasses.replace(settings, **there)
 
 
