@@ -153,7 +153,13 @@ def extract(
     shard = read_shard(composed, spec, flags)
     shard = dataclasses.replace(shard, flash_attention=not unfused)
     source = None if closed_form else Implementation(implementation)
-    layers = {kind: _layer(spec, kind, shard, source) for kind in _kinds(spec, layer)}
+    kinds = list(dict.fromkeys(spec.layer_kinds()))
+    if layer != "all" and layer not in kinds:
+        raise UserInputError(
+            "--layer", layer, f"{spec.name} has no such layer", f"It has {', '.join(kinds)}."
+        )
+    kinds = kinds if layer == "all" else [LayerKind(layer)]
+    layers = {kind: _layer(spec, kind, shard, source) for kind in kinds}
     pictures = _draw(draw, spec, shard, layers)
     idle = {k for k in composed.given if k not in _MATTERS and not k.startswith("model.")}
     notes = [f"{key} does not change the work of a layer." for key in sorted(idle)]
@@ -193,16 +199,6 @@ def _extract_module(
     from nest_megatron.report.operator_table import chain_report
 
     show(chain_report(graph), *(f"Wrote {path}." for path in pictures))
-
-
-def _kinds(spec: TransformerSpec, layer: str) -> list[LayerKind]:
-    """The kinds of layer asked for, in the order of the model."""
-    known = list(dict.fromkeys(spec.layer_kinds()))
-    if layer != "all" and layer not in known:
-        raise UserInputError(
-            "--layer", layer, f"{spec.name} has no such layer", f"It has {', '.join(known)}."
-        )
-    return known if layer == "all" else [LayerKind(layer)]
 
 
 def _layer(

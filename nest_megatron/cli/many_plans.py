@@ -22,7 +22,7 @@ from nest_megatron.api.sweep import (
 )
 from nest_megatron.cli.command_kinds import forced
 from nest_megatron.cli.planning import CommandOptions, PlanOptions, composed_settings
-from nest_megatron.config.compose import Settings, compose
+from nest_megatron.config.compose import compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import (
     Setting,
@@ -60,7 +60,22 @@ def run_plan_table(options: PlanOptions, nodes: str) -> int:
         )
     composed = settings_for_nodes(composed_settings(settings, options.config_dir), counts)
     with progress() as report:
-        job = _table_job(composed, options)
+        if (command := options.command()) is None:
+            job = table_job(composed)
+        else:
+            own, request = read_request(
+                command.text,
+                composed,
+                free=command.free,
+                version=command.version,
+                strict=command.strict,
+            )
+            job = TableJob(
+                request=request,
+                version=own.version,
+                values=own.values,
+                finished=lambda found: command_of_plan(own, request, composed, found).plan,
+            )
         made = plan_for_nodes(dataclasses.replace(job, on_progress=report), counts)
     found = PlanTable(record=made, notes=job.request.notes)
     out = composed.out
@@ -73,24 +88,6 @@ def run_plan_table(options: PlanOptions, nodes: str) -> int:
     if out is not None:
         say(f"Written to {out}; `nest-megatron pin {out}` freezes it for +nest=pinned.")
     return OK
-
-
-def _table_job(composed: Settings, options: PlanOptions) -> TableJob:
-    if (command := options.command()) is None:
-        return table_job(composed)
-    job, request = read_request(
-        command.text,
-        composed,
-        free=command.free,
-        version=command.version,
-        strict=command.strict,
-    )
-    return TableJob(
-        request=request,
-        version=job.version,
-        values=job.values,
-        finished=lambda found: command_of_plan(job, request, composed, found).plan,
-    )
 
 
 def run_sweep(options: PlanOptions) -> int:

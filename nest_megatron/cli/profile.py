@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -69,6 +70,8 @@ from nest_megatron.units import counted
 if TYPE_CHECKING:
     from nest_megatron.profile.layer_timer import Measuring
 
+#: Shapes of one reason that are named.
+_NAMED = 3
 #: A block and how it is divided (``Timing.shape``).
 Shape = tuple[object, ...]
 
@@ -363,8 +366,13 @@ def _tell(own: RankTasks, found: Timed, network_out: Path | None, *, as_json: bo
         later = f", {left} were not begun in time (--max-seconds)" if left else ""
         shapes = f"{len(timings)} of {counted(len(own.shapes), 'shape')}"
         say(f"{shapes} timed in {found.seconds:.0f} s{stored}{later}.")
-    for line in _not_timed(skipped):
-        say(line)
+    reasons = defaultdict(list)
+    for one in skipped:
+        reasons[one.reason].append(one)
+    for reason, those in reasons.items():
+        more = f"; and {len(those) - _NAMED} more" if len(those) > _NAMED else ""
+        named = "; ".join(str(one.task) for one in those[:_NAMED])
+        say(f"Not timed ({reason}): {named}{more}.")
     if rest := ", ".join(analytic):
         say(f"No time of {rest} is stored: plans take it from data sheets or imported profiles.")
     if profile is not None:
@@ -377,18 +385,3 @@ def _tell(own: RankTasks, found: Timed, network_out: Path | None, *, as_json: bo
         show(profile_lines(measured), *table, notes)
         say(f"The network is in {written}; `nest-megatron network import {written} --cluster NAME")
         say("--out measured.yaml` makes a cluster of it.")
-
-
-#: Shapes of one reason that are named.
-_NAMED = 3
-
-
-def _not_timed(skipped: Sequence[Skipped]) -> Iterator[str]:
-    """A line for each reason, with the shapes that it is of."""
-    reasons: dict[str, list[Skipped]] = {}
-    for one in skipped:
-        reasons.setdefault(one.reason, []).append(one)
-    for reason, those in reasons.items():
-        more = f"; and {len(those) - _NAMED} more" if len(those) > _NAMED else ""
-        named = "; ".join(str(one.task) for one in those[:_NAMED])
-        yield f"Not timed ({reason}): {named}{more}."

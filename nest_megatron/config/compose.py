@@ -89,7 +89,12 @@ def compose(
         UserInputError: for a value of the wrong type, an unknown name or an unreadable file.
     """
     with naming_defaults(overrides):
-        notes = list(_length_notes(overrides))
+        notes = []
+        for setting in overrides:  # a power of two may be meant
+            size = (setting.value or "").removesuffix("k")
+            if setting.key.endswith(".seq_length") and size.isdecimal() and size != setting.value:
+                kibi = f"{size}Ki is {1024 * int(size):,}"
+                notes.append(f"{setting} is {1000 * int(size):,} tokens; {kibi}.")
         folder = None if config_dir is None else _existing_folder(config_dir)
         chosen = _with_undivided_levels(overrides)
         chosen = _with_numbered_levels(chosen, folder, described)
@@ -156,15 +161,6 @@ def _with_model_as_flags(settings: Sequence[Setting]) -> Sequence[Setting]:
         words.append(shlex.join([f"--{name}", setting.value or ""]))
     others = [s for s in settings if s not in fields and s.key != "flags"]
     return [*others, Setting(key="flags", value=" ".join(words))]
-
-
-def _length_notes(settings: Sequence[Setting]) -> Iterator[str]:
-    """What a decimal prefix of a sequence length means, where a power of two may be meant."""
-    for setting in settings:
-        key, value = setting.key, setting.value or ""
-        if key.endswith(".seq_length") and value[:-1].isdecimal() and value.endswith("k"):
-            size = int(value[:-1])
-            yield f"{setting} is {1000 * size:,} tokens; {size}Ki is {1024 * size:,}."
 
 
 def _with_numbered_levels(

@@ -23,7 +23,6 @@ from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.files import require_unwritable
 from nest_megatron.layout.policy import Policy, PolicyError, PolicyFile
 from nest_megatron.layout.recompute import RecomputeGranularity, RecomputeModule
-from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.minisign import is_public_line
 from nest_megatron.plain import Source, from_plain
 from nest_megatron.planner.request import NumericOffer
@@ -138,19 +137,13 @@ def space_within(space: SearchSpace, policy: Policy, cluster: Cluster) -> dict[s
             found["without_modules"] = frozenset(RecomputeModule)
         if RecomputeGranularity.FULL in recompute:
             found["full_recompute"] = False
-        found["zero_stages"] = _allowed_stages(space.sharding, found["zero_stages"], file)
+        kinds = {stage: space.sharding or stage.sharding for stage in found["zero_stages"]}
+        left = tuple(each for each in kinds if kinds[each] not in rules.forbidden_sharding)
+        if not left:
+            value = ", ".join(sorted({kind.value for kind in kinds.values()}))
+            raise file.broken("plan.forbidden_sharding", "sharding", value, "it is forbidden")
+        found["zero_stages"] = left
     return found
-
-
-def _allowed_stages(
-    sharding: DataParallelSharding | None, stages: Iterable[ZeroStage], file: PolicyFile
-) -> tuple[ZeroStage, ...]:
-    kinds = {stage: sharding or stage.sharding for stage in stages}
-    left = tuple(each for each in kinds if kinds[each] not in file.plan.forbidden_sharding)
-    if not left:
-        value = ", ".join(sorted({kind.value for kind in kinds.values()}))
-        raise file.broken("plan.forbidden_sharding", "sharding", value, "it is forbidden")
-    return left
 
 
 def settings_within(settings: CostSettings, policy: Policy) -> CostSettings:

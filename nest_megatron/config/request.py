@@ -82,7 +82,7 @@ from nest_megatron.layout.knobs import (
     unknown_packages,
 )
 from nest_megatron.layout.numeric_knobs import MEMORY_KNOBS, NUMERIC_KNOBS
-from nest_megatron.layout.policy import Policy, PolicyError
+from nest_megatron.layout.policy import PolicyError
 from nest_megatron.layout.rulebook.devices import device_notes, require_recipe
 from nest_megatron.layout.rulebook.facts import is_within
 from nest_megatron.layout.zero import ZeroStage
@@ -260,7 +260,11 @@ def request_for(
             require_buildable(spec, target)
             of_job["fixed"] = buildable_degrees(spec, target, space.fixed)
         space = replace(space, **within, **of_job)
-        offer = offer and _offer_within(offer, of_job, policy, cluster)
+        offered, offer = offer, None  # another sharding, if a policy leaves any of it
+        with contextlib.suppress(PolicyError):
+            if offered is not None:
+                inside = space_within(offered.space, policy, cluster)
+                offer = replace(offered, space=replace(offered.space, **inside, **of_job))
         defaults = tuple(f"{each} from {each.origin}" for each in settings.defaults)
         if defaults:
             notes.append(f"Defaults of this site: {'; '.join(defaults)}.")
@@ -325,16 +329,6 @@ def request_for(
             given=recorded_settings(settings),
             site=site,
         )
-
-
-def _offer_within(
-    offer: Offer, of_job: Mapping[str, Any], policy: Policy, cluster: Cluster
-) -> Offer | None:
-    """Another sharding that is priced beside the plan, if a policy leaves any of it."""
-    with contextlib.suppress(PolicyError):
-        within = space_within(offer.space, policy, cluster)
-        return replace(offer, space=replace(offer.space, **within, **of_job))
-    return None
 
 
 def _other_spaces(

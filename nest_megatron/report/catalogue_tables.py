@@ -44,22 +44,25 @@ def model_document(
         notes: what was not read of its file.
         refusals: why each target does not take it, empty where it does; ``None`` leaves it out.
     """
-    counts = {
+    found = {
+        **to_plain(spec),
         "parameters": model_parameters(spec),
         "active_parameters": active_model_parameters(spec),
+        "layer_kinds": _layers(spec),
+        "notes": list(notes),
     }
-    said = {"layer_kinds": _layers(spec), "notes": list(notes)}
     if refusals is not None:
-        said["targets"] = [name for name, why in refusals.items() if not why]
-        said["refused_by"] = {name: why for name, why in refusals.items() if why}
-    return {**to_plain(spec), **counts, **said}
+        found["targets"] = [name for name, why in refusals.items() if not why]
+        found["refused_by"] = {name: why for name, why in refusals.items() if why}
+    return found
 
 
 def _layers(spec: TransformerSpec) -> dict[str, int]:
     """Decoder layers by kind, and MTP layers."""
-    counted = Counter(kind.value for kind in spec.layer_kinds() if kind.is_layer)
-    mtp = {LayerKind.MTP.value: spec.num_mtp_layers} if spec.num_mtp_layers else {}
-    return {**counted, **mtp}
+    found = Counter(kind.value for kind in spec.layer_kinds() if kind.is_layer)
+    if spec.num_mtp_layers:
+        found[LayerKind.MTP.value] = spec.num_mtp_layers
+    return found
 
 
 def models_table(specs: Sequence[TransformerSpec]) -> RenderableType:
@@ -105,15 +108,18 @@ def model_details(spec: TransformerSpec, refusals: Mapping[str, str]) -> Rendera
     """
     fields = to_plain(spec)
     del fields["moe_layer_pattern"]  # one number a layer, counted by kind
-    experts = () if spec.is_moe else _OF_EXPERTS
-    without = (*experts, *(() if spec.multi_latent_attention else _OF_LATENT))
-    fields = {name: value for name, value in fields.items() if not name.startswith(without)}
-    active = {"active parameters": f"{active_model_parameters(spec):,}"} if spec.is_moe else {}
-    kinds = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in _layers(spec).items())
-    shown = {name: str(value) for name, value in fields.items() if value is not None}
-    rows = {"parameters": f"{model_parameters(spec):,}", **active, "layers": kinds, **shown}
-    taken = pairs(_taken(refusals))
-    return Group(Text(spec.name, style="bold"), pairs(rows.items()), Text(""), taken)
+    idle: tuple[str, ...] = () if spec.is_moe else _OF_EXPERTS
+    idle += () if spec.multi_latent_attention else _OF_LATENT
+    rows = {"parameters": f"{model_parameters(spec):,}"}
+    if spec.is_moe:
+        rows["active parameters"] = f"{active_model_parameters(spec):,}"
+    kinds = _layers(spec).items()
+    rows["layers"] = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in kinds)
+    for name, value in fields.items():
+        if value is not None and not name.startswith(idle):
+            rows[name] = str(value)
+    title, taken = Text(spec.name, style="bold"), pairs(_taken(refusals))
+    return Group(title, pairs(rows.items()), Text(""), taken)
 
 
 def _taken(refusals: Mapping[str, str]) -> Iterator[Pair]:

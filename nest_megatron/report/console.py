@@ -202,8 +202,8 @@ def error_fields(error: Exception) -> dict[str, Any]:
     """An error for a program that reads it."""
     if not isinstance(error, UserInputError):
         return {"what": type(error).__name__, "value": None, "limit": str(error), "fix": ""}
-    told = {"what": error.what, "value": _finite(error.value)}
-    return {**told, "limit": error.limit, "fix": error.fix}
+    names = ("what", "value", "limit", "fix")
+    return {name: _finite(getattr(error, name)) for name in names}
 
 
 def _finite(value: Any) -> Any:

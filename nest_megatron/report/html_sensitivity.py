@@ -112,9 +112,8 @@ def sensitivity(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[
     steps += [other.iteration_time_s for other in plan.alternatives]
     if not all(map(same_price, (each.step_s for each in now), steps)):
         return None
-    rows, without = [], []
+    rows, without, job = [], [], (plan.cluster, settings)
     for figure in (*_figures(plan), *_assumptions(plan, settings)):
-        job = plan.cluster, settings
         jobs = {words: figure.times(job, factor) for factor, words in _FACTORS.items()}
         changed = {words: job and price(job) for words, job in jobs.items()}
         row = _row(plan, figure, now, changed)
@@ -165,13 +164,12 @@ def _figures(plan: ParallelPlan) -> Iterator[_Figure]:
     cluster, device = plan.cluster, plan.cluster.accelerator
     for number in reached_levels(cluster):
         level = cluster.levels[number]
-        path = (0, "levels", number)
         bandwidth = f"{level.bandwidth_bytes_per_s / GB:g} GB/s per GPU"
         for name, value, field in (
             ("bandwidth", bandwidth, "bandwidth_bytes_per_s"),
             ("latency", f"{1e6 * level.latency_s:g} us", "latency_s"),
         ):
-            yield _Figure(f"{name} of level {level.name}", value, (*path, field))
+            yield _Figure(f"{name} of level {level.name}", value, (0, "levels", number, field))
     used = _format(plan, device)
     peak = f"{device.peak_flops_per_s[used] / 1e12:,.0f} TFLOP/s in {used}"
     bandwidth = f"{device.memory_bandwidth_bytes_per_s / GB:,.0f} GB/s"

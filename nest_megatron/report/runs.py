@@ -258,9 +258,7 @@ def _who(run: RunRecord | RefusedLaunch) -> str:
 def _ranks_table(run: RunRecord) -> RenderableType:
     measured = run.measured
     assert measured is not None
-    rows = zip(
-        range(len(run.hosts)), run.hosts, measured.busy_s, measured.peak_memory_bytes, strict=False
-    )
+    ranks = zip(run.hosts, measured.busy_s, measured.peak_memory_bytes, strict=False)
     return FittingTable(
         *figure_columns("Rank"),
         *name_columns("Host"),
@@ -272,6 +270,6 @@ def _ranks_table(run: RunRecord) -> RenderableType:
                 "" if busy is None else format_seconds(busy),
                 "" if peak is None else format_gib(peak),
             )
-            for rank, host, busy, peak in rows
+            for rank, (host, busy, peak) in enumerate(ranks)
         ),
     )

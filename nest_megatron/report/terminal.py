@@ -404,7 +404,12 @@ def answer_report(
         flags: the layout in Megatron's own words, where they are to be pasted.
         environment: variables that the launch needs with them.
     """
-    rows, more = [*_prediction(plan)], [*_choices(plan)]
+    rows, more = [*_prediction(plan)], list[Pair](other_layouts(plan))
+    if plan.offers:
+        changes = counted(len(plan.offers), "change")
+        more.append(("Suggestions", f"{changes} would gain time or memory at a price: see explain"))
+    if plan.search.certificate != "fixed":
+        more.append(("Search", short_proof(plan)))
     if not flags:
         return Group(title(plan), pairs(rows + more))
     variables = (environment or {}).items()
@@ -472,13 +477,3 @@ def _changed(plan: ParallelPlan, found: BeforeAfter) -> Iterator[Pair]:
     for needed in found.needs:
         words = needed.removeprefix("Checkpoint: ")
         yield "Needs" if words == needed else "Checkpoint", words
-
-
-def _choices(plan: ParallelPlan) -> Iterator[Pair]:
-    """Faster and safer layouts with their price, what may be changed, and what is proven."""
-    yield from other_layouts(plan)
-    if plan.offers:
-        changes = counted(len(plan.offers), "change")
-        yield "Suggestions", f"{changes} would gain time or memory at a price: see explain"
-    if plan.search.certificate != "fixed":
-        yield "Search", short_proof(plan)

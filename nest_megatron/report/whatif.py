@@ -217,7 +217,12 @@ def variants_page(present: ParallelPlan | None, variants: Sequence[Variant]) -> 
     ]
     figures = ["Step", "9 of 10 runs", "vs plan", "Tok/s/GPU", *price_heads(ranged)]
     head = ["Change", "Best layout", "Chosen layout", *figures]
-    unchanged, choices = cells[0], _choices(variants[1:])
+    unchanged, changed = cells[0], variants[1:]
+    choices = {}  # what a reader picks a row by: values of each setting that has several
+    for key in _axes(changed):
+        values = [*dict.fromkeys(each.row.settings[key] for each in changed)]
+        if len(values) > 1:
+            choices[key] = values
     step = f": {unchanged['Step']} a step" if "Step" in unchanged else ""
     return render_page(
         "whatif.html",
@@ -225,7 +230,7 @@ def variants_page(present: ParallelPlan | None, variants: Sequence[Variant]) -> 
         script="pick.js",
         headline=f"Unchanged: {unchanged['Best layout']}{step}",
         range=_common_words(before),
-        maps=list(_heat_maps(variants[1:])),
+        maps=list(_heat_maps(changed)),
         nothing=(IDLE, INK),
         shade=partial(blended, PAPER, _DARK),
         format_count=format_count,
@@ -234,7 +239,11 @@ def variants_page(present: ParallelPlan | None, variants: Sequence[Variant]) -> 
         rows=[
             {
                 "cells": [each.get(name, "-").replace("\n", ", ") for name in head],
-                "place": _place(variant, choices),
+                "place": ",".join(
+                    str(values.index(variant.row.settings[key]))
+                    for key, values in choices.items()
+                    if key in variant.row.settings  # those of the unchanged job are not
+                ),
             }
             for each, variant in zip(ranged, variants, strict=True)
         ],
@@ -296,18 +305,3 @@ def _axes(changed: Sequence[Variant]) -> list[str]:
     keys = list(changed[0].row.settings) if changed else []
     several = [key for key in keys if len({each.row.settings[key] for each in changed}) > 1]
     return several or keys[:1]
-
-
-def _choices(changed: Sequence[Variant]) -> dict[str, list[str]]:
-    """Values of each setting that has several: what a reader picks a row by."""
-    found = {
-        key: [*dict.fromkeys(each.row.settings[key] for each in changed)] for key in _axes(changed)
-    }
-    return {key: values for key, values in found.items() if len(values) > 1}
-
-
-def _place(variant: Variant, choices: Mapping[str, Sequence[str]]) -> str:
-    """Numbers of a job's values among them; nothing of the unchanged one."""
-    given = variant.row.settings
-    own = (str(values.index(given[key])) for key, values in choices.items() if key in given)
-    return ",".join(own)

@@ -86,7 +86,13 @@ def certificate(record: SearchRecord, *, counts: bool = True) -> str:
     """
     if record.certificate == "fixed":
         return "Nothing was searched: the layout was given, and priced."
-    said = _verdict(record)
+    which = "this plan" if record.solved else "this plan, the best of a dozen rules of thumb,"
+    percent = f"{record.gap_percent:.2f} %"
+    said = _VERDICTS.get(record.certificate, _VERDICTS["infeasible"]).format(
+        percent=percent,
+        gap=f"{which} is proven to be at most {percent} slower than the best",
+        limit=typed_setting(MAX_SECONDS),
+    )
     if record.not_modelled and record.certificate != "ended-early":
         unknown = f"not modelled: {', '.join(record.not_modelled)}"
         if record.certificate == "infeasible":
@@ -271,7 +277,7 @@ def narrow_words(own_runs: int) -> str:
 def ranged_words(known: Uncertainty, own_runs: int) -> str:
     """The same, in words."""
     narrow = narrow_words(own_runs)
-    return f"{range_words(known)} in 9 of 10 runs{f', {narrow}' if narrow else ''}"
+    return f"{range_words(known)} in 9 of 10 runs{narrow and f', {narrow}'}"
 
 
 def confidence_words(
@@ -428,14 +434,6 @@ _VERDICTS = {
     f"{100 * PEAK_ERROR:.1f} % off in the mean on Megatron-LM's functional tests and "
     f"{100 * PUBLIC_PEAK_ERROR:.0f} % on all public runs (docs/accuracy.md).",
 }
-
-
-def _verdict(record: SearchRecord) -> str:
-    percent = f"{record.gap_percent:.2f} %"
-    which = "this plan" if record.solved else "this plan, the best of a dozen rules of thumb,"
-    gap = f"{which} is proven to be at most {percent} slower than the best"
-    said = _VERDICTS.get(record.certificate, _VERDICTS["infeasible"])
-    return said.format(percent=percent, gap=gap, limit=typed_setting(MAX_SECONDS))
 
 
 def ended_early(ended: EndedEarly) -> str:

@@ -26,13 +26,22 @@ class PlanBeforeJob(Callback):
 
     def on_run_start(self, config: Any, *, config_name: str | None = None, **_: Any) -> None:
         """Make sure that the application has the planned fields, and would read them."""
+        from hydra.core.global_hydra import GlobalHydra
+        from hydra.errors import HydraException
+        from hydra.types import RunMode
+        from omegaconf import OmegaConf
+
         from nest_megatron.integrations.hydra.view import require_own_fields, view_of
         from nest_megatron.report.failure import ending_on_errors
 
         with settings_typed_as(_PREFIX), ending_on_errors():
-            own = _without_us(config_name)
-            if own is not None:
-                require_own_fields(view_of(config), own)
+            loader = GlobalHydra.instance().config_loader()
+            try:  # the application's configuration, which may need overrides
+                own = loader.load_configuration(config_name, overrides=[], run_mode=RunMode.RUN)
+            except HydraException:
+                return
+            plain: Any = OmegaConf.to_container(own, resolve=False)
+            require_own_fields(view_of(config), plain)
 
     on_multirun_start = on_run_start
 
@@ -70,18 +79,3 @@ def _task_config() -> Any:
             return task
         frame = frame.f_back
     return None
-
-
-def _without_us(config_name: str | None) -> Any:
-    """The application's configuration without any override, or ``None`` if it needs some."""
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from hydra.types import RunMode
-    from omegaconf import OmegaConf
-
-    loader = GlobalHydra.instance().config_loader()
-    try:
-        config = loader.load_configuration(config_name, overrides=[], run_mode=RunMode.RUN)
-    except HydraException:
-        return None
-    return OmegaConf.to_container(config, resolve=False)

@@ -74,18 +74,14 @@ class NestPlugin(TaskOptions, run.Plugin):
         # the experiment's own folder does not exist yet, and NeMo-Run makes it only where none is
         folder = Path(executor.experiment_dir)
         base = folder.parents[2] if len(folder.parents) > 2 else folder.parent
-        path = _free_path(
-            base / "nest_plans", f"{executor.experiment_id}-{Path(executor.job_dir).name}"
-        )
+        stem = f"{executor.experiment_id}-{Path(executor.job_dir).name}"
+        for number in itertools.count(1):  # tasks of a group, and those of one name, share a folder
+            path = base / "nest_plans" / f"{stem}{'' if number == 1 else f'-{number}'}.yaml"
+            if not path.exists():
+                break
         path.parent.mkdir(parents=True, exist_ok=True)
         plan_file.write(plan, path)
         say(plan_file_note(path))
-
-
-def _free_path(folder: Path, stem: str) -> Path:
-    """A file that no other task has: those of a group, and those of one name, share a folder."""
-    ends = ("" if number == 1 else f"-{number}" for number in itertools.count(1))
-    return next(path for end in ends if not (path := folder / f"{stem}{end}.yaml").exists())
 
 
 def _watch_direct_runs() -> None:
