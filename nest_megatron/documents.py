@@ -79,7 +79,7 @@ def _repeats(key: str, where: str = "") -> _LimitError:
 
 #: Plans, profiles, artifact instances: the largest in use have some 10,000 nodes.
 DATA = Limits(num_bytes=MAX_BYTES // 2, num_nodes=150_000)
-#: Descriptions of a model or a cluster, which Hydra composes slowly.
+#: Descriptions of a model or a cluster, which OmegaConf merges slowly.
 DESCRIPTION = Limits(num_bytes=2**18, num_nodes=5_000)
 #: Tables of measurements, and JSON, which takes a tenth of YAML's time and memory for a value.
 JSON = CSV = Limits(num_bytes=MAX_BYTES, num_nodes=2_000_000)

@@ -89,8 +89,7 @@ def edited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         old = next(line for line in rest.splitlines() if line.startswith(f"  {name}: "))
         text = head + start + rest.replace(old, f"  {name}: {json.dumps(value)}", 1)
     (folder / "plan.yaml").write_text(text, encoding="utf-8")
-    for module in (catalogue_files, composing):
-        monkeypatch.setattr(module, "catalogue_root", lambda: folder)
+    monkeypatch.setattr(catalogue_files, "catalogue_root", lambda: folder)
     _forget()
     return folder
 
@@ -103,7 +102,7 @@ def _read_again() -> Iterator[None]:
 
 def _forget() -> None:
     catalogue_files._plan_file.cache_clear()
-    composing._composed_of_catalogue.cache_clear()
+    composing._base.cache_clear()
 
 
 def test_the_file_alone_states_defaults(edited: Path) -> None:
@@ -158,14 +157,14 @@ def test_settings_cannot_be_changed() -> None:
 
 
 def test_one_composition_starts_no_other() -> None:
-    """Settings are composed by ``_load``; ``compose`` is not called for parts of them."""
+    """Settings are composed by ``_composed``; ``compose`` is not called for parts of them."""
     tree = ast.parse(Path(composing.__file__).read_text(encoding="utf-8"))
     called = {
         node.func.id
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
-    assert "_load" in called
+    assert "_composed" in called
     assert "compose" not in called
 
 

@@ -25,7 +25,6 @@ from nest_megatron.api.results import Plan
 from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.defaults import with_defaults
-from nest_megatron.config.hydra_loader import config_loader
 from nest_megatron.config.keywords import StrPath, require_function, require_release, words_of
 from nest_megatron.config.overrides import Setting, first_line, type_limit
 from nest_megatron.config.request import request_of
@@ -48,6 +47,7 @@ from nest_megatron.units import Seconds
 from nest_megatron.version import __version__
 
 if TYPE_CHECKING:
+    from hydra.core.config_loader import ConfigLoader
     from omegaconf import DictConfig
 
     from nest_megatron.integrations.typed_command import CommandPlan
@@ -374,10 +374,32 @@ def launch(folder: Path, numbers: Sequence[int], settings: Sequence[Setting]) ->
     try:
         with _LAUNCHING, importlib.resources.as_file(catalogue_root()) as catalogue:
             name = JobRuntime.instance().get("name")  # of the application that runs us
-            own = Hydra(name, config_loader([catalogue.resolve()], {}))
+            own = Hydra(name, _config_loader(catalogue.resolve()))
             own.multirun("sweep", run_one, overrides, with_log_configuration=False)
     except (HydraException, OmegaConfBaseException) as error:
         raise _plain_error(error, settings) from error
+
+
+def _config_loader(folder: Path) -> ConfigLoader:
+    """What loads configurations of a folder, without the search path of an application."""
+    import hydra
+    from hydra import version
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+    from hydra.core.plugins import Plugins
+
+    Plugins.instance()  # knows how files and packages are read
+    # no application has named one, which Hydra 1.4 asks for no more
+    if hydra.__version__.startswith("1.3.") and not hasattr(version.getbase(), "major"):
+        version.setbase("1.3")
+    path = ConfigSearchPathImpl()
+    for provider, place in (
+        ("hydra", "pkg://hydra.conf"),
+        ("main", f"file://{folder}"),
+        ("schema", "structured://"),
+    ):
+        path.append(provider, place)
+    return ConfigLoaderImpl(config_search_path=path)
 
 
 def run_one(config: DictConfig) -> int:

@@ -1,34 +1,31 @@
-"""Compose a job with Hydra: the catalogue, the user's files and overrides in one checked record."""
+"""Compose a job: the catalogue, the user's files and overrides in one checked record."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.resources
-import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from nest_megatron.catalogue_files import GROUPS as CATALOGUE_GROUPS
-from nest_megatron.catalogue_files import catalogue_entry, catalogue_names, catalogue_root
+from nest_megatron.catalogue_files import catalogue_entry, catalogue_names
 from nest_megatron.cluster.records import Cluster, cluster_from_mapping
 from nest_megatron.config.defaults import naming_defaults
-from nest_megatron.config.hydra_loader import compose_config
 from nest_megatron.config.overrides import (
+    ACCELERATOR_CHOICE,
     GROUPS,
     Setting,
     check_choice,
     first_line,
-    hydra_form,
     is_path,
     refuse_resolvers,
     type_limit,
-    unreadable,
+    typed_value,
 )
 from nest_megatron.config.schema import SECTIONS, PlanConfig
 from nest_megatron.documents import DESCRIPTION, check_yaml, read_json
@@ -42,7 +39,6 @@ if TYPE_CHECKING:
 #: What describes a model, a cluster or an accelerator, by name.
 Fields = Mapping[str, Any]
 
-_OWN_ENTRY = "_described"
 _LEVELS = "cluster.levels."
 _LEVEL = re.compile(r"cluster\.levels\.([^.]+)\.")
 #: A model's name on a hub of models: OWNER/MODEL.
@@ -51,7 +47,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/(?!.*\.(?:json|ya?ml)$)[\w.-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(PlanConfig):
-    """What a user says of a job and how it is planned, checked by Hydra, and where it is from.
+    """What a user says of a job and how it is planned, checked, and where it is from.
 
     Args:
         given: the keys that the command line set, each with its value as typed; ``None`` for a
@@ -67,7 +63,7 @@ class Settings(PlanConfig):
     describes_cluster: bool = False
 
     def __post_init__(self) -> None:
-        """Freeze the descriptions that Hydra composed."""
+        """Freeze the descriptions."""
         for name in GROUPS:
             if (fields := getattr(self, name)) is not None:
                 object.__setattr__(self, name, MappingProxyType(dict(fields)))
@@ -97,57 +93,182 @@ def compose(
                 notes.append(f"{setting} is {1000 * int(size):,} tokens; {kibi}.")
         folder = None if config_dir is None else _existing_folder(config_dir)
         chosen = _with_undivided_levels(overrides)
-        chosen = _with_numbered_levels(chosen, folder, described)
-        chosen, described = _with_other_accelerator(chosen, folder, described)
+        settings = chosen
+        if "model" not in described and all(each.key != "model" for each in chosen):
+            settings = _with_model_as_flags(chosen)
+        config, numbered = _composed(settings, folder, described, notes)
         given = {**dict.fromkeys(described), **{each.key: each.value for each in chosen}}
         cluster = given.get("cluster") or ""
         own = folder is not None and (folder / "cluster" / f"{cluster}.yaml").is_file()
         return Settings(
-            **_load(chosen, folder, described, notes),
-            given=MappingProxyType(given),
+            **config,
+            given=MappingProxyType({numbered.get(key, key): given[key] for key in given}),
             notes=tuple(notes),
             defaults=tuple(each for each in overrides if each.origin is not None),
             describes_cluster="cluster" in described or is_path(cluster) or own,
         )
 
 
-def _load(
-    overrides: Sequence[Setting],
+def _composed(
+    settings: Sequence[Setting],
     folder: Path | None,
     described: Mapping[str, Fields],
     notes: list[str],
-) -> Mapping[str, Any]:
-    """The fields of ``PlanConfig`` with overrides; ``notes`` of files are added to those there."""
-    if "model" not in described and all(each.key != "model" for each in overrides):
-        overrides = _with_model_as_flags(overrides)
-    entries = dict(described)
-    if not _OF_HUGGING_FACE.isdisjoint(entries.get("model", ())):
-        name = str(entries["model"].get("model_type", "model"))
-        entries["model"] = _of_hugging_face(entries["model"], name, "the configuration", notes)
-    words = [f"{group}={_OWN_ENTRY}" for group in described]
-    for each in overrides:
-        if each.key in GROUPS and each.value is not None and is_path(each.value):
-            path = expanded(Path(each.value.strip("'\"")), each.key)
-            is_model = each.key == "model"
-            fields = _model_file(path, notes) if is_model else read_mapping("cluster", path)
-            entries[each.key] = fields  # of a file is an entry of its group
-            words.append(f"{each.key}={_OWN_ENTRY}")
+) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    """The fields of ``PlanConfig``, and the keys of settings that name a network level by number.
+
+    ``notes`` of files are added to those there.
+
+    Raises:
+        UserInputError: for a network level that the cluster has not; and as ``compose``.
+    """
+    from omegaconf import OmegaConf
+
+    numbered: dict[str, str] = {}
+    try:
+        entries = _entries(settings, folder, described, notes)
+        config = cast("DictConfig", OmegaConf.merge(_base(), entries))
+        for setting in sorted(settings, key=lambda each: _named_level(each.key) is not None):
+            if (level := _named_level(setting.key)) is not None:
+                known = (config.cluster or {}).get("levels") or ()
+                names = [str(each.get("name")) for each in known if isinstance(each, Mapping)]
+                require_known(setting.key, level, names, "the cluster has no such network level")
+                rest = setting.key.removeprefix(f"{_LEVELS}{level}.")
+                numbered[setting.key] = f"{_LEVELS}{names.index(level)}.{rest}"
+            _update(config, setting, numbered.get(setting.key, setting.key))
+        OmegaConf.set_readonly(config, True)
+        plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except UserInputError:
+        raise
+    except Exception as error:  # OmegaConf asserts on what it does not expect in a user's file
+        about = (each for each in settings if f"full_key: {each.key}\n" in f"{error}\n")
+        raise _plain_error(next(about, None), error) from error
+    plain["assume_harmless"] = tuple(plain["assume_harmless"])
+    return {**plain, **{name: config[name] for name in SECTIONS}}, numbered
+
+
+@functools.cache
+def _base() -> DictConfig:
+    """What ``hydra_configs/plan.yaml`` says, with the types of values."""
+    from omegaconf import OmegaConf
+
+    schema = OmegaConf.structured(PlanConfig)
+    OmegaConf.set_readonly(schema, None)  # settings may change it although its record is frozen
+    stated = catalogue_entry("", "plan")
+    del stated["defaults"]
+    return cast("DictConfig", OmegaConf.merge(schema, stated))
+
+
+def _named_level(key: str) -> str | None:
+    """The network level that a key names (``cluster.levels.leaf.latency_s``), if not by number."""
+    found = _LEVEL.match(key)
+    return found[1] if found and not found[1].isdecimal() else None
+
+
+def _update(config: DictConfig, setting: Setting, key: str) -> None:
+    """Change a configuration by a setting, of what no entry of a group is chosen by."""
+    from omegaconf import OmegaConf
+
+    group = key.rpartition("@")[2].partition(".")[0]
+    if key in GROUPS:
+        return
+    if group in GROUPS and config[group] is None:
+        raise UserInputError(
+            typed_setting(key),
+            setting.value,
+            f"no {group} is named whose field it could be",
+            f"Name one: {typed_setting(group)}=NAME.",
+        )
+    if _is_accelerator(setting):
+        return
+    try:
+        if setting.value is None:
+            parent, _, name = key.rpartition(".")
+            del OmegaConf.select(config, parent)[name]
         else:
-            words.append(hydra_form(each, folder))
-    for word in words:
-        key, _, value = word.partition("=")
-        refuse_resolvers(key, [key, value])
-    for group, fields in entries.items():
+            value = typed_value(setting, key)
+            OmegaConf.update(config, key, value, force_add=group in GROUPS)
+    except UserInputError:
+        raise
+    except Exception as error:
+        raise _plain_error(dataclasses.replace(setting, key=key), error) from error
+
+
+def _is_accelerator(setting: Setting) -> bool:
+    """Whether a setting chooses an accelerator of the catalogue, or of the user's folder."""
+    value = setting.value or "null"
+    by_name = setting.key == "cluster.accelerator" and not value.startswith(("{", "null"))
+    return by_name or setting.key == ACCELERATOR_CHOICE
+
+
+def _entries(
+    settings: Sequence[Setting],
+    folder: Path | None,
+    described: Mapping[str, Fields],
+    notes: list[str],
+) -> Mapping[str, Fields]:
+    """The model and the cluster that are described or named, what they include in its place."""
+    found, accelerator = dict(described), None
+    if not _OF_HUGGING_FACE.isdisjoint(found.get("model", ())):
+        name = str(found["model"].get("model_type", "model"))
+        found["model"] = _of_hugging_face(found["model"], name, "the configuration", notes)
+    for each in settings:
+        refuse_resolvers(each.key, [each.key, each.value])
+        if _is_accelerator(each):
+            accelerator = each.value
+        elif each.key not in GROUPS or each.value is None:
+            continue
+        elif not is_path(each.value):
+            found[each.key] = _entry(each.key, each.value, folder)
+        else:
+            path = expanded(Path(each.value.strip("'\"")), each.key)
+            if each.key == "model":
+                found[each.key] = _model_file(path, notes)
+            else:
+                found[each.key] = read_mapping(each.key, path)
+    for group, fields in found.items():
         refuse_resolvers(group, fields)
-        _check_included(group, fields, folder)
-    for each in overrides if folder is not None else ():
-        group = each.key.rpartition(".")[2]
-        name = each.value or "null"
-        if group in CATALOGUE_GROUPS and not (name.startswith(("{", "null")) or is_path(name)):
-            _check_included(group, {"defaults": [{f"/{group}": name}]}, folder)
-    if folder is None:
-        return _composed_of_catalogue(tuple(words), json.dumps(entries, default=to_plain))
-    return _composed(folder, words, entries)
+        found[group] = _with_included(
+            group, fields, folder, accelerator if group == "cluster" else None
+        )
+    return found
+
+
+def _entry(group: str, name: str, folder: Path | None) -> Fields:
+    """A file of the catalogue, or of the user's folder of groups, by its name."""
+    check_choice(group, name, folder)
+    if folder is not None and (own := folder / group / f"{name}.yaml").is_file():
+        return read_mapping(group, own)
+    return catalogue_entry(group, name)
+
+
+def _with_included(
+    group: str, fields: Fields, folder: Path | None, accelerator: str | None = None
+) -> Fields:
+    """A description with what its ``defaults`` include, in their order.
+
+    Args:
+        accelerator: the name of another one than the description's.
+    """
+    from omegaconf import DictConfig, OmegaConf
+
+    own = {name: value for name, value in fields.items() if name != "defaults"}
+    if accelerator is not None and "defaults" not in fields:
+        own.pop("accelerator", None)
+        fields = {"defaults": [{"/accelerator@accelerator": accelerator}]}
+    found: Any = DictConfig({})
+    for of, package, name in _included(group, fields):
+        if not of:
+            found = OmegaConf.merge(found, own)
+            own = {}
+        elif package == "_here_":
+            part = _with_included(of, _entry(of, name, folder), folder, accelerator)
+            found = OmegaConf.merge(found, part)
+        else:
+            chosen = accelerator if of == package == "accelerator" else None
+            part = _with_included(of, _entry(of, chosen or name, folder), folder)
+            OmegaConf.update(found, package, part, force_add=True)
+    return cast(Fields, OmegaConf.merge(found, own))
 
 
 def _with_model_as_flags(settings: Sequence[Setting]) -> Sequence[Setting]:
@@ -161,32 +282,6 @@ def _with_model_as_flags(settings: Sequence[Setting]) -> Sequence[Setting]:
         words.append(shlex.join([f"--{name}", setting.value or ""]))
     others = [s for s in settings if s not in fields and s.key != "flags"]
     return [*others, Setting(key="flags", value=" ".join(words))]
-
-
-def _with_numbered_levels(
-    overrides: Sequence[Setting],
-    folder: Path | None,
-    described: Mapping[str, Fields],
-) -> Sequence[Setting]:
-    """Settings of network levels that are named (``cluster.levels.leaf.latency_s``), by number.
-
-    Raises:
-        UserInputError: for a name that no level of the cluster has.
-    """
-    named = [s for s in overrides if (found := _LEVEL.match(s.key)) and not found[1].isdecimal()]
-    if not named:
-        return overrides
-    others, described = _with_other_accelerator(
-        [each for each in overrides if each not in named], folder, described
-    )
-    levels = (_load(others, folder, described, [])["cluster"] or {}).get("levels")
-    names = [str(level.get("name")) for level in levels or () if isinstance(level, Mapping)]
-    keys = {}
-    for key in (setting.key for setting in named):
-        name, rest = key.removeprefix(_LEVELS).split(".", 1)
-        require_known(key, name, names, "the cluster has no such network level")
-        keys[key] = f"{_LEVELS}{names.index(name)}.{rest}"
-    return [dataclasses.replace(each, key=keys.get(each.key, each.key)) for each in overrides]
 
 
 def _with_undivided_levels(overrides: Sequence[Setting]) -> Sequence[Setting]:
@@ -229,26 +324,6 @@ def catalogue_cluster(name: str, num_gpus: int | None = None) -> Cluster:
     return cluster_from_mapping(entry, num_gpus=num_gpus)
 
 
-def _with_other_accelerator(
-    settings: Sequence[Setting],
-    config_dir: Path | None,
-    described: Mapping[str, Fields],
-) -> tuple[Sequence[Setting], Mapping[str, Fields]]:
-    """The cluster of a file that holds its accelerator's fields, with one of the catalogue."""
-    given = {setting.key: setting.value for setting in settings}
-    path, name = given.get("cluster"), given.get("cluster.accelerator")
-    if not path or not is_path(path) or not name or name.startswith(("{", "null")):
-        return settings, described
-    fields = read_mapping("cluster", expanded(Path(path.strip("'\"")), "cluster"))
-    if "defaults" in fields:
-        return settings, described
-    check_choice("accelerator", name, config_dir)
-    others = {key: value for key, value in fields.items() if key != "accelerator"}
-    chosen = {"defaults": [{"/accelerator@accelerator": name}, "_self_"]}
-    kept = [s for s in settings if s.key not in ("cluster", "cluster.accelerator")]
-    return kept, {**described, "cluster": {**chosen, **others}}
-
-
 def _existing_folder(named: Path) -> Path:
     """The user's folder of groups, from / on."""
     folder = expanded(named, "--config-dir")
@@ -271,25 +346,8 @@ def _existing_folder(named: Path) -> Path:
     return folder.resolve()
 
 
-def _check_included(group: str, fields: Fields, config_dir: Path | None) -> None:
-    """Refuse a description that includes anything but entries of the catalogue or of the user.
-
-    Hydra reads what ``defaults`` names, wherever it lies; files of the user are checked here, once
-    each, as the first one.
-    """
-    seen: set[Path] = set()
-    left = [*_included(group, fields)]
-    while left:
-        group, name = left.pop()
-        check_choice(group, name, config_dir)
-        path = Path() if config_dir is None else config_dir / group / f"{name}.yaml"
-        if path not in seen and path.is_file():
-            seen.add(path)
-            left += _included(group, read_mapping(group, path))
-
-
-def _included(group: str, fields: Fields) -> Iterator[tuple[str, str]]:
-    """Group and name of what a description's ``defaults`` includes."""
+def _included(group: str, fields: Fields) -> Iterator[tuple[str, str, str]]:
+    """Group, place and name of what a description's ``defaults`` includes; of itself no group."""
     entries = fields.get("defaults", ())
     if isinstance(entries, str) or not isinstance(entries, Sequence):
         raise UserInputError(
@@ -299,80 +357,31 @@ def _included(group: str, fields: Fields) -> Iterator[tuple[str, str]]:
             "For example - /accelerator@accelerator: NAME.",
         )
     for entry in entries:
-        pairs = entry.items() if isinstance(entry, Mapping) else [(f"/{group}", entry)]
+        if entry == "_self_":
+            yield "", "", ""
+            continue
+        pairs = entry.items() if isinstance(entry, Mapping) else [(f"/{group}@_here_", entry)]
         for key, name in pairs:
-            words = str(key).split() or [""]
-            of = words[-1].partition("@")[0]
-            if name == "_self_" and not isinstance(entry, Mapping):
-                continue
-            if of.removeprefix("/") not in CATALOGUE_GROUPS or not of.startswith("/"):
+            of, _, package = str(key).partition("@")
+            if of not in [f"/{known}" for known in CATALOGUE_GROUPS]:
                 raise UserInputError(
                     f"{group} defaults",
                     str(entry),
                     f"a description includes entries of /{', /'.join(CATALOGUE_GROUPS)}",
                     "For example - /accelerator@accelerator: h100_sxm_80gb.",
                 )
-            yield of.removeprefix("/"), str(name)
+            yield of[1:], package or of[1:], str(name)
 
 
-@functools.lru_cache(maxsize=64)
-def _composed_of_catalogue(overrides: tuple[str, ...], described: str) -> Mapping[str, Any]:
-    """The same of the catalogue alone, whose files stay as they are; ``described`` is JSON."""
-    return _composed(None, overrides, json.loads(described))
-
-
-def _composed(
-    folder: Path | None, overrides: Sequence[str], described: Mapping[str, Fields]
-) -> Mapping[str, Any]:
-    from omegaconf import OmegaConf
-
-    # the types of values, in a node that overrides may change although its record is frozen
-    schema: DictConfig = OmegaConf.structured(PlanConfig)
-    OmegaConf.set_readonly(schema, None)
-    entries: dict[tuple[str | None, str], Any] = {(None, "plan_schema"): schema}
-    try:
-        entries |= {(group, _OWN_ENTRY): fields for group, fields in described.items()}
-        with importlib.resources.as_file(catalogue_root()) as catalogue:
-            folders = [each for each in (catalogue.resolve(), folder) if each is not None]
-            config = compose_config("plan", overrides, folders, entries)
-        OmegaConf.set_readonly(config, True)
-        plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except Exception as error:  # Hydra asserts on what it does not expect in a user's file
-        raise _plain_error(error, overrides) from error
-    plain["assume_harmless"] = tuple(plain["assume_harmless"])
-    return {**plain, **{name: config[name] for name in SECTIONS}}
-
-
-def _plain_error(error: Exception, overrides: Sequence[str]) -> UserInputError:
-    """Hydra's error in our words: the override it is about, and the first line of the cause."""
-    from hydra.errors import OverrideParseException
-
-    if isinstance(error, OverrideParseException):
-        key, _, value = error.override.lstrip("+~").partition("=")
-        return unreadable(key, value, error)
+def _plain_error(setting: Setting | None, error: Exception) -> UserInputError:
+    """OmegaConf's error in our words: the setting it is about, and the first line of the cause."""
     what, wrong = "settings", None
-    for override in reversed(overrides):  # the first that the error is about
-        key, _, value = override.lstrip("+~").partition("=")
-        if override in str(error) or f"full_key: {key}" in str(error):
-            what, wrong = typed_setting(key), value
-        group, _, inner = key.partition(".")
-        if inner and group in GROUPS and "root: NoneType" in str(error):  # there is no such node
-            return UserInputError(
-                typed_setting(key),
-                value,
-                f"no {group} is named whose field it could be",
-                f"Name one: {typed_setting(group)}=NAME.",
-            )
-    if "list index out of range" in str(error.__cause__ or error):
-        return UserInputError(
-            what, wrong, "the list has no such entry", "Count from 0, or use its name."
-        )
-    return UserInputError(
-        what,
-        wrong,
-        type_limit(error.__cause__ or error),
-        "Correct the value; docs/settings.md explains each setting.",
-    )
+    if setting is not None:
+        what, wrong = typed_setting(setting.key), setting.value
+    limit, fix = type_limit(error), "Correct the value; docs/settings.md explains each setting."
+    if "list index out of range" in limit:
+        limit, fix = "the list has no such entry", "Count from 0, or use its name."
+    return UserInputError(what, wrong, limit, fix)
 
 
 #: Keys of which every Hugging Face configuration has one.

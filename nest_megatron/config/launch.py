@@ -7,16 +7,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nest_megatron.config.defaults import naming_defaults, with_defaults
-from nest_megatron.config.hydra_loader import parse_override
 from nest_megatron.config.overrides import (
     Setting,
     parse,
     refuse_resolvers,
     refuse_sweeps,
     type_limit,
-    unreadable,
+    typed_value,
 )
-from nest_megatron.config.schema import LaunchConfig, is_numeric, launch_keys, section_keys
+from nest_megatron.config.schema import LaunchConfig, launch_keys, section_keys
 from nest_megatron.errors import (
     UserInputError,
     nearest,
@@ -27,7 +26,6 @@ from nest_megatron.errors import (
 from nest_megatron.layout.policy import OnMismatch
 from nest_megatron.names import Name
 from nest_megatron.plain import frozen
-from nest_megatron.units import is_quantity, read_quantity
 
 TOKEN = re.compile(r"^(\+\+?nest=|\+{0,2}nest\.)")
 
@@ -171,15 +169,7 @@ def read_launch(words: LaunchWords) -> LaunchConfig:
 
 def _value(setting: Setting) -> Any:
     """A value by Hydra's grammar, without its unit; one name for ``free`` is a list of one."""
-    from hydra.errors import HydraException
-
-    if is_numeric(setting.key) and is_quantity(setting.value or ""):
-        name = setting.key.rpartition(".")[2]
-        return read_quantity(str(setting.value), name, f"nest.{setting.key}")
-    try:
-        value = parse_override(f"{setting.key}={setting.value}").value()
-    except HydraException as error:
-        raise unreadable(f"nest.{setting.key}", setting.value, error) from error
+    value = typed_value(setting, f"nest.{setting.key}")
     is_list = setting.key in ("free", "may_differ")
     return [value] if is_list and isinstance(value, str) else value
 

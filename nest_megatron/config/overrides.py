@@ -1,4 +1,4 @@
-"""Overrides as typed: which keys and names exist, and how each is told to Hydra."""
+"""Overrides as typed: which keys and names exist, and the values that Hydra's grammar reads."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import dataclasses
 import itertools
 import math
 import re
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.cluster.records import Accelerator, NetworkLevel
-from nest_megatron.config.hydra_loader import parse_override
 from nest_megatron.config.schema import SECTIONS, is_numeric, section_keys
 from nest_megatron.errors import UserInputError, message_line, nearest, require_known, typed_setting
 from nest_megatron.layout.dims import SHORT_DEGREES
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import frozen
 from nest_megatron.units import is_quantity, read_quantity, without_suffix
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 Choice = TypeVar("Choice", bound=Enum)
 
@@ -224,21 +227,39 @@ def check_choice(group: str, value: str, config_dir: Path | None) -> None:
         raise UserInputError(typed_setting(group), value, limit, fix)
 
 
-def hydra_form(setting: Setting, config_dir: Path | None) -> str:
-    """A setting as Hydra wants it: open keys are forced, free text is quoted."""
-    key, value = setting.key, setting.value
-    if value is None:
-        return f"~{key}"
-    if key == "cluster.accelerator" and not value.startswith(("{", "null")):
-        key = ACCELERATOR_CHOICE
-    if key in GROUPS or key == ACCELERATOR_CHOICE:
-        check_choice(key.partition("@")[0], value, config_dir)
-        return f"{key}={value}"
-    if key in _TEXT_KEYS:
-        return f"{key}={quoted(value)}"
+#: The tables of the grammar are the process's, and filled as they are used.
+_LOCK = threading.Lock()
+
+
+def _parsed(text: str) -> Override:
+    """An override by Hydra's grammar; ``HydraException`` if it cannot be read."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    with _LOCK:
+        return OverridesParser.create().parse_override(text)
+
+
+def typed_value(setting: Setting, what: str) -> Any:
+    """The value of a setting by Hydra's grammar, a number without its unit.
+
+    Args:
+        what: names the setting in errors.
+
+    Raises:
+        UserInputError: for a value that cannot be read, or several.
+    """
+    from hydra.errors import HydraException
+
+    key, value = setting.key, setting.value or ""
     if is_numeric(key) and is_quantity(value):
-        value = str(read_quantity(value, key.rpartition(".")[2], key))
-    return f"++{key}={value}" if key.partition(".")[0] in GROUPS else f"{key}={value}"
+        return read_quantity(value, key.rpartition(".")[2], what)
+    try:
+        found = _parsed(f"{key}={quoted(value) if key in _TEXT_KEYS else value}")
+    except HydraException as error:
+        raise unreadable(what, value, error) from error
+    if found.is_sweep_override():
+        raise _several(setting)
+    return found.value()
 
 
 def choice(what: str, value: str, kind: type[Choice]) -> Choice:
@@ -273,12 +294,13 @@ def refuse_sweeps(settings: Sequence[Setting]) -> None:
     """Refuse several values for one key where one job is planned."""
     for setting in settings:
         if len(_values(setting)) > 1:
-            raise UserInputError(
-                setting.key,
-                setting.value,
-                "it has several values, and one job is planned",
-                "Give one value; `nest-megatron plan --multirun` plans each.",
-            )
+            raise _several(setting)
+
+
+def _several(setting: Setting) -> UserInputError:
+    limit = "it has several values, and one job is planned"
+    fix = "Give one value; `nest-megatron plan --multirun` plans each."
+    return UserInputError(setting.key, setting.value, limit, fix)
 
 
 def _values(setting: Setting) -> list[str | None]:
@@ -288,7 +310,7 @@ def _values(setting: Setting) -> list[str | None]:
     from hydra.errors import HydraException
 
     try:
-        parsed = parse_override(str(setting))
+        parsed = _parsed(str(setting))
         if not parsed.is_sweep_override():
             return [value]
         values: list[str | None] = list(
@@ -312,8 +334,8 @@ def _require_jobs(what: str, number: int) -> None:
 
 #: What Hydra's parser says of a value, and what it means.
 _UNREAD = {
-    "LexerNoViableAltException": "a character stands in quotes alone, or a quote is not closed",
-    "Error parsing override": "its brackets do not match",
+    "token recognition error": "a character stands in quotes alone, or a quote is not closed",
+    "extraneous input": "its brackets do not match, or a character is too much",
 }
 
 

@@ -1,6 +1,6 @@
 """Types of the sections of ``hydra_configs/plan.yaml``; the values and their meaning are there.
 
-No value is stated here; ``None`` is what the file leaves open. What Hydra composes has these types
+No value is stated here; ``None`` is what the file leaves open. A composed section has these types
 as far as mypy and OmegaConf are concerned, and is OmegaConf's own, read-only, when it runs.
 """
 

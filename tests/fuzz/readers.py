@@ -270,14 +270,15 @@ def _command(text: str) -> object:
 
 def _overrides(text: str) -> object:
     from nest_megatron.config.launch import read_launch, read_words
-    from nest_megatron.config.overrides import hydra_form, parse, split_launcher, swept
+    from nest_megatron.config.overrides import parse, split_launcher, swept, typed_value
 
     words = text.split("\n")
     with contextlib.suppress(ValueError):
         read_launch(read_words([f"nest.{word}" for word in words]))
     own, _ = split_launcher(words)
     settings = parse(own)
-    return swept(settings), [hydra_form(s, None) for s in settings]
+    several = swept(settings)
+    return several, [typed_value(each, each.key) for each in settings if each.key not in several]
 
 
 def _policies() -> tuple[str, ...]:
