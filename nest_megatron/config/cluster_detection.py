@@ -87,20 +87,41 @@ def find_cluster(
         mixed: what to do where their GPUs are unlike: ``refuse``, or plan with the figures of the
             ``slower`` kind.
     """
-    if not names_cluster(settings):
-        return _discovered(
-            settings, world_size, environment, dry_run=dry_run, hosts=hosts, mixed=mixed
-        )
-    composed = compose(settings)
+    gpus, assumed = None, None
+    notes: tuple[str, ...] = ()
+    if names_cluster(settings):
+        composed = compose(settings)
+    else:
+        gpus, notes = _gpus_of_job(hosts, mixed)
+        accelerator, assumed = catalogued(gpus)
+        named = {"cluster": assumed.name, "cluster.accelerator": accelerator}
+        borrowed = (Setting(key=key, value=value) for key, value in named.items())
+        composed = compose((*borrowed, *settings))
     cluster = _sized(composed, world_size, environment, dry_run=dry_run)
-    notes = [] if dry_run else _compared(cluster, hosts, mixed)
-    per_host, has = processes_per_host(environment), cluster.launch_gpus_per_host
-    if per_host not in (None, has) and not dry_run:
-        notes.append(
-            f"The launcher starts {per_host} processes on each host, {cluster.name} has {has} "
-            "GPUs on each; groups may lie on more hosts than was planned."
+    per_host = processes_per_host(environment)
+    if gpus is None or assumed is None:
+        said = [] if dry_run else _compared(cluster, hosts, mixed)
+        has = cluster.launch_gpus_per_host
+        if per_host not in (None, has) and not dry_run:
+            said.append(
+                f"The launcher starts {per_host} processes on each host, {cluster.name} has {has} "
+                "GPUs on each; groups may lie on more hosts than was planned."
+            )
+        return JobCluster(cluster=cluster, settings=composed, notes=tuple(said))
+    per_host = per_host or gpus.count
+    is_rack = cluster.gpus_per_host is not None  # its hosts are smaller than its nodes
+    if per_host != cluster.launch_gpus_per_host and not is_rack:
+        cluster = with_hosts_of(cluster, per_host)
+    # what is typed of levels wins over what is seen
+    typed = any(each.key.startswith("cluster.levels") for each in settings)
+    if hosts and not dry_run and not typed and len(hosts) * gpus.count == world_size:
+        cluster, told = _seen_cluster(cluster, hosts)
+    else:
+        told = (
+            f"This host has {gpus.describe()}; between hosts the network of {assumed.name} is "
+            "assumed. Name yours with nest.cluster.",
         )
-    return JobCluster(cluster=cluster, settings=composed, notes=tuple(notes))
+    return JobCluster(cluster=cluster, settings=composed, notes=(*notes, *told))
 
 
 def node_notes(cluster: Cluster, num_ranks: int | None, num_nodes: int | None) -> tuple[str, ...]:
@@ -134,15 +155,8 @@ def _compared(cluster: Cluster, hosts: Sequence[Host], mixed: MixedGpus) -> list
     return []
 
 
-def _discovered(
-    settings: Sequence[Setting],
-    world_size: int,
-    environment: Mapping[str, str],
-    *,
-    dry_run: bool,
-    hosts: Sequence[Host],
-    mixed: MixedGpus,
-) -> JobCluster:
+def _gpus_of_job(hosts: Sequence[Host], mixed: MixedGpus) -> tuple[LocalGpus, tuple[str, ...]]:
+    """The GPUs that a job on these hosts is planned for where no cluster is named; and notes."""
     gpus = local_gpus()
     if gpus is None:
         raise UserInputError(
@@ -160,31 +174,8 @@ def _discovered(
             "; ".join(next(iter(unseen.values()))) or "they show no NVIDIA GPU",
             "Repair them, or name the cluster with nest.cluster.",
         )
-    gpus, notes = like_gpus(hosts, gpus, mixed)
-    assert gpus is not None
-    accelerator, assumed = catalogued(gpus)
-    named = {"cluster": assumed.name, "cluster.accelerator": accelerator}
-    borrowed = (Setting(key=key, value=value) for key, value in named.items())
-    composed = compose((*borrowed, *settings))
-    cluster = _sized(composed, world_size, environment, dry_run=dry_run)
-    per_host = processes_per_host(environment) or gpus.count
-    is_rack = cluster.gpus_per_host is not None  # its hosts are smaller than its nodes
-    if per_host != cluster.launch_gpus_per_host and not is_rack:
-        cluster = with_hosts_of(cluster, per_host)
-    typed = any(
-        each.key.startswith("cluster.levels") for each in settings
-    )  # wins over what is seen
-    if hosts and not dry_run and not typed and len(hosts) * gpus.count == world_size:
-        cluster, told = _seen_cluster(cluster, hosts)
-        return JobCluster(cluster=cluster, settings=composed, notes=(*notes, *told))
-    note = (
-        f"This host has {gpus.describe()}; between hosts the network of {assumed.name} is assumed."
-    )
-    return JobCluster(
-        cluster=cluster,
-        settings=composed,
-        notes=(*notes, f"{note} Name yours with nest.cluster."),
-    )
+    found, notes = like_gpus(hosts, gpus, mixed)
+    return found or gpus, notes
 
 
 def like_gpus(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -39,8 +40,7 @@ if TYPE_CHECKING:
 #: What describes a model, a cluster or an accelerator, by name.
 Fields = Mapping[str, Any]
 
-_LEVELS = "cluster.levels."
-_LEVEL = re.compile(r"cluster\.levels\.([^.]+)\.")
+_NAMED_LEVEL = re.compile(r"cluster\.levels\.(?!\d+\.)([^.]+)\.")
 #: A model's name on a hub of models: OWNER/MODEL.
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/(?!.*\.(?:json|ya?ml)$)[\w.-]+")
 
@@ -84,6 +84,8 @@ def compose(
     Raises:
         UserInputError: for a value of the wrong type, an unknown name or an unreadable file.
     """
+    from omegaconf import OmegaConf
+
     with naming_defaults(overrides):
         notes = []
         for setting in overrides:  # a power of two may be meant
@@ -96,55 +98,49 @@ def compose(
         settings = chosen
         if "model" not in described and all(each.key != "model" for each in chosen):
             settings = _with_model_as_flags(chosen)
-        config, numbered = _composed(settings, folder, described, notes)
         given = {**dict.fromkeys(described), **{each.key: each.value for each in chosen}}
+        with _in_our_words(settings):
+            entries = _entries(settings, folder, described, notes)
+            config = cast("DictConfig", OmegaConf.merge(_base(), entries))
+            for each in sorted(settings, key=lambda each: _NAMED_LEVEL.match(each.key) is not None):
+                setting = _numbered(each, config)
+                if setting is not each:
+                    given[setting.key] = given.pop(each.key)
+                _update(config, setting)
+            OmegaConf.set_readonly(config, True)
+            plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        plain["assume_harmless"] = tuple(plain["assume_harmless"])
         cluster = given.get("cluster") or ""
         own = folder is not None and (folder / "cluster" / f"{cluster}.yaml").is_file()
         return Settings(
-            **config,
-            given=MappingProxyType({numbered.get(key, key): given[key] for key in given}),
+            **{**plain, **{name: config[name] for name in SECTIONS}},
+            given=MappingProxyType(given),
             notes=tuple(notes),
             defaults=tuple(each for each in overrides if each.origin is not None),
             describes_cluster="cluster" in described or is_path(cluster) or own,
         )
 
 
-def _composed(
-    settings: Sequence[Setting],
-    folder: Path | None,
-    described: Mapping[str, Fields],
-    notes: list[str],
-) -> tuple[Mapping[str, Any], Mapping[str, str]]:
-    """The fields of ``PlanConfig``, and the keys of settings that name a network level by number.
+@contextlib.contextmanager
+def _in_our_words(settings: Sequence[Setting], about: Setting | None = None) -> Iterator[None]:
+    """Raise OmegaConf's errors in our words: the setting, and the first line of the cause.
 
-    ``notes`` of files are added to those there.
-
-    Raises:
-        UserInputError: for a network level that the cluster has not; and as ``compose``.
+    Args:
+        settings: of which the error names one, if ``about`` is not it.
     """
-    from omegaconf import OmegaConf
-
-    numbered: dict[str, str] = {}
     try:
-        entries = _entries(settings, folder, described, notes)
-        config = cast("DictConfig", OmegaConf.merge(_base(), entries))
-        for setting in sorted(settings, key=lambda each: _named_level(each.key) is not None):
-            if (level := _named_level(setting.key)) is not None:
-                known = (config.cluster or {}).get("levels") or ()
-                names = [str(each.get("name")) for each in known if isinstance(each, Mapping)]
-                require_known(setting.key, level, names, "the cluster has no such network level")
-                rest = setting.key.removeprefix(f"{_LEVELS}{level}.")
-                numbered[setting.key] = f"{_LEVELS}{names.index(level)}.{rest}"
-            _update(config, setting, numbered.get(setting.key, setting.key))
-        OmegaConf.set_readonly(config, True)
-        plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        yield
     except UserInputError:
         raise
     except Exception as error:  # OmegaConf asserts on what it does not expect in a user's file
-        about = (each for each in settings if f"full_key: {each.key}\n" in f"{error}\n")
-        raise _plain_error(next(about, None), error) from error
-    plain["assume_harmless"] = tuple(plain["assume_harmless"])
-    return {**plain, **{name: config[name] for name in SECTIONS}}, numbered
+        named = (each for each in settings if f"full_key: {each.key}\n" in f"{error}\n")
+        what, value = "settings", None
+        if (wrong := about or next(named, None)) is not None:
+            what, value = typed_setting(wrong.key), wrong.value
+        limit, fix = type_limit(error), "Correct the value; docs/settings.md explains each setting."
+        if "list index out of range" in limit:
+            limit, fix = "the list has no such entry", "Count from 0, or use its name."
+        raise UserInputError(what, value, limit, fix) from error
 
 
 @functools.cache
@@ -159,39 +155,43 @@ def _base() -> DictConfig:
     return cast("DictConfig", OmegaConf.merge(schema, stated))
 
 
-def _named_level(key: str) -> str | None:
-    """The network level that a key names (``cluster.levels.leaf.latency_s``), if not by number."""
-    found = _LEVEL.match(key)
-    return found[1] if found and not found[1].isdecimal() else None
+def _numbered(setting: Setting, config: DictConfig) -> Setting:
+    """A setting of a network level that is named (``cluster.levels.leaf.latency_s``), by number.
+
+    Raises:
+        UserInputError: for a name that no level of the cluster has.
+    """
+    if (found := _NAMED_LEVEL.match(setting.key)) is None:
+        return setting
+    levels = (config.cluster or {}).get("levels") or ()
+    names = [str(each.get("name")) for each in levels if isinstance(each, Mapping)]
+    require_known(setting.key, found[1], names, "the cluster has no such network level")
+    rest = setting.key[found.end() :]
+    return dataclasses.replace(setting, key=f"cluster.levels.{names.index(found[1])}.{rest}")
 
 
-def _update(config: DictConfig, setting: Setting, key: str) -> None:
-    """Change a configuration by a setting, of what no entry of a group is chosen by."""
+def _update(config: DictConfig, setting: Setting) -> None:
+    """Change a configuration by a setting, if it chooses no entry of a group."""
     from omegaconf import OmegaConf
 
+    key = setting.key
     group = key.rpartition("@")[2].partition(".")[0]
-    if key in GROUPS:
-        return
-    if group in GROUPS and config[group] is None:
+    if group in GROUPS and key != group and config[group] is None:
         raise UserInputError(
             typed_setting(key),
             setting.value,
             f"no {group} is named whose field it could be",
             f"Name one: {typed_setting(group)}=NAME.",
         )
-    if _is_accelerator(setting):
+    if (key == group and group in GROUPS) or _is_accelerator(setting):
         return
-    try:
+    with _in_our_words((), setting):
         if setting.value is None:
             parent, _, name = key.rpartition(".")
             del OmegaConf.select(config, parent)[name]
         else:
             value = typed_value(setting, key)
             OmegaConf.update(config, key, value, force_add=group in GROUPS)
-    except UserInputError:
-        raise
-    except Exception as error:
-        raise _plain_error(dataclasses.replace(setting, key=key), error) from error
 
 
 def _is_accelerator(setting: Setting) -> bool:
@@ -228,9 +228,7 @@ def _entries(
                 found[each.key] = read_mapping(each.key, path)
     for group, fields in found.items():
         refuse_resolvers(group, fields)
-        found[group] = _with_included(
-            group, fields, folder, accelerator if group == "cluster" else None
-        )
+        found[group] = _with_included(group, fields, folder, accelerator)
     return found
 
 
@@ -253,22 +251,20 @@ def _with_included(
     from omegaconf import DictConfig, OmegaConf
 
     own = {name: value for name, value in fields.items() if name != "defaults"}
-    if accelerator is not None and "defaults" not in fields:
+    if group == "cluster" and accelerator is not None and "defaults" not in fields:
         own.pop("accelerator", None)
         fields = {"defaults": [{"/accelerator@accelerator": accelerator}]}
     found: Any = DictConfig({})
     for of, package, name in _included(group, fields):
-        if not of:
-            found = OmegaConf.merge(found, own)
-            own = {}
-        elif package == "_here_":
-            part = _with_included(of, _entry(of, name, folder), folder, accelerator)
+        part: Fields = own
+        if of:
+            chosen = accelerator if of == package == "accelerator" else None
+            part = _with_included(of, _entry(of, chosen or name, folder), folder, accelerator)
+        if package == "_here_":
             found = OmegaConf.merge(found, part)
         else:
-            chosen = accelerator if of == package == "accelerator" else None
-            part = _with_included(of, _entry(of, chosen or name, folder), folder)
             OmegaConf.update(found, package, part, force_add=True)
-    return cast(Fields, OmegaConf.merge(found, own))
+    return cast(Fields, found)
 
 
 def _with_model_as_flags(settings: Sequence[Setting]) -> Sequence[Setting]:
@@ -356,9 +352,9 @@ def _included(group: str, fields: Fields) -> Iterator[tuple[str, str, str]]:
             "defaults must be a list",
             "For example - /accelerator@accelerator: NAME.",
         )
-    for entry in entries:
+    for entry in entries if "_self_" in entries else (*entries, "_self_"):
         if entry == "_self_":
-            yield "", "", ""
+            yield "", "_here_", ""
             continue
         pairs = entry.items() if isinstance(entry, Mapping) else [(f"/{group}@_here_", entry)]
         for key, name in pairs:
@@ -371,17 +367,6 @@ def _included(group: str, fields: Fields) -> Iterator[tuple[str, str, str]]:
                     "For example - /accelerator@accelerator: h100_sxm_80gb.",
                 )
             yield of[1:], package or of[1:], str(name)
-
-
-def _plain_error(setting: Setting | None, error: Exception) -> UserInputError:
-    """OmegaConf's error in our words: the setting it is about, and the first line of the cause."""
-    what, wrong = "settings", None
-    if setting is not None:
-        what, wrong = typed_setting(setting.key), setting.value
-    limit, fix = type_limit(error), "Correct the value; docs/settings.md explains each setting."
-    if "list index out of range" in limit:
-        limit, fix = "the list has no such entry", "Count from 0, or use its name."
-    return UserInputError(what, wrong, limit, fix)
 
 
 #: Keys of which every Hugging Face configuration has one.
