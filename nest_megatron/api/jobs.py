@@ -340,18 +340,6 @@ _PACKAGES = {
 _OPEN = "hydra.launcher.ray."
 
 
-def check_launcher(settings: Sequence[Setting], *, has_folder: bool) -> None:
-    """Refuse a launcher whose jobs run elsewhere where no folder is named."""
-    name = _launcher(settings)
-    if name.startswith(("submitit", "ray")) and not has_folder:
-        raise UserInputError(
-            LAUNCHER,
-            name,
-            "its jobs may run on other machines, and leave their results in a folder",
-            "Add out=FOLDER on a file system that all of them share.",
-        )
-
-
 #: Called with the number of each job that begins in this process.
 ON_JOB = ContextVar[Callable[[int], None] | None]("on_job", default=None)
 
@@ -422,7 +410,7 @@ def outcome(plan: Callable[[Seconds], Plan]) -> Result:
     """How a job ends.
 
     Args:
-        plan: plans it; it is told when its ``search.max_seconds`` began.
+        plan: plans it, called with the moment when its ``search.max_seconds`` began.
     """
     try:
         found = plan(time.monotonic())
@@ -433,12 +421,13 @@ def outcome(plan: Callable[[Seconds], Plan]) -> Result:
     return {"plan": found.to_dict()}
 
 
-def _launcher(settings: Sequence[Setting]) -> str:
+def launcher_of(settings: Sequence[Setting]) -> str:
+    """Name of the launcher that settings choose."""
     return next((str(s.value) for s in settings if s.key == LAUNCHER), "basic")
 
 
 def _plain_error(error: Exception, settings: Sequence[Setting]) -> UserInputError:
-    name, text = _launcher(settings), str(error)
+    name, text = launcher_of(settings), str(error)
     about = next((s for s in settings if s.key.rpartition(".")[2] in text and "." in s.key), None)
     if about is not None:
         limit = type_limit(error.__cause__ or error)

@@ -12,14 +12,15 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.api.jobs import (
+    LAUNCHER,
     ON_JOB,
     Result,
     SweepJob,
     TypedCommand,
-    check_launcher,
     code_of,
     is_done,
     launch,
+    launcher_of,
     opened,
     read_result,
     sweep_job,
@@ -115,7 +116,14 @@ def run_jobs(jobs: Sequence[SweepJob], options: SweepOptions) -> Swept:
     Raises:
         KeyboardInterrupt: if the user interrupts; it says how far the jobs are.
     """
-    check_launcher(options.launcher, has_folder=options.out is not None)
+    name = launcher_of(options.launcher)
+    if name.startswith(("submitit", "ray")) and options.out is None:
+        raise UserInputError(
+            LAUNCHER,
+            name,
+            "its jobs may run on other machines, and leave their results in a folder",
+            "Add out=FOLDER on a file system that all of them share.",
+        )
     with ExitStack() as stack:
         if options.out is None:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="nest-megatron-sweep-")))

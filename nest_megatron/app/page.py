@@ -83,7 +83,7 @@ def labelled(field: Field) -> Field:
 
 
 class NameField:
-    """A field for a name of a list; another that is typed stays, so that its mistake is told.
+    """A field for a name of a list; another that is typed stays, so that its mistake is shown.
 
     Quasar's own drops it in silence, some time after the field is left.
     """

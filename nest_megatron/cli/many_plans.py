@@ -153,7 +153,7 @@ def run_scaling(options: PlanOptions, gpus: str) -> int:
 
 @frozen
 class WhatIfOptions(CommandOptions):
-    """What ``whatif`` was told; each field is an option.
+    """Options of ``whatif``.
 
     Args:
         overrides: the changes, behind the plan file where there is one.

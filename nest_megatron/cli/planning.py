@@ -135,7 +135,7 @@ def _with_cluster(composed: Settings, cluster: Cluster) -> Settings:
 
 @frozen
 class CommandOptions:
-    """What a command was told that prices a job; each field is an option.
+    """Options of the commands that price a job.
 
     Args:
         free: flags of the user's command that may change; ``estimate`` changes none.
@@ -169,14 +169,14 @@ class CommandOptions:
 
 @frozen
 class EstimateOptions(CommandOptions):
-    """What ``estimate`` was told."""
+    """Options of ``estimate``."""
 
     full: bool
 
 
 @frozen
 class PlanOptions(CommandOptions):
-    """What ``plan`` was told; each field is an option.
+    """Options of ``plan``.
 
     Args:
         begun_s: when the command began (``time.monotonic``), for ``search.max_seconds``.

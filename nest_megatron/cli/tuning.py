@@ -37,7 +37,7 @@ from nest_megatron.units import Seconds, format_duration
 
 @frozen
 class TuneOptions(CommandOptions):
-    """What ``tune`` was told; each field is an option.
+    """Options of ``tune``.
 
     Args:
         begun_s: when the command began (``time.monotonic``), for ``search.max_seconds``.

@@ -46,7 +46,7 @@ def with_defaults(
 
     Args:
         settings: those that a user gave.
-        names_cluster: the user names a cluster elsewhere; nothing of the site's is told of it.
+        names_cluster: the user names a cluster elsewhere, for which no default of the site holds.
         of_launch: they are those of ``LaunchConfig``, and not of the planning job.
 
     Raises:

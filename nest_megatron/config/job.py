@@ -310,7 +310,7 @@ def installed_packages() -> tuple[str, ...]:
 
 
 class CostInputs:
-    """What the cost model is told of a job: its flags over its target's defaults, then ``cost.*``.
+    """Inputs of the cost model for a job: its flags over its target's defaults, then ``cost.*``.
 
     Args:
         accelerator: its name; none where nothing depends on it.

@@ -136,7 +136,7 @@ def request_of(
 
     Args:
         space: what the search may choose; the settings say it if not given.
-        choose_execution: a plan may choose how layers are carried out (``docs/knobs.md``), and does
+        choose_execution: a plan may choose how layers are executed (``docs/knobs.md``), and does
             not leave it to the framework, which has to be able to build the model.
         begun_s, shortlist: as of ``Request``.
     """
@@ -168,7 +168,7 @@ def request_for(
         space: what the search may choose.
         offer: another data-parallel sharding than the job's own.
         freed: Megatron's arguments that the job states and a plan may change.
-        choose_execution: a plan may choose how layers are carried out.
+        choose_execution: a plan may choose how layers are executed.
         versions: of the running job; ``None`` on a laptop, where none are known.
         begun_s, shortlist: as of ``Request``.
 
@@ -337,7 +337,7 @@ def _other_spaces(
     """Spaces in which a job could need less memory, by what the user sets.
 
     Args:
-        choices: ``None`` where a plan leaves it to the framework how layers are carried out.
+        choices: ``None`` where a plan leaves it to the framework how layers are executed.
     """
     spaces = {} if offer is None else {offer.words: offer.space}
     name = "offload_modules"

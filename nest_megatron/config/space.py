@@ -208,7 +208,7 @@ def buildable_degrees(
     """Fixed degrees with those that the model's class has in its framework alone.
 
     Raises:
-        UserInputError: if others are asked for.
+        UserInputError: if others are requested.
 
     Source: ``gemma2.Gemma2Model``, ``gemma3.Gemma3Config.configure_model``,
     ``llama4_utils.Llama4SelfAttention`` of ``nemo.collections.llm.gpt.model``; Megatron-Bridge's

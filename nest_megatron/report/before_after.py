@@ -230,8 +230,8 @@ def versus_report(
             verdicts.append(f"The {name}: {said}.")
     return Group(
         heading("Layouts"),
-        indented(Text(f"plan    {layout_words(plan)}")),
-        indented(Text(f"other   {layout_words(other)}")),
+        indented(f"plan    {layout_words(plan)}"),
+        indented(f"other   {layout_words(other)}"),
         heading("Step by term (of each layout's busiest pipeline rank)"),
         _differences(TERM_WORDS, mine.terms, theirs.terms, terms, steps, format_seconds, _signed),
         indented(f"The other layout's step: {difference_words(difference)}."),

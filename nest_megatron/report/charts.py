@@ -85,7 +85,7 @@ def render(
         draw: fills the matplotlib figure that it is given.
         size: width and height in inches.
         suffix: ``.png`` or ``.svg``.
-        what: the option that asked for it, for errors.
+        what: the option that names it, for errors.
         settings: matplotlib's, beside those of every chart.
     """
     check_matplotlib(what)

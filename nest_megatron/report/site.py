@@ -103,7 +103,7 @@ def _peaks(peaks: int, ran_out: int) -> str:
     return " and ".join(counted(count, what) + more for count, what, more in counts if count)
 
 
-#: Parts of the error of a peak (``cost_model.peak_posterior.PARTS``), as they are told.
+#: Parts of the error of a peak (``cost_model.peak_posterior.PARTS``), as they are shown.
 _PARTS = {
     "site": "memory of all jobs",
     "static": "weights and states",

@@ -163,9 +163,9 @@ def short_proof(plan: ParallelPlan) -> str:
     return f"proven: none searched within {risk} is faster than {_bound(plan)}"
 
 
-#: Gain of a faster layout that is told, per cent.
+#: Gain from which on a faster layout is shown, per cent.
 _WORTH_TELLING_PCT = 0.05
-#: Risk from which on a smaller one is told, and the share of it that is left there at most.
+#: Risk from which on a smaller one is shown, and the share of it that is left there at most.
 _WORTH_LESS_RISK, _SAFER = 0.01, 0.5
 
 
@@ -186,7 +186,7 @@ def other_layouts(plan: ParallelPlan) -> Iterator[tuple[str, str]]:
 
 
 def _smaller_risk(plan: ParallelPlan, other: Alternative) -> float | None:
-    """The risk of a runner-up, where it is so much smaller that it is told."""
+    """The risk of a runner-up, where it is so much smaller that it is shown."""
     own, known = plan.uncertainty.out_of_memory, other.uncertainty
     if own < _WORTH_LESS_RISK or known is None or known.out_of_memory > _SAFER * own:
         return None
@@ -338,7 +338,7 @@ def sequence_words(plan: ParallelPlan) -> str:
     return f"{mean}; {100 * (1 - share):.0f} % is padding, {real:,.0f} real tokens/s/GPU"
 
 
-#: Sizes of a growing batch that are told before some are left out.
+#: Sizes of a growing batch that are shown before some are left out.
 _MOST_SIZES = 6
 
 

@@ -350,7 +350,7 @@ def require_expressible(plan: ParallelPlan, view: AppView, job: Job) -> None:
             limit = f"{limit}, and the application has no field for it"
             fix = f"Name its place in nest.fields.{item}, or fix it with nest.overrides."
         raise UserInputError(place or item, given, limit, fix)
-    # what the application does not ask for is carried out as its own fields say
+    # what the application leaves to itself is executed as its own fields say
     stated = allowed_execution(execution_of(job.memory_flags), plan.layout)
     wanted = allowed_execution(plan.layout.execution, plan.layout)
     for knob in KNOBS:

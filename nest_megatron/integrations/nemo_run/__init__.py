@@ -1,6 +1,6 @@
 """NeMo-Run: a plugin that plans each task of an experiment, and factories for its command line.
 
-``NestPlugin`` subclasses a class of NeMo-Run, so it is made when it is first asked for; importing
+``NestPlugin`` subclasses a class of NeMo-Run, so it is made when it is first used; importing
 this package loads nothing.
 """
 

@@ -1,7 +1,7 @@
 """Factories for NeMo-Run's command line: the entry point ``nemo_run.cli``.
 
 ``nemo`` loads this for each of its commands and only prints what goes wrong, so it imports nothing
-of NeMo: the recipe is found when it is asked for. NeMo-Run reads the annotations of a factory as
+of NeMo: the recipe is found when it is used. NeMo-Run reads the annotations of a factory as
 they are, so they must be types and not text, and its parser does not know ``str | None``.
 """
 # ruff: noqa: UP045

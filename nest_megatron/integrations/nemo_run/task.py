@@ -182,7 +182,17 @@ def plan_recipe(
             f"Give the recipe num_nodes={nodes} and {per_node} devices, or change the executor.",
         )
     if size is not None:
-        _require_all_ranks(with_defaults(settings), size)
+        nodes, per_node = size
+        planned = {"cluster.num_gpus": str(nodes * per_node), "search.use_all_gpus": "true"}
+        for each in with_defaults(settings):
+            value = str(each.value).strip().lower()
+            if planned.get(each.key, value) != value:
+                raise _plugin_error(
+                    each.key,
+                    each.value,
+                    f"the executor starts {nodes} x {per_node} processes, all of which take part",
+                    "Leave it out, or change the executor and the recipe.",
+                )
     if options.mode == Mode.PINNED:
         _refuse_search(options, settings)
         if options.cluster is not None:
@@ -219,21 +229,6 @@ def _refuse_search(options: TaskOptions, settings: Sequence[Setting]) -> None:
                 value,
                 "mode='pinned' writes the plan as it was reviewed, and searches nothing",
                 "Leave it out, or give mode='auto'.",
-            )
-
-
-def _require_all_ranks(settings: Sequence[Setting], size: tuple[int, int]) -> None:
-    """Refuse settings that plan for other ranks than an executor starts."""
-    nodes, per_node = size
-    wanted = {"cluster.num_gpus": str(nodes * per_node), "search.use_all_gpus": "true"}
-    for each in settings:
-        value = str(each.value).strip().lower()
-        if wanted.get(each.key, value) != value:
-            raise _plugin_error(
-                each.key,
-                each.value,
-                f"the executor starts {nodes} x {per_node} processes, all of which take part",
-                "Leave it out, or change the executor and the recipe.",
             )
 
 
