@@ -109,7 +109,6 @@ def html_report(
             for name, each in plan.launch.items()
         ]
         or [("", command_lines([*flags], indent="", width=LINE), plan.notes)],
-        flags_words=_flags_words(plan),
         today=plan.today and before_after_section(plan.today, plan),
         sensitivity=sensitivity(plan, times),
         site=plan.provenance.site and site_rows(plan.provenance.site),
@@ -176,17 +175,6 @@ def search_steps(search: SearchRecord) -> tuple[tuple[str, int], ...]:
         *left,
         (f"not refuted by a bound: stage layouts searched{met}", search.solved),
         ("chosen", 1),
-    )
-
-
-def _flags_words(plan: ParallelPlan) -> str:
-    """What flags are for that stand in the place of a launch command."""
-    target = str(plan.provenance.settings.get("target", "megatron_lm"))
-    if target.startswith("megatron_lm"):
-        return "Flags of the layout, for the Megatron-LM command that starts the job:"
-    return (
-        f"The layout as Megatron-LM's flags, to compare: the plan is for {target}, whose "
-        "configuration takes the fields under What the plan sets, and why."
     )
 
 
@@ -270,14 +258,7 @@ def groups(plan: ParallelPlan) -> Mapping[str, Any]:
         }
         for place, i in enumerate(reached)
     ]
-    return {
-        "drawn": drawn[::-1],
-        "head": ("group", "GPUs in it", *columns, "farthest level crossed"),
-        "rows": rows,
-        "caption": "Members of one group inside one node and inside each wider level; 4 × 2 are "
-        "four inner groups with two members each. Rank order "
-        f"{plan.layout.dims.rank_order.value}.",
-    }
+    return {"drawn": drawn[::-1], "columns": columns, "rows": rows}
 
 
 def _reach(level: int, shape: tuple[int, ...]) -> tuple[str, bool]:
