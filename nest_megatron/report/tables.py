@@ -41,9 +41,9 @@ class FittingTable(Table):
         """Print the table, or the list where a column would be lost."""
         wide = options.update(max_width=10_000)
         needs = [_need(column, console, wide) for column in self.columns]
-        if not self._fits(needs, options) and self.box is not None:
+        if self._width(needs) > options.max_width and self.box is not None:
             self.padding = 0
-        if not self._fits(needs, options):
+        if self._width(needs) > options.max_width:
             yield from self._rows_apart()
             return
         spare = options.max_width - self._width(needs)
@@ -53,9 +53,6 @@ class FittingTable(Table):
                 column.max_width = need + spare
                 spare -= min(spare, max(0, _natural(column, console, wide) - need))
         yield from super().__rich_console__(console, options)
-
-    def _fits(self, needs: Sequence[int], options: ConsoleOptions) -> bool:
-        return self._width(needs) <= options.max_width
 
     def _width(self, needs: Sequence[int]) -> int:
         """Of the whole table, where its columns have these."""
