@@ -14,6 +14,7 @@ from pathlib import Path
 
 import nest_megatron
 from nest_megatron import api
+from nest_megatron.report.console import Shown
 
 PAGE = Path(__file__).with_name("api.md")
 HEAD = """\
@@ -60,10 +61,12 @@ def page() -> str:
 
 def _members(kind: type) -> Iterator[tuple[str, object]]:
     """Public methods and properties, in the order of the source."""
-    for name, member in vars(kind).items():
-        is_called = inspect.isfunction(member) or isinstance(member, property)
-        if is_called and not name.startswith("_"):
-            yield name, member
+    ours = [each for each in kind.__mro__ if each.__module__.startswith("nest_megatron.")]
+    for base in reversed([each for each in ours if each is not Shown]):
+        for name, member in vars(base).items():
+            is_called = inspect.isfunction(member) or isinstance(member, property)
+            if is_called and not name.startswith("_"):
+                yield name, member
 
 
 def _member(owner: str, member: tuple[str, object]) -> str:

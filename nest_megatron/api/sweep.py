@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nest_megatron.api.jobs import (
     LAUNCHER,
@@ -47,21 +47,13 @@ from nest_megatron.plain import frozen
 from nest_megatron.planner.layouts import keep_layout
 from nest_megatron.planner.pins import read_plan
 from nest_megatron.printing import print_to_stderr
-from nest_megatron.report.console import Shown, print_notes
+from nest_megatron.report.console import print_notes
 from nest_megatron.report.plan_rows import PlanRow, to_csv, to_parquet
 from nest_megatron.report.sweep_chart import sweep_chart
-from nest_megatron.report.whatif import (
-    Variant,
-    variants_document,
-    variants_page,
-    variants_report,
-    variants_title,
-)
+from nest_megatron.report.whatif import Variant, Variants
 from nest_megatron.units import format_seconds
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from nest_megatron.integrations.plan_job import RecipeJob
 
 
@@ -229,7 +221,7 @@ _RUN_LENGTH = ("train.tokens", "train.train_samples")
 
 
 @frozen
-class WhatIf(Shown):
+class WhatIf(Variants):
     """A job on changed clusters: the best plan of each, and the present layout there.
 
     Attributes:
@@ -239,32 +231,14 @@ class WhatIf(Shown):
         swept: how the jobs ended, and which files were written.
     """
 
-    present: ParallelPlan | None
-    variants: tuple[Variant, ...]
     swept: Swept
-
-    def to_dict(self) -> dict[str, Any]:
-        """The rows as numbers, text, lists and dicts: what ``--json`` prints."""
-        return variants_document(self.variants)
-
-    def report(self) -> Iterator[RenderableType]:
-        """The table that ``nest-megatron whatif`` prints."""
-        from rich.text import Text
-
-        yield Text(variants_title(self.present, self.variants))
-        yield from variants_report(self.present, self.variants)
-
-    def to_html(self) -> str:
-        """One self-contained page: heat maps of throughput and cost, and the table."""
-        return variants_page(self.present, self.variants)
 
     def write_html(self, path: StrPath, *, force: bool = False) -> None:
         """Write the page of ``to_html``; ``force`` as of ``Plan.save``."""
         write_text(output_file(path, force=force), self.to_html())
 
     def __repr__(self) -> str:
-        job = variants_title(self.present, self.variants)
-        return f"<WhatIf of {job}: {len(self.variants) - 1} changes>"
+        return f"<WhatIf of {self._title()}: {len(self.variants) - 1} changes>"
 
 
 def whatif(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.plain import frozen
 from nest_megatron.report.charts import IDLE, INK, PAPER, blended
+from nest_megatron.report.console import Shown
 from nest_megatron.report.plan_rows import (
     PlanRow,
     RowsTable,
@@ -71,30 +72,6 @@ def percent(found: float, before: float) -> float:
     return 100 * (found / before - 1)
 
 
-def variants_title(present: ParallelPlan | None, variants: Sequence[Variant]) -> str:
-    """The job, unchanged."""
-    plan = present or variants[0].row.plan or variants[0].kept
-    if plan is None:
-        return "a job that has no plan unchanged"
-    where = f"{plan.cluster.describe()}, {plan.cluster.name}"
-    return f"{plan.model.name} on {where}; global batch {plan.layout.global_batch_size:,}"
-
-
-def variants_report(
-    present: ParallelPlan | None, variants: Sequence[Variant]
-) -> Iterator[RenderableType]:
-    """The table of ``whatif``, and what is to be said of its rows.
-
-    Args:
-        present: the plan of the file; ``None`` where the job is that of a command.
-    """
-    before = variants[0].row.plan
-    rows = [_cells(variant, before) for variant in variants]
-    figures = ("Step", "vs plan", "Tok/s/GPU", *price_heads(rows))
-    heads = ("Change", "Best layout", *figures, "Chosen layout")
-    yield from RowsTable(heads=heads, cells=rows, notes=[*_notes(present, variants)]).report()
-
-
 def _cells(variant: Variant, before: ParallelPlan | None) -> dict[str, str]:
     found, best = variant.row.plan, variant.row.cells()["Layout"]
     cells = {"Change": variant.words("\n"), "Chosen layout": _kept_words(variant)}
@@ -124,63 +101,12 @@ def risk_of(plan: ParallelPlan) -> str:
     return f"{format_chance(plan.uncertainty.out_of_memory)} risk"
 
 
-def _notes(present: ParallelPlan | None, variants: Sequence[Variant]) -> Iterator[str]:
-    first, *others = variants
-    again = first.row.plan
-    if again is None:
-        why = first.row.reason or first.row.status
-        yield f"The unchanged job has no plan ({why}): nothing is compared."
-        return
-    if present is not None and (layout_of(again), step_s(again)) != (
-        layout_of(present),
-        step_s(present),
-    ):
-        now, then = format_seconds(step_s(again)), format_seconds(step_s(present))
-        same = "the same" if layout_of(again) == layout_of(present) else "another"
-        yield (
-            f"Planned again, unchanged, the job takes {now} with {same} layout, and {then} in the "
-            "file: it was made with other settings, profiles or another version."
-        )
-    old = None if present is None else present.provenance.site
-    site = again.provenance.site
-    if old is not None and site is None:
-        yield f"Planned again, the job is without the site's calibration ({old.name}) of its file."
-    elif old is not None and site is not None and old.digest != site.digest:
-        yield f"The calibration of the site ({site.name}) has changed since the plan was made."
-    plans = [(each.row.plan, each) for each in others if each.row.plan is not None]
-    names = [each.words() for plan, each in plans if plan.provenance.site is None]
-    if site is not None and names:
-        yield f"The site's calibration is of the unchanged cluster, and not of {'; '.join(names)}."
-    for plan, variant in plans:
-        if steps_of(plan) == steps_of(again):
-            yield f"{variant.words()} changes nothing: the step takes as long as unchanged."
-    for key in without_effect([variant.row for variant in others]):
-        if len({variant.row.settings[key] for variant in others}) > 1:
-            yield f"{short_key(key)} makes no difference: its values give the same step."
-    if any(map(_is_safer, others)):
-        yield (
-            "The chosen layout is faster where it has a larger chance to run out of memory than "
-            "memory.max_oom_chance allows, or where a simpler plan ties with it."
-        )
-    if any(fastest_s(plan) < step_s(plan) for plan in (again, *(plan for plan, _ in plans))):
-        yield (
-            '"vs plan" compares the fastest layouts; the best layout is the simplest within '
-            "search.tie_percent of it."
-        )
-
-
 def _is_safer(variant: Variant) -> bool:
     """Whether another plan was taken although the present layout fits and has a shorter step."""
     found, kept = variant.row.plan, variant.kept
     if found is None or kept is None or found.choice is None or not kept.predicted.fits:
         return False
     return step_s(kept) < step_s(found)
-
-
-def variants_document(variants: Sequence[Variant]) -> dict[str, Any]:
-    """What ``whatif --json`` prints."""
-    before = variants[0].row.plan
-    return {"rows": [_fields(variant, before) for variant in variants]}
 
 
 def _fields(variant: Variant, before: ParallelPlan | None) -> dict[str, Any]:
@@ -201,56 +127,6 @@ def _fields(variant: Variant, before: ParallelPlan | None) -> dict[str, Any]:
         "present_layout_told": variant.refusal,
     }
     return {"changes": dict(row.settings), **own}
-
-
-def variants_page(present: ParallelPlan | None, variants: Sequence[Variant]) -> str:
-    """Heat maps of throughput and cost over what varies, and the table, as one page."""
-    from nest_megatron.report.page import render_page
-
-    before = variants[0].row.plan
-    cells = [_cells(variant, before) for variant in variants]
-    ranged = [
-        each | {"9 of 10 runs": range_words(plan.uncertainty)}
-        if (plan := variant.row.plan)
-        else each
-        for each, variant in zip(cells, variants, strict=True)
-    ]
-    figures = ["Step", "9 of 10 runs", "vs plan", "Tok/s/GPU", *price_heads(ranged)]
-    head = ["Change", "Best layout", "Chosen layout", *figures]
-    unchanged, changed = cells[0], variants[1:]
-    choices = {}  # what a reader picks a row by: values of each setting that has several
-    for key in _axes(changed):
-        values = [*dict.fromkeys(each.row.settings[key] for each in changed)]
-        if len(values) > 1:
-            choices[key] = values
-    step = f": {unchanged['Step']} a step" if "Step" in unchanged else ""
-    return render_page(
-        "whatif.html",
-        f"What if: {variants_title(present, variants)}",
-        script="pick.js",
-        headline=f"Unchanged: {unchanged['Best layout']}{step}",
-        range=_common_words(before),
-        maps=list(_heat_maps(changed)),
-        nothing=(IDLE, INK),
-        shade=partial(blended, PAPER, _DARK),
-        format_count=format_count,
-        plan_cells=plan_cells,
-        head=head,
-        rows=[
-            {
-                "cells": [each.get(name, "-").replace("\n", ", ") for name in head],
-                "place": ",".join(
-                    str(values.index(variant.row.settings[key]))
-                    for key, values in choices.items()
-                    if key in variant.row.settings  # those of the unchanged job are not
-                ),
-            }
-            for each, variant in zip(ranged, variants, strict=True)
-        ],
-        choices=[(short_key(key), values) for key, values in choices.items()],
-        numeric=len(figures),
-        notes=list(_notes(present, variants)),
-    )
 
 
 def _common_words(before: ParallelPlan | None) -> str:
@@ -305,3 +181,138 @@ def _axes(changed: Sequence[Variant]) -> list[str]:
     keys = list(changed[0].row.settings) if changed else []
     several = [key for key in keys if len({each.row.settings[key] for each in changed}) > 1]
     return several or keys[:1]
+
+
+@frozen
+class Variants(Shown):
+    """The rows of a job on changed clusters, as a table and as a page.
+
+    Attributes:
+        present: the plan of the file; ``None`` of a command, whose layout is priced as it is typed.
+        variants: the job unchanged, then a row for each change: ``row.plan``, ``row.settings``,
+            and ``kept``, the present layout there.
+    """
+
+    present: ParallelPlan | None
+    variants: tuple[Variant, ...]
+
+    @property
+    def _before(self) -> ParallelPlan | None:
+        """The plan of the job unchanged."""
+        return self.variants[0].row.plan
+
+    def _title(self) -> str:
+        """The job, unchanged."""
+        plan = self.present or self._before or self.variants[0].kept
+        if plan is None:
+            return "a job that has no plan unchanged"
+        where = f"{plan.cluster.describe()}, {plan.cluster.name}"
+        return f"{plan.model.name} on {where}; global batch {plan.layout.global_batch_size:,}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The rows as numbers, text, lists and dicts: what ``--json`` prints."""
+        return {"rows": [_fields(variant, self._before) for variant in self.variants]}
+
+    def report(self) -> Iterator[RenderableType]:
+        """The table that ``nest-megatron whatif`` prints."""
+        from rich.text import Text
+
+        yield Text(self._title())
+        rows = [_cells(variant, self._before) for variant in self.variants]
+        figures = ("Step", "vs plan", "Tok/s/GPU", *price_heads(rows))
+        heads = ("Change", "Best layout", *figures, "Chosen layout")
+        yield from RowsTable(heads=heads, cells=rows, notes=[*self._notes()]).report()
+
+    def to_html(self) -> str:
+        """One self-contained page: heat maps of throughput and cost, and the table."""
+        from nest_megatron.report.page import render_page
+
+        variants = self.variants
+        cells = [_cells(variant, self._before) for variant in variants]
+        ranged = [
+            each | {"9 of 10 runs": range_words(plan.uncertainty)}
+            if (plan := variant.row.plan)
+            else each
+            for each, variant in zip(cells, variants, strict=True)
+        ]
+        figures = ["Step", "9 of 10 runs", "vs plan", "Tok/s/GPU", *price_heads(ranged)]
+        head = ["Change", "Best layout", "Chosen layout", *figures]
+        unchanged, changed = cells[0], variants[1:]
+        choices = {}  # what a reader picks a row by: values of each setting that has several
+        for key in _axes(changed):
+            values = [*dict.fromkeys(each.row.settings[key] for each in changed)]
+            if len(values) > 1:
+                choices[key] = values
+        step = f": {unchanged['Step']} a step" if "Step" in unchanged else ""
+        return render_page(
+            "whatif.html",
+            f"What if: {self._title()}",
+            script="pick.js",
+            headline=f"Unchanged: {unchanged['Best layout']}{step}",
+            range=_common_words(self._before),
+            maps=list(_heat_maps(changed)),
+            nothing=(IDLE, INK),
+            shade=partial(blended, PAPER, _DARK),
+            format_count=format_count,
+            plan_cells=plan_cells,
+            head=head,
+            rows=[
+                {
+                    "cells": [each.get(name, "-").replace("\n", ", ") for name in head],
+                    "place": ",".join(
+                        str(values.index(variant.row.settings[key]))
+                        for key, values in choices.items()
+                        if key in variant.row.settings  # those of the unchanged job are not
+                    ),
+                }
+                for each, variant in zip(ranged, variants, strict=True)
+            ],
+            choices=[(short_key(key), values) for key, values in choices.items()],
+            numeric=len(figures),
+            notes=list(self._notes()),
+        )
+
+    def _notes(self) -> Iterator[str]:
+        first, *others = self.variants
+        again, present = self._before, self.present
+        if again is None:
+            why = first.row.reason or first.row.status
+            yield f"The unchanged job has no plan ({why}): nothing is compared."
+            return
+        if present is not None and (layout_of(again), step_s(again)) != (
+            layout_of(present),
+            step_s(present),
+        ):
+            now, then = format_seconds(step_s(again)), format_seconds(step_s(present))
+            same = "the same" if layout_of(again) == layout_of(present) else "another"
+            yield (
+                f"Planned again, unchanged, the job takes {now} with {same} layout, and {then} in "
+                "the file: it was made with other settings, profiles or another version."
+            )
+        old = None if present is None else present.provenance.site
+        site = again.provenance.site
+        if old is not None and site is None:
+            yield f"Planned again, the job lacks the site's calibration ({old.name}) of its file."
+        elif old is not None and site is not None and old.digest != site.digest:
+            yield f"The calibration of the site ({site.name}) has changed since the plan was made."
+        plans = [(each.row.plan, each) for each in others if each.row.plan is not None]
+        names = [each.words() for plan, each in plans if plan.provenance.site is None]
+        if site is not None and names:
+            where = "; ".join(names)
+            yield f"The site's calibration is of the unchanged cluster, and not of {where}."
+        for plan, variant in plans:
+            if steps_of(plan) == steps_of(again):
+                yield f"{variant.words()} changes nothing: the step takes as long as unchanged."
+        for key in without_effect([variant.row for variant in others]):
+            if len({variant.row.settings[key] for variant in others}) > 1:
+                yield f"{short_key(key)} makes no difference: its values give the same step."
+        if any(map(_is_safer, others)):
+            yield (
+                "The chosen layout is faster where it has a larger chance to run out of memory "
+                "than memory.max_oom_chance allows, or where a simpler plan ties with it."
+            )
+        if any(fastest_s(plan) < step_s(plan) for plan in (again, *(plan for plan, _ in plans))):
+            yield (
+                '"vs plan" compares the fastest layouts; the best layout is the simplest within '
+                "search.tie_percent of it."
+            )

@@ -26,7 +26,7 @@ from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.layouts import keep_layout
 from nest_megatron.report.plan_rows import PlanRow
-from nest_megatron.report.whatif import Variant, variants_page
+from nest_megatron.report.whatif import Variant, Variants
 from tests.cli.runs import ENDLESS_SECOND_JOB, LIMITS, SECOND_JOB, interrupted, run
 
 JOB = ("model=llama3_8b", "cluster=h100_spine_leaf", "cluster.num_gpus=32", *LIMITS)
@@ -251,7 +251,7 @@ def test_a_longer_step_has_a_reason_where_the_present_layout_is_shorter(
         first = PlanRow(number=0, settings={}, status="ok", plan=plan)
         row = PlanRow(number=1, settings={"a.x": "1"}, status="ok", plan=found)
         rows = [Variant(row=first, kept=plan), Variant(row=row, kept=kept)]
-        return variants_page(plan, rows)
+        return Variants(present=plan, variants=rows).to_html()
 
     words = "The chosen layout is faster where"
     assert words in notes(plan, longer)
@@ -311,18 +311,20 @@ def combinations(plan: ParallelPlan, settings: int) -> list[Variant]:
 
 @pytest.mark.parametrize("settings", [1, 2, 3])
 def test_heat_maps_of_any_number_of_settings(plan: ParallelPlan, settings: int) -> None:
-    text = variants_page(plan, combinations(plan, settings))
+    text = Variants(present=plan, variants=combinations(plan, settings)).to_html()
     assert text.count("<td style=") == 2**settings
     assert text.count("<h2>Tokens/s") == max(1, 2 ** (settings - 2))
     assert ">does not fit<br>" in text
 
 
 def test_each_row_has_its_place_among_the_sliders(plan: ParallelPlan) -> None:
-    text = variants_page(plan, combinations(plan, 2))
+    text = Variants(present=plan, variants=combinations(plan, 2)).to_html()
     assert re.findall(r'data-place="(.*?)"', text) == ["", "0,0", "0,1", "1,0", "1,1"]
     assert text.count('type="range"') == 2
     assert text.count("<script>") == text.count("script-src 'sha256-") == 1
-    assert 'type="range"' not in variants_page(plan, combinations(plan, 2)[:2])
+    assert (
+        'type="range"' not in Variants(present=plan, variants=combinations(plan, 2)[:2]).to_html()
+    )
 
 
 @pytest.mark.slow

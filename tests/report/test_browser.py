@@ -18,7 +18,7 @@ import pytest
 
 from nest_megatron.layout.recompute import selective_recompute
 from nest_megatron.report.html import html_report
-from nest_megatron.report.whatif import variants_page
+from nest_megatron.report.whatif import Variants
 from tests.cli.test_whatif import combinations
 from tests.report.plans import SHAPES, hand_plan, searched_plan
 from tests.report.test_html_sections import command_page
@@ -131,7 +131,9 @@ def changes(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Of the page of a job on changed clusters."""
     path: Path = tmp_path_factory.mktemp("pages") / "whatif.html"
     plan = hand_plan(4)
-    path.write_text(variants_page(plan, combinations(plan, 2)), encoding="utf-8")
+    path.write_text(
+        Variants(present=plan, variants=combinations(plan, 2)).to_html(), encoding="utf-8"
+    )
     return path.as_uri()
 
 
