@@ -196,15 +196,10 @@ class SweepJob:
     command: TypedCommand | None = None
     source_job: RecipeJob | None = None
 
-    def composed(self, *, without: Callable[[str], bool] | None = None) -> Settings:
-        """Its settings, behind the defaults of the site.
-
-        Args:
-            without: says of a key that its setting is left out.
-        """
-        kept = [each for each in self.settings if without is None or not without(each.key)]
+    def composed(self) -> Settings:
+        """Its settings, behind the defaults of the site."""
         folder = None if self.config_dir is None else Path(self.config_dir)
-        return compose(with_defaults(kept), folder)
+        return compose(with_defaults(self.settings), folder)
 
     def plan(self, begun_s: Seconds, on_progress: Progress | None = None) -> Plan:
         """Its plan; raises as ``plan_job``."""

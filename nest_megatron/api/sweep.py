@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -399,11 +400,10 @@ def command_variants(
     jobs = _jobs((), changes, keys, command)
     command.content(jobs[0].composed())  # what cannot be read is so in all
 
-    def is_of_layout(key: str) -> bool:
-        return key.startswith("parallel.") or key == "train.micro_batch_size"
-
     def typed(job: SweepJob) -> ParallelPlan:
-        return command.typed(job.composed(without=is_of_layout))
+        of_layout = ("parallel.", "train.micro_batch_size")  # which the command says itself
+        kept = tuple(each for each in job.settings if not each.key.startswith(of_layout))
+        return command.typed(replace(job, settings=kept).composed())
 
     return _compared(None, jobs, typed, options)
 

@@ -118,12 +118,12 @@ def sensitivity(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[
         changed = {words: job and price(job) for words, job in jobs.items()}
         row = _row(plan, figure, now, changed)
         rows.append(row) if row else without.append(figure.name)
-    runners_up = ("runners-up",) if plan.alternatives else ()
     return {
-        "head": ("figure", "now", *_FACTORS.values(), *runners_up),
+        "factors": [*_FACTORS.values()],
         "rows": rows,
-        "without": ", ".join(without),
-        "notes": [*_notes(plan, times)],
+        "without": without,
+        "tie_percent": _tie_percent(plan),
+        "has_times": times is not None,
     }
 
 
@@ -131,15 +131,6 @@ def _tie_percent(plan: ParallelPlan) -> float:
     """Plans that differ by less count as equal."""
     usual: float = default_setting("search.tie_percent")
     return usual if plan.choice is None else plan.choice.tie_percent
-
-
-def _notes(plan: ParallelPlan, times: LayerTimes | None) -> Iterator[str]:
-    if plan.alternatives:
-        yield f"Steps that differ by less than {_tie_percent(plan):g} % count as equal."
-    if plan.provenance.site is not None:
-        yield "Steps are those that are predicted without this site's calibration."
-    if times is not None:
-        yield "Layer times of the profile stay as they are."
 
 
 def _priced(model: CostModel, layouts: Sequence[Layout], job: _Job) -> list[_Priced]:
