@@ -51,7 +51,7 @@ from nest_megatron.report.words import (
     term_words,
     ties,
 )
-from nest_megatron.units import GB, format_seconds, to_ticks
+from nest_megatron.units import GB, to_ticks
 
 #: Of the summary, what the page shows as figures at its top.
 _FIGURES = ("Step", "Range")
@@ -84,7 +84,9 @@ def html_report(
         f"{plan.model.name} on {plan.cluster.describe()}",
         script="plan.js",
         plan=plan,
-        headline=_headline(plan, dict(rows)["Layout"]),
+        layout=dict(rows)["Layout"],
+        ranged=ranged_words(plan.uncertainty, plan.provenance.own_runs),
+        confidence=confidence_words(plan.uncertainty, plan.provenance.site),
         model=_model_words(plan.model),
         range_words=range_words,
         verdict=_verdict(plan),
@@ -121,19 +123,6 @@ def html_report(
             for name, value in plan.provenance.settings.items()
             if plan.model.is_moe or name not in OF_EXPERTS  # which say nothing of the model
         ],
-    )
-
-
-def _headline(plan: ParallelPlan, layout: object) -> str:
-    """The plan and how sure its step is, in one line."""
-    step, known = format_seconds(plan.predicted.iteration_time_s), plan.uncertainty
-    site, said = plan.provenance.site, f"{step} a step"
-    if site is not None and known.median_s is not None:
-        median = format_seconds(known.median_s)
-        said = f"{median} a step by this site's calibration ({site.name}), {step} without it"
-    return (
-        f"{layout}: {said}; {ranged_words(known, plan.provenance.own_runs)}. Confidence "
-        f"{confidence_words(known, site)}."
     )
 
 

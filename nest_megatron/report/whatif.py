@@ -129,20 +129,6 @@ def _fields(variant: Variant, before: ParallelPlan | None) -> dict[str, Any]:
     return {"changes": dict(row.settings), **own}
 
 
-def _common_words(before: ParallelPlan | None) -> str:
-    """How far steps are off, and why differences between them are off by less."""
-    if before is None:
-        return ""
-    known = before.uncertainty
-    low, high = (percent(each, step_s(before)) for each in (known.low_s, known.high_s))
-    narrow = narrow_words(before.provenance.own_runs)
-    return (
-        f": 9 of 10 runs of the unchanged job take {low:+.0f} to {high:+.0f} % of its step"
-        f"{narrow and f', {narrow}'}; errors that two changes have in common "
-        "cancel in their difference"
-    )
-
-
 def _heat_maps(changed: Sequence[Variant]) -> Iterator[Mapping[str, Any]]:
     """Throughput and cost over the first two settings that vary, a map for each of the others.
 
@@ -249,7 +235,8 @@ class Variants(Shown):
             f"What if: {self._title()}",
             script="pick.js",
             headline=f"Unchanged: {unchanged['Best layout']}{step}",
-            range=_common_words(self._before),
+            before=self._before,
+            narrow=self._before and narrow_words(self._before.provenance.own_runs),
             maps=list(_heat_maps(changed)),
             nothing=(IDLE, INK),
             shade=partial(blended, PAPER, _DARK),
