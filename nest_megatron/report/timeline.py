@@ -71,6 +71,7 @@ def schedule(plan: ParallelPlan, view: ScheduleView) -> Mapping[str, Any]:
     numbers = _numbers(axis, drawn) if ranks <= MOST_RANKS else []
     row = max(_LEAST_ROW, min(_ROW_PIXELS, _HEIGHT // ranks))
     every = -(-14 // row)
+    bubble_s = plan.predicted.terms.get("pipeline_bubble", 0.0)
     return {
         "title": f"Predicted schedule of {ranks} pipeline ranks",
         "zooms": ZOOMS,
@@ -86,9 +87,13 @@ def schedule(plan: ParallelPlan, view: ScheduleView) -> Mapping[str, Any]:
         "numbers": numbers,
         "ticks": _ticks(axis),
         "legend": [(name, "var(--idle)" if c == IDLE else c) for name, c in legend(view)],
-        "words": _words(plan, view, [bar for _, bar in drawn], numbers=bool(numbers)),
+        "num_drawn": len({bar.span.microbatch for _, bar in drawn if bar.span.microbatch >= 0}),
+        "num_microbatches": view.num_microbatches,
+        "is_exposed": any(sum(each.values()) for passes in view.exposed for each in passes),
+        "iteration_time_s": view.iteration_time_s,
+        "is_predicted": same_price(view.iteration_time_s, plan.predicted.iteration_time_s),
+        "bubble_s": bubble_s if to_ticks(bubble_s) > 0 else 0.0,
         "rows": [_sums(view, rank) for rank in range(ranks)],
-        "idle": _idle_words(plan, view),
     }
 
 
@@ -148,50 +153,6 @@ def _round_times(window: Window, least: Seconds) -> Iterator[Seconds]:
     step = next(k * power for k in (1, 2, 5, 10) if k * power >= least)
     first, last = math.ceil(window.start / step), math.floor(window.end / step)
     return (round(k * step, 12) for k in range(first, last + 1))
-
-
-def _words(plan: ParallelPlan, view: ScheduleView, drawn: Sequence[Bar], *, numbers: bool) -> str:
-    seen = {bar.span.microbatch for bar in drawn if bar.span.microbatch >= 0}
-    whole = view.num_microbatches
-    said = [f"All {whole} micro batches are drawn." if whole > 1 else "The micro batch is drawn."]
-    if len(windows(view)) > 1:
-        said = [
-            "The step is long: its beginning, a stretch of its middle and its end are drawn, with "
-            f"passes of {len(seen)} of its {whole} micro batches."
-        ]
-    if numbers:
-        said.append("A number in a pass is that of its micro batch.")
-    if any(sum(each.values()) for passes in view.exposed for each in passes):
-        said.append(
-            "What a pass spends on communication that nothing hides is drawn at its end, wherever "
-            "in the pass it is."
-        )
-    if not same_price(view.iteration_time_s, plan.predicted.iteration_time_s):
-        said.append(
-            f"This version's cost model says {format_seconds(view.iteration_time_s)} a step; the "
-            f"plan was made by version {plan.provenance.nest_megatron_version} with another result."
-        )
-    return " ".join(said)
-
-
-def _idle_words(plan: ParallelPlan, view: ScheduleView) -> str:
-    """How much of the idle time of the rank that the terms are about is the pipeline bubble."""
-    rank, bubble_s = plan.predicted.critical_rank, plan.predicted.terms.get("pipeline_bubble", 0.0)
-    is_predicted = same_price(view.iteration_time_s, plan.predicted.iteration_time_s)
-    if to_ticks(bubble_s) <= 0 or not is_predicted:
-        return ""
-    idle, bubble = _sums(view, rank)[_IDLE], format_seconds(bubble_s)
-    if idle == bubble:
-        return f"The {idle} that pipeline rank {rank} is idle are the pipeline bubble."
-    return (
-        f"Of the {idle} that pipeline rank {rank} is idle {bubble} are the pipeline bubble. In the "
-        "rest it waits for transfers between stages, and for weights, gradients and optimizer "
-        "steps of other ranks."
-    )
-
-
-#: Place of the idle time in what ``_sums`` gives.
-_IDLE = 4
 
 
 def _sums(view: ScheduleView, rank: int) -> tuple[str, ...]:
