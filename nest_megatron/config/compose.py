@@ -196,7 +196,7 @@ def _update(config: DictConfig, setting: Setting) -> None:
 
 def _is_accelerator(setting: Setting) -> bool:
     """Whether a setting chooses an accelerator of the catalogue, or of the user's folder."""
-    value = setting.value or "null"
+    value = "null" if setting.value is None else setting.value
     by_name = setting.key == "cluster.accelerator" and not value.startswith(("{", "null"))
     return by_name or setting.key == ACCELERATOR_CHOICE
 
@@ -259,7 +259,8 @@ def _with_included(
         part: Fields = own
         if of:
             chosen = accelerator if of == package == "accelerator" else None
-            part = _with_included(of, _entry(of, chosen or name, folder), folder, accelerator)
+            entry = _entry(of, name if chosen is None else chosen, folder)
+            part = _with_included(of, entry, folder, accelerator)
         if package == "_here_":
             found = OmegaConf.merge(found, part)
         else:

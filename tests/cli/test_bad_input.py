@@ -130,7 +130,7 @@ JOB = (
     [
         ("<x>", "a character stands in quotes alone"),
         ("'a", "or a quote is not closed"),
-        ("(1", "extraneous input '('.\n"),
+        ("(1", "its brackets do not match, or a character is too much.\n"),
         ("a]", "its brackets do not match"),
     ],
 )
