@@ -174,8 +174,8 @@ def _update(config: DictConfig, setting: Setting) -> None:
     """Change a configuration by a setting, if it chooses no entry of a group."""
     from omegaconf import OmegaConf
 
-    key = setting.key
-    group = key.rpartition("@")[2].partition(".")[0]
+    key = setting.key.removeprefix("accelerator@")
+    group = key.partition(".")[0]
     if group in GROUPS and key != group and config[group] is None:
         raise UserInputError(
             typed_setting(key),
@@ -196,7 +196,8 @@ def _update(config: DictConfig, setting: Setting) -> None:
 
 def _is_accelerator(setting: Setting) -> bool:
     """Whether a setting chooses an accelerator of the catalogue, or of the user's folder."""
-    value = "null" if setting.value is None else setting.value
+    if (value := setting.value) is None:
+        return False
     by_name = setting.key == "cluster.accelerator" and not value.startswith(("{", "null"))
     return by_name or setting.key == ACCELERATOR_CHOICE
 
@@ -216,8 +217,10 @@ def _entries(
         refuse_resolvers(each.key, [each.key, each.value])
         if _is_accelerator(each):
             accelerator = each.value
-        elif each.key not in GROUPS or each.value is None:
+        elif each.key not in GROUPS:
             continue
+        elif each.value is None:
+            found.pop(each.key, None)
         elif not is_path(each.value):
             found[each.key] = _entry(each.key, each.value, folder)
         else:
