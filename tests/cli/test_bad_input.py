@@ -26,7 +26,10 @@ BAD = {
     "empty accelerator": ((*LLAMA, "cluster.accelerator="), "it is empty"),
     "no model": (WITHOUT_MODEL, "model=llama3_70b"),
     "no cluster": (("plan", "model=llama3_8b"), "cluster=dgx_h100"),
-    "removed cluster": ((*LLAMA, "~cluster"), "cluster=dgx_h100"),
+    "removed cluster": (
+        ("plan", "model=llama3_8b", "cluster=h100_spine_leaf", "~cluster"),
+        "cluster=dgx_h100",
+    ),
     "a bare name": (("plan", "llama3_70b"), "model=llama3_70b"),
     "broken nodes": ((*LLAMA, "cluster.num_gpus=100"), "96 or 104"),
     "negative bandwidth": ((*LLAMA, "cluster.levels.0.bandwidth_bytes_per_s=-4"), "above 0"),
