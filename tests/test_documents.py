@@ -52,7 +52,6 @@ def test_a_repeated_column_is_refused(tmp_path: Path) -> None:
 #: Read no file of anybody else: what ranks of a job said to one another, the catalogue.
 WITH_OWN_LOADER = {
     "catalogue_files.py",
-    "config/compose.py",  # what it wrote itself
     "documents.py",
     "integrations/dry_run/recorder.py",  # what it and run.py wrote themselves
     "integrations/dry_run/__init__.py",
