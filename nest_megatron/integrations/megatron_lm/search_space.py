@@ -316,48 +316,49 @@ def _with_own_sharding(
     Raises:
         UserInputError: if the job's own sharding contradicts its degrees or its checkpoint format.
     """
-    if CKPT_FORMAT not in freed and not _saves(job.sharding, job.ckpt_format):
+    sharding = job.sharding
+    if CKPT_FORMAT not in freed and not _saves(sharding, job.ckpt_format):
         raise _refused_format(job)
     # what must be freed before another implementation may be taken; nothing if it may
-    of_torch, every = job.sharding is DataParallelSharding.TORCH_FSDP2, space.zero_stages
+    of_torch, every = sharding is DataParallelSharding.TORCH_FSDP2, space.zero_stages
     implementation = [] if IMPLEMENTATION[0] in freed else [IMPLEMENTATION[of_torch]]
     fixed = {}
     for other in _FORMATS:
         saves = CKPT_FORMAT in freed or _saves(other, job.ckpt_format)
         fixed[other] = implementation if saves else [*implementation, CKPT_FORMAT]
-    fixed.pop(job.sharding, None)
+    fixed.pop(sharding, None)
     if not any(fixed.values()):
         return space, None
     others = tuple(zero for zero in every if fixed.get(zero.sharding))
-    saved, offer = job.ckpt_format or _FORMATS.get(job.sharding, "torch_dist"), None
+    saved, offer = job.ckpt_format or _FORMATS.get(sharding, "torch_dist"), None
     if others:
         offer = Offer(
             space=replace(space, zero_stages=others),
-            own=job.sharding,
-            free={sharding: _spelled(job.free_option, names) for sharding, names in fixed.items()},
+            own=sharding,
+            free={s: _spelled(job.free_option, names) for s, names in fixed.items()},
             ckpt_format={s: kind for s, kind in _FORMATS.items() if not _saves(s, saved)},
         )
     freely = tuple(zero for zero in every if fixed.get(zero.sharding) == [])
     if freely:  # from torch FSDP2 to what saves the format that is kept
         return replace(space, zero_stages=freely), offer
-    zeros = job.sharding.zero_stages
+    zeros = sharding.zero_stages
     if job.zero is not None and not set(freed).intersection((*IMPLEMENTATION, *STAGE)):
         zeros = (job.zero,)
     zeros = for_optimizer(zeros, job)
     # neither FSDP has a pipeline, and torch's has no expert parallelism (args:606-612)
-    alone = [] if job.sharding is DataParallelSharding.DDP else [_PIPELINE]
-    if job.sharding is DataParallelSharding.TORCH_FSDP2:
+    alone = [] if sharding is DataParallelSharding.DDP else [_PIPELINE]
+    if of_torch:
         alone.append("expert_model_parallel_size")
     for name in alone:
         if space.fixed.get(name, 1) != 1:
             raise flag_error(
                 name,
                 space.fixed[name],
-                f"it must be 1 under {flag_of(f'use_{job.sharding.value}')}",
+                f"it must be 1 under {flag_of(f'use_{sharding.value}')}",
                 "Use 1, or another data-parallel sharding.",
             )
     fixed_sizes = {**space.fixed, **dict.fromkeys(alone, 1)}
-    return replace(space, zero_stages=zeros, sharding=job.sharding, fixed=fixed_sizes), offer
+    return replace(space, zero_stages=zeros, sharding=sharding, fixed=fixed_sizes), offer
 
 
 def for_optimizer(zeros: Collection[ZeroStage], job: Job) -> tuple[ZeroStage, ...]:
