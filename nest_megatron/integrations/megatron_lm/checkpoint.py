@@ -192,8 +192,7 @@ def check_loadable(saved: SavedCheckpoint, arguments: Values, values: Values, ve
         _refuse(name, planned, said, fix)
     _check_rng(saved, arguments, values, release)
     if loads_optimizer(saved, values) and saved.format == "torch_dist":
-        _check_opt(saved, arguments, values, release)
-        _check_buckets(saved, arguments, values)
+        _check_optimizer(saved, arguments, values, release)
 
 
 def _check_format(saved: SavedCheckpoint, values: Values, release: Release) -> None:
@@ -249,12 +248,18 @@ def _check_rng(saved: SavedCheckpoint, arguments: Values, values: Values, releas
         )
 
 
-def _check_opt(saved: SavedCheckpoint, arguments: Values, values: Values, release: Release) -> None:
+def _check_optimizer(
+    saved: SavedCheckpoint, arguments: Values, values: Values, release: Release
+) -> None:
     """Optimizer state in a form that is gone, or for another number of optimizers.
 
     ``flattened_range`` is gone (dc/mapping.py a:133; b:129) (run). Experts have an optimizer of
     their own with EP (tensor_parallel/layers.py a:886), since 0.19 also with an ETP other than TP
     (b:1033); one state is not divided in two nor two joined (optimizer.py a:1216; b:1605) (run).
+
+    ``dp_reshardable`` state lies by bucket; their size hangs on overlap and on the replicas. A
+    buffer smaller than both sizes is one bucket either way. Source: a training.py:1298-1322,
+    do:1603, :1779; b training.py:2179-2194, do:1902, :2078 (run).
     """
     kind, count = saved.distrib_optim_sharding_type, saved.num_optimizers
     if saved.use_distributed_optimizer and kind not in ("fully_reshardable", *_FIXED_LAYOUT):
@@ -263,20 +268,7 @@ def _check_opt(saved: SavedCheckpoint, arguments: Values, values: Values, releas
     if values.get("num_experts") and count is not None and apart != (count > 1):
         fix = f"fix an expert-parallel size {'of 1' if apart else 'above 1'}, or {_NO_OPTIM}"
         _refuse(f"{_EP}, {_ETP}", sizes, f"{saved.directory} holds {count} optimizer(s)", fix)
-
-
-def _is_apart(sizes: Values, release: Release) -> bool:
-    """Whether experts have an optimizer besides that of the rest."""
-    return sizes[_EP] > 1 or (release >= (0, 19) and sizes[_ETP] != sizes[_TP])
-
-
-def _check_buckets(saved: SavedCheckpoint, arguments: Values, values: Values) -> None:
-    """``dp_reshardable`` state lies by bucket; their size hangs on overlap and on the replicas.
-
-    A buffer smaller than both sizes is one bucket either way. Source: a training.py:1298-1322,
-    do:1603, :1779; b training.py:2179-2194, do:1902, :2078 (run).
-    """
-    before, kind = saved.arguments, saved.distrib_optim_sharding_type
+    before = saved.arguments
     if kind != "dp_reshardable" or not before or before.get("ddp_num_buckets"):
         return
     was = before.get("data_parallel_size", 1) * before.get("context_parallel_size", 1)
@@ -289,6 +281,11 @@ def _check_buckets(saved: SavedCheckpoint, arguments: Values, values: Values) ->
     if old != new and (saved.largest_buffer or _INF) >= min(old, new):
         fix = f"add --ddp-bucket-size {min(old, 1e15):.0f}, or {_NO_OPTIM}"
         _refuse("--ddp-bucket-size", new, f"{saved.directory} was saved with {old:.0f}", fix)
+
+
+def _is_apart(sizes: Values, release: Release) -> bool:
+    """Whether experts have an optimizer besides that of the rest."""
+    return sizes[_EP] > 1 or (release >= (0, 19) and sizes[_ETP] != sizes[_TP])
 
 
 def _describe(folder: Path, iteration: int, weights_only: bool, values: Values) -> SavedCheckpoint:

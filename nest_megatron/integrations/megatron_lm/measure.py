@@ -197,7 +197,15 @@ def with_profile(place: JobCluster, mode: ProfileMode, name: str | None = None) 
 def _recorded(
     orders: Orders, answers: Iterable[Answer], name: str | None, known: LayerProfile | None
 ) -> LayerProfile:
-    """The profile as it is stored now; the first machine's has the name that the user asks for."""
+    """The profile as it is stored now.
+
+    Args:
+        name: of the first machine's profile, where it is new; made up if not given.
+
+    Raises:
+        MeasuringError: if nothing was timed at all.
+        ProfileError: if the store cannot be written to, or the name is taken by another profile.
+    """
     joined: dict[object, Answer] = {}  # of equal machines, whose clocks differ all the time
     for answer in answers:
         assert answer.machine is not None
@@ -205,16 +213,32 @@ def _recorded(
         first = joined.get(alike, replace(answer, timings=(), skipped=()))
         timings, skipped = first.timings + answer.timings, first.skipped + answer.skipped
         joined[alike] = replace(first, timings=timings, skipped=skipped)
-    stored = [
-        record_answer(answer, orders, None if other else name)
-        for other, answer in enumerate(joined.values())
-    ]
-    profile = next(filter(None, stored), known)
-    if profile is None:
-        reasons = (one.reason for answer in answers for one in answer.skipped)
-        why = next(reasons, f"nothing was done within {orders.max_seconds:g} s")
-        raise MeasuringError(f"no block of this job's layers could be timed: {why}")
-    return profile
+    stored = []
+    for other, answer in enumerate(joined.values()):
+        if answer.machine is None or not answer.timings:
+            continue
+        given = None if other else name
+        profile = store.record(
+            LayerProfile(
+                name=given or default_name(answer.machine, orders.spec, orders.precision),
+                created=now(),
+                precision=orders.precision,
+                machine=answer.machine,
+                model=orders.spec,
+                timings=answer.timings,
+            )
+        )
+        stored.append(profile)
+        failed = (*untimed(profile), *answer.skipped)
+        if shapes := {shape_of(profile.model, one.task): one for one in failed}:
+            text = json.dumps([to_plain(one) for one in shapes.values()])
+            with contextlib.suppress(OSError):
+                untimed_file(profile).write_text(text, encoding="utf-8")
+    if (found := next(iter(stored), known)) is not None:
+        return found
+    reasons = (one.reason for answer in answers for one in answer.skipped)
+    why = next(reasons, f"nothing was done within {orders.max_seconds:g} s")
+    raise MeasuringError(f"no block of this job's layers could be timed: {why}")
 
 
 def _notes(orders: Orders, answers: Sequence[Answer], profile: LayerProfile) -> Iterator[str]:
@@ -454,33 +478,3 @@ def untimed(profile: LayerProfile) -> tuple[Skipped, ...]:
         return tuple(from_plain(Skipped, line) for line in lines)
     except (ValueError, TypeError):
         return ()
-
-
-def record_answer(answer: Answer, orders: Orders, name: str | None) -> LayerProfile | None:
-    """Put what was measured into the store; ``None`` where nothing was timed.
-
-    Args:
-        name: of a profile that is new; made up if not given.
-
-    Raises:
-        ProfileError: if the store cannot be written to, or the name is taken by another profile.
-    """
-    if answer.machine is None or not answer.timings:
-        return None
-    profile = store.record(
-        LayerProfile(
-            name=name or default_name(answer.machine, orders.spec, orders.precision),
-            created=now(),
-            precision=orders.precision,
-            machine=answer.machine,
-            model=orders.spec,
-            timings=answer.timings,
-        )
-    )
-    failed = (*untimed(profile), *answer.skipped)
-    shapes = {shape_of(profile.model, one.task): one for one in failed}
-    if shapes:
-        text = json.dumps([to_plain(one) for one in shapes.values()])
-        with contextlib.suppress(OSError):
-            untimed_file(profile).write_text(text, encoding="utf-8")
-    return profile

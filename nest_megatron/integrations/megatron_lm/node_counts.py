@@ -140,7 +140,7 @@ class TableJob:
     def checkpoint_of(self, plan: ParallelPlan, num_nodes: int) -> Resharding:
         """What the plan for so many nodes saves.
 
-        Source of the flags: ``_check_buckets`` and ``_check_rng`` of ``checkpoint.py``.
+        Source of the flags: ``_check_optimizer`` and ``_check_rng`` of ``checkpoint.py``.
         """
         name, needed = f"the checkpoint of the plan for {num_nodes} nodes", dict[str, int | bool]()
         experts = self.request.spec.num_experts
