@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, replace
+from dataclasses import MISSING, Field, dataclass, field
 from typing import Any
 
 from nest_megatron.cost_model.execution_flags import execution_of
@@ -346,11 +346,6 @@ class ExecutionPlaces:
         ):
             found["cp_comm_type"] = None
         return found
-
-    def unforced(self) -> dict[str, Any]:
-        """What the model's configuration itself says of the settings that something puts over."""
-        own = replace(self, forced={})
-        return {name: own._meant(name) for name in self.forced}
 
     def fields(self, plan: ParallelPlan) -> Iterator[FieldValue]:
         """Yield fields with which layers run as priced; refuse what the framework lacks."""

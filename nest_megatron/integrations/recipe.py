@@ -247,6 +247,7 @@ class Recipe(Configuration, ABC):
         restored = self.restored_by(self.root)
         config, data, places = self.find(self.model), self.find(self.data), self.places
         family, stated, execution = family_of(config), self.item_values(), places.values()
+        unforced = replace(places, forced={}).values()
         for item, value in stated.items():
             if item.endswith("_parallel_size") and value is not None:
                 self.whole(self.items[item])
@@ -325,7 +326,7 @@ class Recipe(Configuration, ABC):
             zero=read_zero(sharded) or ZeroStage.NONE,
             sharding=read_sharding(sharded),
             memory_flags=flags,
-            on_blackwell=places.unforced(),
+            on_blackwell={name: unforced[name] for name in places.forced},
             graphs=cuda_graphs(graphs),
             packs=packs,
             closed=closed_fields(

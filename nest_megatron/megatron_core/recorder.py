@@ -186,7 +186,11 @@ class _Recorder(TorchDispatchMode):
             output = args[0].new_empty((round(args[0].numel() * self._share),))
         else:
             output = func(*args, **kwargs)
-        path, is_recomputed = self._where()
+        path, is_recomputed = self._stack[-1], False
+        if self.is_backward and len(self._stack) > 1:
+            is_recomputed = True  # the module works a second time
+        elif self.is_backward:
+            path = self._paths.get(torch._C._current_autograd_node(), "")
         if name in _COLLECTIVES:
             call = Call(
                 path=path,
@@ -216,14 +220,6 @@ class _Recorder(TorchDispatchMode):
                 work.bytes_moved += moved
                 work.num_kernels += 1
         return output
-
-    def _where(self) -> tuple[str, bool]:
-        """The module at work, and whether it works a second time."""
-        if not self.is_backward:
-            return self._stack[-1], False
-        if len(self._stack) > 1:
-            return self._stack[-1], True
-        return self._paths.get(torch._C._current_autograd_node(), ""), False
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
