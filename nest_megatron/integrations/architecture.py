@@ -138,42 +138,45 @@ def _refused(config: Any, wrappers: tuple[Any, ...]) -> Iterator[tuple[str, Any,
             if name not in _TABLE["supported_classes"] and re.search(pattern, name):
                 yield "model", name, lacking
     for part in _parts(config):
-        yield from (("model", *refused) for refused in _refused_classes(part))
+        yield from _refused_classes(part)
     for wrapper in wrappers:  # a user's own class may stand before one of NeMo's that is known
         for kind in classes_of(wrapper):
             if kind.__name__ in _TABLE["supported_models"]:
                 break
             if kind.__module__.partition(".")[0] == "nemo":
                 yield "model", kind.__name__, "such a model is not supported"
-    for name, value, lacking in _refused_fields(config):
-        yield f"model.{name}", value, lacking
+    yield from _refused_fields(config)
 
 
 def _refused_fields(config: Any) -> Iterator[tuple[str, Any, str]]:
     for name, lacking in REFUSED.items():
         if value := value_or(config, name):
-            yield name, value, lacking
+            yield f"model.{name}", value, lacking
     for name, (described, lacking) in _TABLE["refused_otherwise"].items():
         if (value := value_or(config, name, described)) != described:
-            yield name, value, lacking
+            yield f"model.{name}", value, lacking
     names, foreign = {*class_names(config)}, "these layers are not megatron-core's own"
     builder = layer_builder(value_or(config, "transformer_layer_spec"))
     for name, families in _TABLE["of_families"].items():
         if (value := value_or(config, name)) and names.isdisjoint(families):
-            yield name, value, f"of the supported models only {', '.join(families)} has it"
+            yield (
+                f"model.{name}",
+                value,
+                f"of the supported models only {', '.join(families)} has it",
+            )
     for name, builders in _TABLE["of_builders"].items():
         if (value := value_or(config, name)) and builder != builders:
-            yield name, value, f"only {builders} builds such layers"
+            yield f"model.{name}", value, f"only {builders} builds such layers"
     of_no_family = names.isdisjoint(_TABLE["family_layers"].get(builder, ()))
     if of_no_family and builder not in (None, *_TABLE["standard_layers"]):
-        yield "transformer_layer_spec", builder, foreign
+        yield "model.transformer_layer_spec", builder, foreign
     for name in ("mamba_stack_spec", "hybrid_stack_spec"):
         stack = value_or(config, name)
         if stack is not None and not _is_standard_stack(stack):
-            yield name, layer_builder(stack), foreign
+            yield f"model.{name}", layer_builder(stack), foreign
 
 
-def _refused_classes(config: Any) -> Iterator[tuple[str, str]]:
+def _refused_classes(config: Any) -> Iterator[tuple[str, str, str]]:
     """Classes of a configuration that may build another model, and why.
 
     A family that only states sizes has nothing of its own but values of fields, and those are
@@ -189,7 +192,8 @@ def _refused_classes(config: Any) -> Iterator[tuple[str, str]]:
             is_method = isinstance(value, FunctionType | property | classmethod | staticmethod)
             overrides = any(name in vars(base) for base in mro[place + 1 : -1])
             if is_method and overrides and name not in {*_GENERATED, *CLASSIFIED}:
-                yield kind.__name__, f"its own {name} may build a model that is not supported"
+                lacking = f"its own {name} may build a model that is not supported"
+                yield "model", kind.__name__, lacking
 
 
 def layer_builder(spec: Any) -> str | None:

@@ -144,10 +144,10 @@ def loss_notes(recipe: Configuration, fixed: Collection[str]) -> tuple[str, ...]
         "context_parallel_size": "context parallelism brings calculate_per_token_loss, the mean "
         "over all tokens of a step",
     }
-    found = [(name, what) for name, what in may_change.items() if name not in fixed]
+    found = {name: what for name, what in may_change.items() if name not in fixed}
     if not found or by_token or not is_finetuning(data):
         return ()
-    said, names = ", and ".join(what for _, what in found), " and ".join(n for n, _ in found)
+    said, names = ", and ".join(found.values()), " and ".join(found)
     return (f"The loss is averaged within each micro batch: {said}. Keep {names} to train as now.",)
 
 
