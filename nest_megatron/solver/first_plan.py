@@ -14,7 +14,7 @@ from nest_megatron.solver.executions import with_stages_and_zero
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.memory_bounds import MemoryBounds
 from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolver
-from nest_megatron.solver.ranking import SolvedLayout
+from nest_megatron.solver.ranking import SolvedLayout, fastest
 from nest_megatron.solver.space import settings_keeping_least
 
 #: The dozen: the widest tensor sizes, each with the smallest micro batches.
@@ -40,8 +40,7 @@ def first_plan(
     Returns:
         ``None`` if none of these fits: the search itself has to tell.
     """
-    plans = (_plan_of(grids, memory, peaks, solve, shards) for shards in _dozen(grids))
-    return min((plan for plan in plans if plan is not None), key=lambda p: p.rank, default=None)
+    return fastest(_plan_of(grids, memory, peaks, solve, shards) for shards in _dozen(grids))
 
 
 def _dozen(grids: GridSpace) -> Iterator[list[PartialLayout]]:
@@ -85,7 +84,7 @@ def _plan_of(
             for executed in grids.executed(grid)
             for plan in _solved(grids, peaks, solve, executed)
         ]
-        found = min(plans, key=lambda plan: plan.rank, default=None)
+        found = fastest(plans)
         if best is not None and (found is None or best.rank < found.rank):
             break
         best = found

@@ -9,7 +9,7 @@ from nest_megatron.cost_model.pipeline import (
     Evaluation,
     PipelineProblem,
     UnitCost,
-    chunk_cost,
+    chunks_of,
     timeline,
 )
 from nest_megatron.cost_model.schedule import Op, source_of
@@ -55,7 +55,7 @@ def critical_path(
     Of two passes that a pass waited for, the one on the other rank is followed.
     """
     p, m = problem.num_stages, problem.num_microbatches
-    costs = [chunk_cost(problem, a, b) for a, b in pairwise(boundaries)]
+    costs = chunks_of(problem, boundaries)
     ranks = timeline(problem, evaluation)
     passes = {timed.op: timed for rank in ranks for timed in rank}
     previous = {later.op: earlier.op for rank in ranks for earlier, later in pairwise(rank)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from operator import attrgetter
 
 from nest_megatron.layout.layout import Layout, PartialLayout
@@ -66,6 +67,11 @@ class SolvedLayout:
     def rank(self) -> tuple[object, ...]:
         """Order of preference: faster first, then the tie rule on what is simpler to run."""
         return (self.iteration, *preference(self.layout))
+
+
+def fastest(plans: Iterable[SolvedLayout | None]) -> SolvedLayout | None:
+    """The first of the plans in the order of preference."""
+    return min((plan for plan in plans if plan is not None), key=lambda p: p.rank, default=None)
 
 
 def preference(grid: PartialLayout) -> tuple[object, ...]:

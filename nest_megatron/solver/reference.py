@@ -36,7 +36,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import pairwise
 
 from nest_megatron.cost_model.critical_path import summarize_reference
 from nest_megatron.cost_model.pipeline import (
@@ -44,6 +43,7 @@ from nest_megatron.cost_model.pipeline import (
     PipelineProblem,
     chunk_cost,
     chunk_times,
+    chunks_of,
     evaluate,
     fits_in_memory,
 )
@@ -352,7 +352,7 @@ def _solve_interleaved(
 def _work_bound(problem: PipelineProblem, boundaries: Boundaries) -> Ticks:
     """Longest, over the ranks, of: reach the rank, do all its work without a pause, drain."""
     p, m = problem.num_stages, problem.num_microbatches
-    chunks = [chunk_cost(problem, a, b) for a, b in pairwise(boundaries)]
+    chunks = chunks_of(problem, boundaries)
     times = [chunk_times(problem, k, chunk) for k, chunk in enumerate(chunks)]
     longest = reach = drain = 0
     for rank in range(p):

@@ -36,13 +36,12 @@ from nest_megatron.research.baselines.job import (
     Boundaries,
     ComparisonJob,
     chosen,
-    fastest,
     layer_traffic,
     moved,
     restricted,
 )
 from nest_megatron.research.baselines.walk import Layouts, State, nearest, pipeline_of, shard_of
-from nest_megatron.solver.ranking import SolvedLayout
+from nest_megatron.solver.ranking import SolvedLayout, fastest
 from nest_megatron.units import Seconds, to_seconds
 
 EVALUATIONS = 3_000

@@ -36,11 +36,11 @@ from nest_megatron.research.baselines.job import (
     ComparisonJob,
     chosen,
     even_partition,
-    fastest,
     restricted,
 )
 from nest_megatron.research.baselines.walk import pipeline_of
 from nest_megatron.solver.grids import GridSpace
+from nest_megatron.solver.ranking import fastest
 
 _GIVEN_BY_USER = ("context_parallel_size", "expert_model_parallel_size")
 _LARGE_MEMORY_BYTES = 60 * 10**9

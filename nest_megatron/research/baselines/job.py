@@ -146,11 +146,6 @@ def solved(grid: PartialLayout, found: StageSolution) -> SolvedLayout | None:
     return SolvedLayout.of(grid, grid.recompute, found, None)
 
 
-def fastest(plans: Iterable[SolvedLayout | None]) -> SolvedLayout | None:
-    """The first of the plans in the order of preference."""
-    return min((plan for plan in plans if plan is not None), key=lambda p: p.rank, default=None)
-
-
 def restricted(
     job: ComparisonJob,
     without: Iterable[str] = (),

@@ -42,13 +42,12 @@ from nest_megatron.research.baselines.job import (
     ComparisonJob,
     chosen,
     even_partition,
-    fastest,
     restricted,
     solved,
 )
 from nest_megatron.research.baselines.walk import pipeline_of, shard_of
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD
-from nest_megatron.solver.ranking import SolvedLayout
+from nest_megatron.solver.ranking import SolvedLayout, fastest
 
 _ZERO = (ZeroStage.OPTIMIZER,)
 #: By rising recomputation; with fused attention the second frees nothing and is passed over.

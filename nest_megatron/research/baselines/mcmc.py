@@ -30,7 +30,6 @@ from nest_megatron.research.baselines.job import (
     Boundaries,
     ComparisonJob,
     chosen,
-    fastest,
     moved,
     restricted,
 )
@@ -42,7 +41,7 @@ from nest_megatron.research.baselines.walk import (
     pipeline_of,
     shard_of,
 )
-from nest_megatron.solver.ranking import SolvedLayout
+from nest_megatron.solver.ranking import SolvedLayout, fastest
 
 SEEDS = 10
 STEPS = 500

@@ -29,10 +29,10 @@ from nest_megatron.research.baselines.job import (
     BaselineChoice,
     ComparisonJob,
     chosen,
-    fastest,
     restricted,
     with_network_levels,
 )
+from nest_megatron.solver.ranking import fastest
 from nest_megatron.solver.space import SearchSpace
 
 
