@@ -20,9 +20,9 @@ class Deadline:
     begun_s: Seconds
     seconds: Seconds
 
-    def passed(self, share: float = 1.0) -> bool:
-        """Whether so much of the time is over."""
-        return time.monotonic() - self.begun_s >= share * self.seconds
+    def passed(self) -> bool:
+        """Whether the time is over."""
+        return time.monotonic() - self.begun_s >= self.seconds
 
     def without(self, seconds: Seconds) -> Deadline:
         """The same, ending earlier."""

@@ -147,14 +147,12 @@ def nearest(name: str, known: Iterable[str], *, count: int = 3) -> str:
     return f"Known: {', '.join(names)}."
 
 
-def _close(name: str, names: list[str], count: int) -> str:
+def _close(name: str, names: list[str], count: int = 3) -> str:
     close = difflib.get_close_matches(str(name), names, n=count, cutoff=0.4)
     return f"Did you mean {' or '.join(close)}?" if close else ""
 
 
-def require_known(
-    what: str, name: str, known: Iterable[str], limit: str = "", *, count: int = 3
-) -> None:
+def require_known(what: str, name: str, known: Iterable[str], limit: str = "") -> None:
     """Refuse a name that is none of those known; the error says the nearest.
 
     Args:
@@ -166,9 +164,9 @@ def require_known(
     names = tuple(known)
     if name not in names:
         if limit:
-            raise UserInputError(what, name, limit, nearest(name, names, count=count))
+            raise UserInputError(what, name, limit, nearest(name, names))
         limit = f"it must be one of {', '.join(names)}"
-        fix = _close(name, sorted(names), count) or "Give one of them."
+        fix = _close(name, sorted(names)) or "Give one of them."
         raise UserInputError(what, name, limit, fix)
 
 

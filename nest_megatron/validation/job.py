@@ -67,7 +67,7 @@ class RowJob:
     settings: CostSettings
     target: Target
     flags: Mapping[str, Any] = field(default_factory=dict)
-    assumptions: tuple[str, ...] = field(default=())
+    assumptions: tuple[str, ...] = ()
     partition: StagePartition | None = None
     pipeline_runs: int = 1
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import field
 from typing import NamedTuple
 
 from nest_megatron.layout.zero import ZeroStage
@@ -92,7 +91,7 @@ class RowOutcome:
     candidate: Candidate | None = None
     refused: str = ""
     detail: str = ""
-    assumptions: tuple[str, ...] = field(default=())
+    assumptions: tuple[str, ...] = ()
 
     @property
     def source(self) -> str:
