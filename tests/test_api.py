@@ -473,6 +473,20 @@ def test_flags_are_those_of_the_launch_command(plan: nest_megatron.Plan) -> None
         other.to_megatron_args()
 
 
+def test_flags_of_the_layout_are_those_of_the_release_of_the_plan() -> None:
+    plan = nest_megatron.plan(
+        model="nemotron_h_8b",
+        cluster="dgx_h100",
+        num_gpus=8,
+        global_batch_size=64,
+        target="megatron_lm_0.15",
+        **{"parallel.tensor_model_parallel_size": 4},
+    )
+    args = plan.to_megatron_args(layout_only=True)
+    assert {word for word in args if word.startswith("--")} <= {*plan.to_megatron_args()}
+    assert "--hybrid-layer-pattern" not in " ".join(map(str, plan.report()))
+
+
 @pytest.mark.parametrize("kind", ["nemo", "bridge"])
 def test_a_plan_is_applied_to_a_recipe(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "RANK", "SLURM_NTASKS", "LOCAL_WORLD_SIZE"):

@@ -304,6 +304,17 @@ def test_deepep_is_not_for_nvlink_across_hosts(device: str, deepep: bool) -> Non
     assert FlexBackend.NCCLEP not in {*values, *unknown}
 
 
+@pytest.mark.parametrize("precision", [Precision.FP16, Precision.FP32])
+def test_user_buffers_of_bfloat16_are_not_for_other_formats(precision: Precision) -> None:
+    setting = KnobConditions(spec=catalogue.model("llama3_8b"), accelerator="H100-SXM-80GB")
+    assert always_on(Execution(), setting).tp_comm_overlap
+    other = dataclasses.replace(setting, precision=precision)
+    assert not always_on(Execution(), other).tp_comm_overlap
+    words = ["model=llama3_8b", "cluster=dgx_h100", f"train.precision={precision}"]
+    request = request_of(compose(parse(words)), choose_execution=True)
+    assert not request.space.execution.tp_comm_overlap
+
+
 def test_a_field_that_the_job_lacks_is_not_chosen() -> None:
     setting = KnobConditions(spec=catalogue.model("mixtral_8x7b"), accelerator="H100-SXM-80GB")
     narrow = dataclasses.replace(setting, can_state=frozenset({"moe_permute_fusion"}))

@@ -420,6 +420,8 @@ def test_rules_that_leave_nothing_say_so(tmp_path: Path) -> None:
     refused = run("plan", *SMALL)
     assert refused.code == 16
     assert "with other limits it is at least 16" in " ".join(refused.err.split())
+    path = of_operators(tmp_path, plan={"ranges": {"tensor_model_parallel_size": [3, 3]}})
+    assert f"nothing divides the GPUs; within the policy of {path}" in run("plan", *SMALL).err
 
 
 def test_the_largest_number_of_replicas_is_kept() -> None:

@@ -13,7 +13,11 @@ from nest_megatron.config.keywords import StrPath, path_of
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, write_text
 from nest_megatron.integrations.fields import ABSENT, find
-from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, launch_request
+from nest_megatron.integrations.megatron_lm.attach import (
+    LAUNCHER,
+    launch_request,
+    planned_release,
+)
 from nest_megatron.integrations.megatron_lm.write import parallel_argv
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.batch_schedule import TrainChoice
@@ -158,7 +162,10 @@ class Plan(Shown):
                 "the plan holds no command of Megatron-LM",
                 "Plan for target=megatron_lm, or give the recipe to Plan.apply.",
             )
-        return parallel_argv(launch_request(self.record)) if layout_only else list(launch.argv)
+        if not layout_only:
+            return list(launch.argv)
+        release = planned_release(self.record)
+        return parallel_argv(launch_request(self.record, version=release))
 
     def apply(self, recipe: Any) -> tuple[Change, ...]:
         """Write the plan into a recipe of NeMo or a configuration of Megatron-Bridge, in place.

@@ -107,7 +107,7 @@ def placed(composed: Settings, path: Path) -> Placement:
     names = [level.name for level in cluster.levels[1:-1]]
     note = f"{describe_groups(groups, names)}."
     pieces = ", ".join(
-        f"{size} of level {name}" for name, size in zip(names, whole_groups(groups), strict=True)
+        f"{size} of level {name}" for name, size in zip(names, whole_groups(groups), strict=False)
     )
     if pieces and given.levels[-1] == cluster.levels[-1]:
         note += f" Priced as groups of {pieces}: no two ranks are nearer than that."

@@ -48,7 +48,8 @@ def on_hosts(cluster: Cluster, groups: Groups) -> Cluster:
     """A cluster as a job sees it that runs on these hosts, ordered by ``network_order``.
 
     Args:
-        cluster: with a level for each level of the groups between its node and its outermost one.
+        cluster: with a level for each level of the groups between its node and its outermost one;
+            further groups that all hosts share are that outermost one.
 
     Raises:
         UserInputError: if the groups are not the cluster's levels.
@@ -69,12 +70,14 @@ def on_hosts(cluster: Cluster, groups: Groups) -> Cluster:
             "Placement is by whole nodes; have the scheduler give whole ones (Slurm: --segment).",
         )
     between = cluster.levels[1:-1]
+    if len({names[len(between) :] for names in groups}) == 1:
+        groups = [names[: len(between)] for names in groups]
     if any(len(names) != len(between) for names in groups):
-        listed = ", ".join(level.name for level in between) or "none"
+        listed = ", ".join(level.name for level in between) or "no level"
         raise UserInputError(
             "groups of hosts",
             len(groups[0]),
-            f"{cluster.name} has {len(between)} levels between node and outermost one ({listed})",
+            f"{cluster.name} has {listed} between node and outermost level",
             "Give each host so many groups, innermost first, or a cluster with these levels.",
         )
     kept, inner = [cluster.levels[0]], 1

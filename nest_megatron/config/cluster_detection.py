@@ -437,7 +437,8 @@ def _gpus(
     without = [host for host in hosts if host.gpus is None]
     if without and (kinds(hosts) or base is None):
         told = next((each.unseen for each in without if each.unseen), sources.unseen)
-        limit = "; ".join(told) or "no program said what GPUs they have"
+        limit = "no program said what GPUs they have"
+        limit += f" ({'; '.join(told)})" if told else ""
         fix = "Give their reports (nest-megatron cluster report) with --read"
         fix += "." if kinds(hosts) else ", or name a cluster with --cluster."
         names = shown_names([host.name for host in without])

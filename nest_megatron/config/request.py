@@ -233,6 +233,7 @@ def request_for(
             spec=spec,
             accelerator=name,
             fp8_recipe=recipe if costs.precision is Precision.FP8 else None,
+            precision=costs.precision,
             packages=known_packages(settings, job.packages),
             fixed=fixed_choices(settings, job.fixed, freed),
             has_engine=job.transformer_impl != "local",

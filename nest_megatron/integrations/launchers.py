@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,6 +70,8 @@ SLURM_VARIABLES = {
     _ROWS["slurm"]["options"][quantity].split()[0]: names.split()
     for quantity, names in _ROWS["slurm"]["variables"].items()
 }
+#: An ``--export`` of ``srun`` that does not name all variables.
+_EXPORTS_SOME = re.compile(r"--export[= ](?!\S*\bALL\b)\S")
 #: Names of torchrun, and of what has its options.
 TORCHRUN = _TORCHRUN.names.split()
 LAUNCHERS = (_TORCHRUN, _SLURM, _MPI, _DEEPSPEED, _ACCELERATE)
@@ -124,21 +126,40 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def with_variables(
-    words: Sequence[str], variables: Mapping[str, str]
+    words: Sequence[str], variables: Mapping[str, str], chosen: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
     """A command whose program has variables: those that stand in it, and those before it.
 
-    >>> with_variables(["docker", "run", "image", "torchrun", "t.py"], {"A": "1"})
+    Args:
+        variables: those of the script, which its launcher had too.
+        chosen: those of a plan. Open MPI passes none on to other hosts, and ``srun`` only those
+            that its ``--export`` names.
+
+    >>> with_variables(["docker", "run", "image", "torchrun", "t.py"], {}, {"A": "1"})
     (['docker', 'run', 'image', 'env', 'A=1', 'torchrun', 't.py'], {})
-    >>> with_variables(["torchrun", "t.py"], {"A": "1"})
+    >>> with_variables(["mpirun", "-np", "8", "python", "t.py"], {"B": "2"}, {"A": "1"})
+    (['mpirun', '-np', '8', 'env', 'A=1', 'python', 't.py'], {'B': '2'})
+    >>> with_variables(["torchrun", "t.py"], {}, {"A": "1"})
     (['torchrun', 't.py'], {'A': '1'})
     """
     names = [Path(word).name for word in words]
-    start = max((at for at, name in enumerate(names) if name.startswith(_STARTED)), default=0)
-    if not variables or all(_BY_NAME.get(name) is not _CONTAINER for name in names[:start]):
-        return [*words], {**variables}
-    pairs = (f"{name}={value}" for name, value in variables.items())
-    return [*words[:start], "env", *pairs, *words[start:]], {}
+    started = [
+        at
+        for at, name in enumerate(names)
+        if name.startswith(_STARTED) and words[max(at - 1, 0)] != "-m"
+    ]
+    start = max(started, default=0)
+    around = [_BY_NAME.get(name) for name in names[:start]]
+    behind: dict[str, str] = {}
+    if _CONTAINER in around:
+        behind = {**variables, **chosen}
+    elif _MPI in around or _EXPORTS_SOME.search(" ".join(words[:start])):
+        behind = {**chosen}
+    before = {k: v for k, v in {**variables, **chosen}.items() if k not in behind}
+    if not behind:
+        return [*words], before
+    pairs = (f"{name}={value}" for name, value in behind.items())
+    return [*words[:start], "env", *pairs, *words[start:]], before
 
 
 def with_num_nodes(words: Sequence[str], num_nodes: int) -> list[str]:
@@ -216,6 +237,37 @@ def assignment(word: str) -> tuple[str, str] | None:
     return (found[1], found[2]) if found else None
 
 
+def typed_variables(words: Sequence[str]) -> dict[str, str]:
+    """The variables that the words of a launch set.
+
+    >>> typed_variables(["A=1", "docker", "run", "-e", "B=2", "--env=C=3", "--ulimit", "stack=4"])
+    {'A': '1', 'B': '2', 'C': '3'}
+    """
+    found = dict[str, str]()
+    for before, word in pairwise(["", *words]):
+        pair = assignment(word.removeprefix("--env="))
+        if pair is not None and (not before.startswith("--") or before in ("--", "--env")):
+            found[pair[0]] = pair[1]
+    return found
+
+
+def without_secret_values(words: Sequence[str]) -> list[str]:
+    """The words of a launch that a plan's file may hold: an option then passes a variable on.
+
+    >>> without_secret_values(["env", "A_KEY=1", "docker", "run", "-e", "HF_TOKEN=x", "image"])
+    ['env', 'docker', 'run', '-e', 'HF_TOKEN', 'image']
+    """
+    found = list[str]()
+    for before, word in pairwise(["", *words]):
+        option = "--env=" if word.startswith("--env=") else ""
+        pair = assignment(word.removeprefix(option))
+        if pair is None or not is_secret(pair[0]):
+            found.append(word)
+        elif option or before.startswith("-"):
+            found.append(option + pair[0])
+    return found
+
+
 class _Value(NamedTuple):
     """What an option or a variable says, its name, and the pattern of a count."""
 
@@ -261,7 +313,7 @@ class _Launch:
     """A launch that is read; what was assumed and what is not said is collected on the way."""
 
     def __init__(self, words: Sequence[str], place: LaunchPlace) -> None:
-        self._typed = dict(filter(None, map(assignment, words)))
+        self._typed = typed_variables(words)
         self._environment = {**place.environment, **self._typed}
         self._gpus_per_node = place.gpus_per_node
         self._notes: list[str] = []

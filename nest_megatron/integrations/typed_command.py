@@ -32,6 +32,7 @@ from nest_megatron.integrations.launchers import (
     SLURM_VARIABLES,
     LaunchPlace,
     slurm_options,
+    without_secret_values,
     without_secrets,
 )
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_command
@@ -417,7 +418,7 @@ def estimate_command(
             script=command.script,
             argv=command.argv,
             environment=without_secrets(command.environment),
-            launcher=command.launcher,
+            launcher=tuple(without_secret_values(command.launcher)),
         )
         found = replace(_with_size_note(found, command), launch={LAUNCHER: launch})
     return CommandPlan(job=job, request=request, plan=found, changes=())

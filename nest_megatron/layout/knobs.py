@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
+from nest_megatron.cluster.records import Precision
 from nest_megatron.layout.rulebook.devices import closed_on
 from nest_megatron.model.execution import (
     PLAIN,
@@ -236,6 +237,7 @@ class KnobConditions:
 
     Args:
         fp8_recipe: ``None`` outside fp8.
+        precision: of the GEMMs.
         packages: those that are known to be installed where the job runs.
         fixed: choices, by name, that stay as the job has them.
         has_engine: the layers are Transformer Engine's.
@@ -251,6 +253,7 @@ class KnobConditions:
     spec: TransformerSpec
     accelerator: str
     fp8_recipe: str | None = None
+    precision: Precision = Precision.BF16
     packages: frozenset[str] = frozenset()
     fixed: frozenset[str] = frozenset()
     has_engine: bool = True
@@ -331,6 +334,9 @@ _FLEX_DEVICE = re.compile(r"(GH|GB|[HB])\d", re.IGNORECASE)
 _SPANNING_DEVICE = re.compile(r"GB\d", re.IGNORECASE)
 #: Scalings of fp8 whose GEMMs Transformer Engine does not overlap with traffic in user buffers.
 _WITHOUT_BUFFERS = ("blockwise", "mxfp8")
+#: Formats of GEMMs that fail on user buffers, which are made in bfloat16.
+#: Source: training/initialize.py calls ``initialize_ub`` without a type; Megatron-LM issue 711.
+_UNLIKE_BUFFERS = (Precision.FP16, Precision.FP32)
 
 
 def _runs_on(backend: object, conditions: KnobConditions) -> bool:
@@ -348,6 +354,7 @@ def _is_open(knob: Knob, conditions: KnobConditions) -> bool:
     alone = spec.family is ModelFamily.GPT and spec.vision is None
     images, stacks = spec.vision is not None, spec.family is ModelFamily.T5
     no_buffers = conditions.fp8_recipe in _WITHOUT_BUFFERS
+    no_buffers |= conditions.precision in _UNLIKE_BUFFERS
     capturable = conditions.capturable and not spec.heterogeneous_layers
     missing = {
         "moe_flex_dispatcher_backend": _FLEX_DEVICE.match(conditions.accelerator) is None,

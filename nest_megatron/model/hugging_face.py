@@ -269,6 +269,9 @@ def _text_model(
         tied = mapping.get("tie_word_embeddings")
         known = {} if tied is None else {"tie_word_embeddings": tied}
         text = {"model_type": _plain_type(whole), **known, **inner}
+    elif inner is not None:
+        what, fix = f"model {name}: text_config", "Check that this is the model's own config.json."
+        raise UserInputError(what, value=inner, limit="it must be a mapping of keys", fix=fix)
     elif isinstance(whole, str) and whole not in OTHER_NAMES and whole in FAMILIES:
         return text, (), ()
     for key in (*_OF_ENCODERS, *_OF_FLAT_FILES):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import itertools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -175,10 +176,10 @@ class ConfigFields:
         """A list of texts or numbers, or ``None`` where the field is absent or null.
 
         Args:
-            of_layers: one for each of ``num_hidden_layers``.
+            of_layers: one for each of ``num_hidden_layers``; none are as absent.
         """
         value = self.get(key)
-        if value is None:
+        if value is None or (of_layers and value == []):
             return None
         plain = isinstance(value, list | tuple) and all(isinstance(i, str | int) for i in value)
         if not isinstance(value, list | tuple) or not plain:
@@ -222,7 +223,9 @@ class ConfigFields:
     ) -> UserInputError:
         """The error for a field that cannot be used."""
         what = f"model {self._name}: config.json: {key}"
-        return kind(what, value=self._config.get(key), limit=limit, fix=fix)
+        value = self._config.get(key)
+        quoted = json.dumps(value) if isinstance(value, str) else value  # "16" is no number
+        return kind(what, value=quoted, limit=limit, fix=fix)
 
 
 Shape = dict[str, Any]

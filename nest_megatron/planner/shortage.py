@@ -133,13 +133,17 @@ def refuse_if_nothing_is_legal(request: Request, result: SearchResult, deadline:
     advice = _relaxed(request, deadline)
     if not advice and all(rule.what != "global_batch_size" for rule in broken):
         advice = " ".join(rule.fix for rule in broken)
+    fix = advice or "Use a batch and a number of GPUs with more common divisors."
+    if request.policy:
+        rules += f"; within the policy of {', '.join(file.path for file in request.policy)}"
+        fix += " Or ask the operators of the cluster."
     gpus, batch = f"{request.cluster.num_gpus} GPUs", f"global batch {request.global_batch_size}"
     fixed = (f"{name}={value}" for name, value in _fixed(request.space).items())
     raise UserInputError(
         "the job",
         ", ".join([gpus, batch, *fixed]),
         f"no combination of degrees is legal for {request.spec.name} ({rules})",
-        advice or "Use a batch and a number of GPUs with more common divisors.",
+        fix,
     )
 
 

@@ -82,7 +82,7 @@ def _console(**options: Any) -> Console:
 
 def _print(console: Console, parts: Iterable[RenderableType]) -> None:
     for part in parts:
-        console.print(_Cleaned(part), soft_wrap=isinstance(part, str))
+        console.print(_Cleaned(part), soft_wrap=isinstance(part, str), crop=False)
 
 
 class _Cleaned:

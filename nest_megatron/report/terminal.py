@@ -425,13 +425,14 @@ def answer_report(
 
 
 class _Flags:
-    """Words to paste, broken between flags at the width that there is."""
+    """Words to paste, broken between flags at the width that there is; each flag stays whole."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._words = words
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(command_lines(self._words, width=options.max_width - 2))
+        lines = command_lines(self._words, width=options.max_width - 2)
+        yield Text(lines, no_wrap=True, overflow="ignore")
 
 
 def _prediction(plan: ParallelPlan) -> Iterator[Pair]:

@@ -84,7 +84,11 @@ def solver_of_even_stages(solve: StageSolver, spec: TransformerSpec) -> StageSol
 
 
 def as_built(
-    solve: StageSolver, spec: TransformerSpec, *, mtp_beside_layer: bool = False
+    solve: StageSolver,
+    spec: TransformerSpec,
+    *,
+    mtp_beside_layer: bool = False,
+    mtp_beside_head: bool = False,
 ) -> StageSolver:
     """A stage solver that keeps MTP layers with the head, where the model is built so.
 
@@ -93,16 +97,17 @@ def as_built(
 
     Args:
         mtp_beside_layer: as of ``SearchSpace``.
+        mtp_beside_head: no layout of the release parts them.
     """
-    hybrid = bool(spec.hybrid_layer_pattern)
-    if not spec.num_mtp_layers or not (hybrid or mtp_beside_layer):
+    beside_head = bool(spec.hybrid_layer_pattern) or (mtp_beside_head and not mtp_beside_layer)
+    if not spec.num_mtp_layers or not (beside_head or mtp_beside_layer):
         return solve
 
     def solve_whole(problem: PipelineProblem, threshold: Ticks, node_limit: int) -> StageSolution:
         units = problem.num_units
         if units != problem.num_layers + 3 or problem.num_chunks == 1:  # no MTP, or joined already
             return solve(problem, threshold, node_limit)
-        first = units - (2 if hybrid else 3)
+        first = units - (2 if beside_head else 3)
         if first + 1 < problem.num_chunks:
             return StageSolution(Status.INFEASIBLE, NO_THRESHOLD)
         found = solve(_with_end_joined(problem, first), threshold, node_limit)

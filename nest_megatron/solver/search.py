@@ -25,6 +25,7 @@ from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.layout.layout import Layout, PartialLayout
 from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute
+from nest_megatron.layout.rulebook.facts import is_within
 from nest_megatron.layout.stage_layout import is_uniform
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.solver.bounds import Bounds
@@ -94,7 +95,10 @@ class Search(Caching):
     def __post_init__(self, limit: PeakLimit | None, slowest: Ticks, like: Search | None) -> None:
         space = self.space
         self.solve_stages = as_built(
-            self.solve_stages, self.model.spec, mtp_beside_layer=space.mtp_beside_layer
+            self.solve_stages,
+            self.model.spec,
+            mtp_beside_layer=space.mtp_beside_layer,
+            mtp_beside_head=is_within(space.version, until="0.15"),
         )
         self.solve_any_stages = self.solve_stages
         if like is None:

@@ -49,6 +49,15 @@ def test_the_command_of_a_plan_keeps_to_the_terminal(
     assert max(map(len, done.out.splitlines())) <= int(columns)
 
 
+def test_a_flag_longer_than_the_terminal_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    done = run("estimate", "model=nemotron3_nano", "cluster=dgx_h100", "gpus=64")
+    pasted = done.out[done.out.index("  --tensor") :].split("\nnote:")[0]
+    assert "\n" not in pasted.replace("\\\n", "").strip()
+    words = shlex.split(pasted.replace("\\\n", ""))
+    assert "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME" in words
+
+
 @pytest.mark.parametrize("columns", ["40", "60", "80"])
 def test_every_model_and_cluster_keeps_its_columns(
     columns: str, monkeypatch: pytest.MonkeyPatch

@@ -83,6 +83,15 @@ def test_states_that_can_be_resharded_free_the_layouts(tmp_path: Path) -> None:
     assert not table_in(free).notes
 
 
+def test_what_runs_today_on_more_nodes_is_no_plan_of_fewer() -> None:
+    wide = COMMAND.replace("1024", "4096").replace("--bf16", "--bf16 --overlap-grad-reduce")
+    launch = f"torchrun --nproc-per-node 8 --nnodes 2 {wide} --micro-batch-size 1"
+    words = ["cluster=dgx_h100", *LIMITS, "--for-nodes", "1..2", "--free", "all"]
+    done = run("plan", "--from", launch, *words)
+    assert done.code == 0, done.err
+    assert "no plan" not in done.out
+
+
 def test_it_is_pinned_and_each_size_gets_its_plan(path: Path, tmp_path: Path) -> None:
     pinned = tmp_path / "pinned.yaml"
     done = run("pin", str(path), "--out", str(pinned), "--by", "ada", "--release", "0.16")

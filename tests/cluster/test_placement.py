@@ -62,8 +62,11 @@ def test_levels_of_an_allocation() -> None:
 
 def test_groups_that_are_not_the_cluster_s_levels_are_refused() -> None:
     cluster = catalogue.cluster("h100_spine_leaf", 128)
-    with pytest.raises(UserInputError, match=r"1 levels between node and outermost one \(leaf\)"):
-        on_hosts(cluster, [("a", "x")])
+    with pytest.raises(UserInputError, match="has leaf between node and outermost level"):
+        on_hosts(cluster, [("a", "x"), ("b", "y")])
+    # a group of all hosts is the outermost level
+    shared = on_hosts(cluster, [("a", "x"), ("b", "x")])
+    assert shared == on_hosts(cluster, [("a",), ("b",)])
     with pytest.raises(UserInputError, match="several hosts"):
         on_hosts(catalogue.cluster("gb200_nvl72", 72), [()] * 18)
 

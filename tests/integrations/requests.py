@@ -362,6 +362,12 @@ BROKEN = {
     "no_partition": request(grid=dims(pp=2), partition=None),
     "partition_shape": request(grid=dims(pp=2), partition=uniform_partition(LLAMA, 4)),
     "mtp_stage": request(DEEPSEEK, dims(pp=2, vpp=2), partition=MTP_FIRST),
+    "mtp_last": request(
+        DEEPSEEK,
+        dims(pp=4),
+        partition=StagePartition(boundaries=(0, 20, 40, 63, 64), pipeline_model_parallel_size=4),
+        version="0.15",
+    ),
     "recompute_uniform": request(grid=dims(pp=4), recompute=uniform(3)),
     "recompute_modules": request(recompute=selective(RecomputeModule.MOE)),
     "recompute_moe_act": request(MIXTRAL, recompute=selective(RecomputeModule.MOE_ACT)),

@@ -444,6 +444,8 @@ def test_the_head_of_a_slurm_job_is_its_first_node_and_its_task_the_first(tmp_pa
     each = f"torchrun --nnodes 2 --node-rank $SLURM_NODEID --master-addr h0 t.py {MODEL}"
     words = read(write(tmp_path, f"srun -N 2 bash -c '{each}'")).words
     assert words[words.index("--node-rank") + 1] == "0"
+    nodes = f"srun -N2 bash -c 'torchrun --nnodes $SLURM_NNODES t.py {MODEL}'"
+    assert "2" in read(write(tmp_path, nodes)).words
 
 
 def test_secrets_are_no_part_of_the_command(tmp_path: Path) -> None:

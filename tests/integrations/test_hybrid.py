@@ -9,7 +9,7 @@ import pytest
 from nest_megatron.api.jobs import estimate_job
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.write import model_argv, parallel_argv, script_name
@@ -198,3 +198,12 @@ def test_an_estimate_is_judged_by_the_rules_of_its_own_release() -> None:
     old = compose(parse([*words, "target=megatron_lm_0.16"]))
     with pytest.raises(UserInputError, match="no virtual stages for hybrid models"):
         estimate_job(old)
+
+
+def test_experts_beside_a_layer_specification_need_0_16() -> None:
+    """0.15 ``arguments.py``: "Model Spec must be None when using MoEs"."""
+    spec = catalogue.model("nemotron3_nano")
+    assert "--num-experts" in model_argv(spec, version="0.16")
+    with pytest.raises(UnplannableModelError, match="takes no experts beside --spec"):
+        model_argv(spec, version="0.15")
+    assert "--spec" in model_argv(catalogue.model("nemotron_h_8b"), version="0.15")

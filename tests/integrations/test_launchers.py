@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from nest_megatron import plan_command
 from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
@@ -15,6 +16,7 @@ from nest_megatron.integrations.launchers import (
     LaunchPlace,
     header_options,
     launched_ranks,
+    with_variables,
 )
 from nest_megatron.integrations.typed_command import read_typed
 
@@ -216,3 +218,35 @@ def test_hosts_are_counted_with_and_without_slots(
     assert (found.num_ranks, found.num_nodes) == size
     unsaid = launched_ranks(f"mpirun --hostfile {file}".split())
     assert "has hosts without slots=" in unsaid.unsaid
+
+
+def test_variables_of_a_module_in_a_container_stand_before_its_interpreter() -> None:
+    module = ["python3", "-u", "-m", "torch.distributed.run", "t.py"]
+    words, before = with_variables(("enroot", "start", "image", *module), {"B": "2"}, {"A": "1"})
+    assert (words, before) == (["enroot", "start", "image", "env", "B=2", "A=1", *module], {})
+
+
+def test_variables_of_a_plan_reach_the_other_hosts_of_open_mpi() -> None:
+    """Without ``-x`` it passes none on. The script's stay, ``OMPI_MCA_*`` among them."""
+    launch = ["mpirun", "-np", "16", "-x", "PATH", "python", "t.py"]
+    words, before = with_variables(launch, {"OMPI_MCA_btl": "tcp"}, {"A": "1"})
+    assert words == [*launch[:5], "env", "A=1", *launch[5:]]
+    assert before == {"OMPI_MCA_btl": "tcp"}
+
+
+@pytest.mark.parametrize("export", ["--export=NONE", "--export=A,B", "--export=ALL,B=1"])
+def test_variables_of_a_plan_pass_an_export_of_srun(export: str) -> None:
+    words, before = with_variables(["srun", export, "python", "t.py"], {}, {"C": "1"})
+    assert (words[2] == "env", not before) == ("ALL" not in export, "ALL" not in export)
+
+
+def test_values_of_options_are_no_variables_and_secrets_are_in_no_file(tmp_path: Path) -> None:
+    options = "--ulimit memlock=-1 --mount type=bind,source=/a -e HF_TOKEN=x1y --env=W_KEY=x1y"
+    command = f"docker run {options} -e A=1 image torchrun --nproc-per-node 8 {JOB}"
+    plan = plan_command(command, cluster="dgx_h100", free=["all"])
+    plan.save(tmp_path / "plan.yaml")
+    text = (tmp_path / "plan.yaml").read_text(encoding="utf-8")
+    launcher = plan.record.launch["megatron_lm"].launcher
+    assert "x1y" not in text
+    assert [*launcher[launcher.index("-e") :][:4]] == ["-e", "HF_TOKEN", "--env=W_KEY", "-e"]
+    assert launcher.count("memlock=-1") == launcher.count("type=bind,source=/a") == 1

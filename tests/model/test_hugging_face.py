@@ -328,6 +328,31 @@ def test_wrong_field_is_refused_by_name(key: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("num_hidden_layers", "16", 'num_hidden_layers = "16"'),
+        ("tie_word_embeddings", "false", 'tie_word_embeddings = "false"'),
+    ],
+)
+def test_text_in_the_place_of_a_number_is_told_as_text(key: str, value: str, told: str) -> None:
+    with pytest.raises(UserInputError) as error:
+        spec_from_hf_config({**LLAMA3_70B, key: value}, "x")
+    assert told.endswith(f" = {error.value.value}")
+
+
+def test_a_text_model_that_is_no_mapping_is_refused() -> None:
+    with pytest.raises(UserInputError, match=r"text_config = 'hello'"):
+        spec_from_hf_config({"model_type": "gemma3", "text_config": "hello"}, "g")
+
+
+def test_an_empty_list_of_layers_without_rotation_is_absent() -> None:
+    config = {"model_type": "llama4_text", "num_hidden_layers": 8, "attention_chunk_size": 64}
+    assert spec_from_hf_config({**config, "no_rope_layers": []}, "l") == spec_from_hf_config(
+        config, "l"
+    )
+
+
+@pytest.mark.parametrize(
     ("key", "value"),
     [("num_hidden_layers", 10**12), ("layer_types", [{}]), ("layer_types", ["full_attention"])],
 )

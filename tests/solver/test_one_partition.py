@@ -366,3 +366,19 @@ def test_mtp_layers_that_are_built_of_a_layer_lie_beside_the_last() -> None:
         assert kept.iteration == min((t.iteration for t in times), default=NO_THRESHOLD), seed
         found += bool(times)
     assert found > 10
+
+
+def test_mtp_layers_that_no_layout_parts_lie_beside_the_head() -> None:
+    found = 0
+    for seed in range(300):
+        problem = random_problem(seed)._replace(block_num_layers=0)
+        layers = problem.num_layers
+        if problem.num_units != layers + 3 or problem.num_virtual > 1 or problem.num_chunks == 1:
+            continue
+        solve = as_built(KERNEL, dense_spec(layers, mtp=1), mtp_beside_head=True)
+        kept = solve(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT)
+        whole = [each for each in partitions(problem) if each[-2] <= layers + 1]
+        times = [known for each in whole if (known := evaluate(problem, each)).fits]
+        assert kept.iteration == min((t.iteration for t in times), default=NO_THRESHOLD), seed
+        found += bool(times)
+    assert found > 10

@@ -91,6 +91,11 @@ def _launch(words: list[str]) -> None:
         rest = words[at + 1 :] if _name(words[at]) in SHELLS else words[at:]
         of_task = OF_A_TASK if _name(words[0]) == "srun" else ()
         first = {name: os.environ.get(name, "0") for name in of_task}
+        if of_task and "SLURM_JOB_ID" not in os.environ:  # srun makes an allocation
+            said = re.search(r"\s(?:-N\s*|--nodes[=\s])(\d+)\s", " ".join(words[: at + 1]))
+            nodes = said[1] if said else "1"
+            first |= dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), nodes)
+            first |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": f"node[1-{nodes}]"}
         _run_shell(rest, NEST_DRY_RUN_AROUND=around, **first)
     if "-m" in words or any(map(_PROGRAM.search, words)):
         _write(words)

@@ -143,6 +143,12 @@ def layout_request(
     )
 
 
+def planned_release(plan: ParallelPlan) -> str:
+    """The release of megatron-core that a plan was made for."""
+    target = restored_settings(plan.provenance.settings).target
+    return DEFAULT_VERSION if target is None else target_named(target).megatron_core
+
+
 def with_launch(plan: ParallelPlan) -> ParallelPlan:
     """The plan with flags of its model and layout; a plan for another framework has none.
 
@@ -153,9 +159,7 @@ def with_launch(plan: ParallelPlan) -> ParallelPlan:
             the layout.
     """
     target = restored_settings(plan.provenance.settings).target
-    request = launch_request(
-        plan, version=DEFAULT_VERSION if target is None else target_named(target).megatron_core
-    )
+    request = launch_request(plan, version=planned_release(plan))
     if target is not None and not target.startswith(LAUNCHER):
         require_launchable(request, but=OF_THE_COMMAND_LINE)
         return plan
@@ -190,6 +194,7 @@ def with_command(
     from nest_megatron.integrations.launchers import (
         with_num_nodes,
         with_variables,
+        without_secret_values,
         without_secrets,
     )
 
@@ -202,17 +207,17 @@ def with_command(
         overlap_param_gather=request.overlap_param_gather,
     )
     launch = _launch_command(plan, request, command.script, found.argv)
-    ranks, words = command.ranks, command.launcher
+    ranks, words = command.ranks, tuple(without_secret_values(command.launcher))
     num_nodes, per_node = launch_size(plan)
     if ranks.num_nodes and ranks.num_ranks == per_node * ranks.num_nodes:
         words = tuple(with_num_nodes(words, num_nodes))
-    variables, unset = without_secrets(command.environment), dict[str, None]()
+    chosen, unset = dict[str, str](), dict[str, None]()
     for name, text in launch.environment.items():
         if text is None:
             unset[name] = text
         else:
-            variables[name] = text
-    launcher, before = with_variables(words, variables)
+            chosen[name] = text
+    launcher, before = with_variables(words, without_secrets(command.environment), chosen)
     launch = replace(launch, launcher=tuple(launcher), environment={**before, **unset})
     origin, launches = plan.provenance, {**plan.launch, LAUNCHER: launch}
     if made_by is not None:

@@ -118,7 +118,12 @@ class TableJob:
             space = with_required(space, request.spec, self.requirements(loads))
         cluster = request.cluster.resized(num_gpus)
         check_quotients(space, num_gpus, request.global_batch_size)
-        return replace(request, cluster=cluster, space=space, begun_s=None, remedies=False)
+        today = request.present  # runs on the GPUs of its own number alone
+        if today is not None and today.num_gpus != num_gpus:
+            today = None
+        return replace(
+            request, cluster=cluster, space=space, present=today, begun_s=None, remedies=False
+        )
 
     def requirements(self, loads: Resharding) -> Mapping[str, Requirement]:
         """What a plan that loads a checkpoint must keep."""

@@ -290,6 +290,7 @@ class PlannedJob:
             spec=self._plan.model,
             accelerator=self._plan.cluster.accelerator.name,
             fp8_recipe=recipe,
+            precision=settings.precision,
             can_state=fields_of(self._target),
         )
         every = always_on(own, conditions)

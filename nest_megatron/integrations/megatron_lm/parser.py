@@ -315,7 +315,12 @@ def split_command(command: CommandText, place: LaunchPlace | None = None) -> Spl
     >>> parts.script, parts.argv, parts.ranks.num_ranks
     ('pretrain_gpt.py', ('--bf16',), 32)
     """
-    from nest_megatron.integrations.launchers import NOWHERE, assignment, launched_ranks
+    from nest_megatron.integrations.launchers import (
+        NOWHERE,
+        assignment,
+        launched_ranks,
+        typed_variables,
+    )
 
     words = tokens(command)
     for at, (shell, flags, text) in enumerate(zip(words, words[1:], words[2:], strict=False)):
@@ -328,7 +333,7 @@ def split_command(command: CommandText, place: LaunchPlace | None = None) -> Spl
     launcher, script, argv = _at_script(words[len(leading) :])
     before = (*leading, *launcher)
     return SplitCommand(
-        environment=tuple(filter(None, map(assignment, before))),
+        environment=tuple(typed_variables(before).items()),
         launcher=tuple(launcher),
         script=script,
         argv=tuple(argv),

@@ -75,6 +75,13 @@ def model_argv(spec: TransformerSpec, *, version: str = DEFAULT_VERSION) -> list
     values = _model_arguments(spec, release_number(version))
     if release_number(version) < (0, 16):
         values = {_NAMES_OF_0_15.get(name, name): value for name, value in values.items()}
+        if values.get("spec") and spec.is_moe:  # 0.15 arguments.py:1027
+            raise UnplannableModelError(
+                f"model {spec.name}: num_experts",
+                spec.num_experts,
+                f"Megatron-LM {version} takes no experts beside --spec, which its layers need",
+                "Plan for a newer release (target=megatron_lm).",
+            )
     known = {argument.dest for argument in load_arguments(version)}
     for name, value in values.items():
         if value not in (None, False) and name not in known:

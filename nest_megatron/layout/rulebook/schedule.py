@@ -330,6 +330,18 @@ STAGE_RULES = (
         value=misplaced_mtp_chunk,
     ),
     Rule(
+        "mtp_last",
+        "pipeline_parallel_layer_layout.py:126-131",
+        lambda spec, stages: (
+            stages is None or mtp_chunk(spec, stages) in (None, stages.num_chunks - 1)
+        ),
+        "partition",
+        "until Megatron-LM 0.15 MTP layers lie in the last stage, with the head",
+        "Move them there, or use Megatron-LM 0.16.",
+        value="stage_text",
+        until="0.15",
+    ),
+    Rule(
         "hybrid_stages",
         "ssm/mamba_block.py",
         lambda spec, stages: (
