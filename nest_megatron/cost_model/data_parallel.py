@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import mul
 from typing import NamedTuple
 
 from nest_megatron.cluster.communication import collective_time, split_group
@@ -39,18 +40,30 @@ class Traffic(NamedTuple):
 class ReplicaTraffic(NamedTuple):
     """Traffic of each parameter of a rank, in buckets of Megatron's size.
 
-    ``outside`` is that of embedding and head, which are never gathered in fp8.
+    ``outside`` is that of embedding and head, which are never gathered in fp8; ``channels`` is the
+    share of NCCL's channels that dense and expert traffic takes.
     """
 
     dense: Traffic
     expert: Traffic
     outside: Traffic
     bucket_parameters: int
+    channels: tuple[float, float]
 
     def of_unit(self, kind: LayerKind, count: ParameterCount) -> Traffic:
         """Traffic of a unit's parameters."""
         pairs = zip(self.outside if kind.is_end else self.dense, self.expert, strict=True)
         return Traffic(*(dense * count.dense + expert * count.expert for dense, expert in pairs))
+
+    def channels_of(self, count: ParameterCount) -> float:
+        """Mean share of NCCL's channels while a layer's weights are gathered."""
+        seconds = self.dense.gather * count.dense, self.expert.gather * count.expert
+        return sum(map(mul, seconds, self.channels)) / sum(seconds) if any(seconds) else 1.0
+
+
+#: Channels that NCCL gives a group with one GPU in each node, over those of one with eight: its log
+#: prints "Channel 00/02" of the former and "00/16" of the latter.
+_RAIL_CHANNELS = 2 / 16
 
 
 def replica_traffic(
@@ -97,9 +110,14 @@ def replica_traffic(
             gathered = price(CollectiveKind.ALL_GATHER, bucket * wire, within)
         return Traffic(price(reduce, bucket * width, within), summed, gathered)
 
+    def channels(group: GroupKind) -> float:
+        shape = group_shape(dims, group, sizes)
+        return _RAIL_CHANNELS if shape[0] == 1 < math.prod(shape) else 1.0
+
     return ReplicaTraffic(
         dense=of_group(GroupKind.DP_CP, in_layer=True),
         expert=of_group(GroupKind.EDP, in_layer=True),
         outside=of_group(GroupKind.DP_CP, in_layer=False),
         bucket_parameters=bucket,
+        channels=(channels(GroupKind.DP_CP), channels(GroupKind.EDP)),
     )

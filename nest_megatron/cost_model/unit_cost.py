@@ -81,7 +81,8 @@ class ReplicaCost(NamedTuple):
     """What a unit's parameters cost for their replicas' sake, whatever its passes take.
 
     ``reduce_s`` and ``gather_s`` come once a step, the ``shard_`` traffic of ZeRO-2 and ZeRO-3
-    once for each micro batch, and with it ``exposed_`` time that nothing overlaps.
+    once for each micro batch, and with it ``exposed_`` time that nothing overlaps. The former slows
+    work down by its share of NCCL's ``channels``.
     """
 
     reduce_s: Seconds
@@ -96,6 +97,7 @@ class ReplicaCost(NamedTuple):
     static: StaticBytes
     static_bytes: Bytes
     unsharded_bytes: Bytes
+    channels: float
 
 
 def stored_bytes(
@@ -204,6 +206,7 @@ def replica_costs(
             unsharded_bytes=0
             if whole
             else unsharded_bytes(count, rank, zero, in_layer=not kind.is_end),
+            channels=traffic.channels_of(count),
         )
 
     return tuple(cost(kind, count) for kind, count in units)
@@ -273,12 +276,12 @@ def unit_cost(
 
 
 def _with_shard_traffic(one: Passes, replica: ReplicaCost, settings: CostSettings) -> Passes:
-    forward = (
-        _work_with_traffic(settings, one.forward_s, replica.shard_forward_s)
-        + replica.exposed_forward_s
-    )
-    backward = _work_with_traffic(settings, one.backward_s, replica.shard_backward_s)
-    backward += replica.exposed_backward_s
+    slowdown = settings.overlap_slowdown * replica.channels
+    if settings.traits.nccl_ub:
+        slowdown *= USER_BUFFER_CHANNELS
+    both = (one.forward_s, replica.shard_forward_s), (one.backward_s, replica.shard_backward_s)
+    forward, backward = (_work_with_traffic(settings.dp_overlap, slowdown, *each) for each in both)
+    forward, backward = forward + replica.exposed_forward_s, backward + replica.exposed_backward_s
     return one._replace(
         forward_s=forward,
         backward_s=backward,
@@ -287,12 +290,9 @@ def _with_shard_traffic(one: Passes, replica: ReplicaCost, settings: CostSetting
     )
 
 
-def _work_with_traffic(settings: CostSettings, work: Seconds, traffic: Seconds) -> Seconds:
+def _work_with_traffic(overlap: float, slowdown: float, work: Seconds, traffic: Seconds) -> Seconds:
     """Work that traffic overlaps, which slows it down; what does not fit comes after."""
-    hidden = min(traffic, settings.dp_overlap * work)
-    slowdown = settings.overlap_slowdown
-    if settings.traits.nccl_ub:
-        slowdown *= USER_BUFFER_CHANNELS
+    hidden = min(traffic, overlap * work)
     return work + slowdown * hidden + traffic - hidden
 
 

@@ -13,9 +13,11 @@ from nest_megatron.cost_model.fsdp_memory import RankParameters, unsharded_bytes
 from nest_megatron.cost_model.memory import static_bytes
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.cost_model.unit_cost import ReplicaCost
 from nest_megatron.layout.dims import ParallelDims
+from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.block_parameters import ParameterCount
 from tests import catalogue
@@ -195,6 +197,39 @@ def test_instances_sum_their_gradients_once_a_step() -> None:
     _, layer, _ = held(ZeroStage.WEIGHTS, optimizer_instances=8)
     assert layer.reduce_s > 0
     assert layer.shard_backward_s < held(ZeroStage.WEIGHTS)[1].shard_backward_s
+
+
+def layer_cost(model: str, **degrees: int) -> ReplicaCost:
+    """Of one of a model's layers on 64 H100."""
+    dims = ParallelDims(**degrees)
+    priced = CostModel(catalogue.model(model), catalogue.cluster("dgx_h100", 64), settings())
+    return priced.replica_costs(dims, ZeroStage.WEIGHTS)[1]
+
+
+def test_a_group_with_one_gpu_in_each_node_takes_few_channels() -> None:
+    assert layer_cost("llama3_8b", data_parallel_size=64).channels == 1.0
+    tensor = {"tensor_model_parallel_size": 8, "data_parallel_size": 8}
+    assert layer_cost("llama3_8b", **tensor).channels == 2 / 16
+    experts = {"data_parallel_size": 64, "expert_model_parallel_size": 8}
+    assert 2 / 16 < layer_cost("qwen3_30b_a3b", **experts).channels < 1 / 2  # its attention: 1
+
+
+def test_few_channels_slow_down_what_runs_beside_them() -> None:
+    spec, cluster = catalogue.model("llama3_8b"), catalogue.cluster("dgx_h100", 64)
+    grid = PartialLayout(
+        dims=ParallelDims(tensor_model_parallel_size=8, data_parallel_size=8),
+        global_batch_size=64,
+        micro_batch_size=4,
+        sequence_parallel=True,
+        zero=ZeroStage.WEIGHTS,
+    )
+    free, slowed = (
+        dataclasses.replace(settings(), overlap_slowdown=slowdown) for slowdown in (0.0, 0.12)
+    )
+    priced = [stage_problem(CostModel(spec, cluster, each), grid) for each in (free, slowed)]
+    layers = [each.costs[each.unit_kinds[1]] for each in priced]
+    without, with_traffic = (layer.forward + layer.backward for layer in layers)
+    assert 1.0 < with_traffic / without < 1.0 + 0.12 * 2 / 16
 
 
 def bytes_of(**flags: object) -> int:

@@ -177,3 +177,66 @@ def test_pages_say_what_is_compiled(cells: Row, fitted: str, loss_bytes: int) ->
     }
     job = job_of(row, ModelBook.load())
     assert (job.target.fitted, job.settings.traits.loss_bytes) == (fitted, loss_bytes)
+
+
+CARD = {
+    "path": "examples/model_verification_cards/qwen3-235b-a22b/card.yaml",
+    "model": "qwen3-235b-a22b",
+    "framework": "Megatron-Bridge",
+    "gpu": "GB200",
+    "n_gpus": "256",
+    "precision": "FP8_MX",
+    "seq": "4096",
+    "gbs": "8192",
+    "mbs": "1",
+    "tp": "1",
+    "pp": "8",
+    "ep": "32",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "virtual", "seq"),
+    [
+        ({}, 3, 4096),
+        ({"gpu": "GB300", "pp": "4", "mbs": "2"}, 12, 4096),
+        ({"precision": "BF16"}, 1, 4096),
+        (
+            {
+                "path": "examples/model_verification_cards/nemotron-3-super-120b-a12b/card.yaml",
+                "model": "nemotron-3-super-120b-a12b",
+                "precision": "BF16",
+                "gbs": "512",
+                "pp": "1",
+            },
+            1,
+            8192,
+        ),
+    ],
+)
+def test_a_card_leaves_out_virtual_stages_and_half_of_its_tokens(
+    change: Row, virtual: int, seq: int
+) -> None:
+    job = job_of({**CARD, **change}, ModelBook.load())
+    assert {g.dims.virtual_pipeline_model_parallel_size for g in job.grids} == {virtual}
+    assert job.spec.seq_length == seq
+
+
+def test_only_a_recipe_that_names_them_predicts_tokens_further_on() -> None:
+    row = {
+        "path": "docs/performance-summary.mdx",
+        "framework": "NeMo AutoModel (FSDP2, TE, DeepEP)",
+        "gpu": "H100-80GB",
+        "n_gpus": "128",
+        "precision": "BF16",
+        "seq": "4096",
+        "gbs": "256",
+        "mbs": "2",
+        "tp": "1",
+        "pp": "1",
+        "ep": "64",
+        "zero": "3",
+    }
+    book = ModelBook.load()
+    names = ("Nemotron V3 Super 120B", "Nemotron V3 Ultra 550B")
+    assert [job_of({**row, "model": name}, book).spec.num_mtp_layers for name in names] == [0, 2]

@@ -55,26 +55,19 @@ def _parameter(
 
 
 def _rates(
-    generation: str,
-    gemm: tuple[float, float, float],
-    fp8: float | None,
-    attention: float,
-    host: float | None = None,
+    generation: str, gemm: tuple[float, float, float], fp8: float | None, attention: float
 ) -> Iterator[Parameter]:
-    """What one generation reaches of its peaks, which depends on its power, and what its hosts do.
+    """What one generation reaches of its peaks, which depends on its power.
 
     Args:
         gemm: prior of 16-bit GEMMs, and its bounds.
         fp8: prior of 8-bit GEMMs, if the generation has them.
-        host: prior of the time that its hosts take to launch a kernel; ``None`` is not fitted.
     """
     prior, low, high = gemm
     yield _parameter(generation, "gemm_efficiency.bf16", prior, 0.06, low, high)
     yield _parameter(generation, "attention_efficiency", attention, 0.1, 0.2, 0.8)
     if fp8 is not None:
         yield _parameter(generation, "gemm_efficiency.fp8", fp8, 0.02, 0.35, 0.85)
-    if host is not None:
-        yield _parameter(generation, "host_kernel_s", host, 1e-5, 1e-6, 1e-4)
 
 
 def _kernels(
@@ -128,12 +121,13 @@ PARAMETERS: tuple[Parameter, ...] = (
     *_kernels("volta", 0.85, 5e-6),
     *_rates("ampere", (0.8, 0.5, 0.88), None, 0.47),
     *_kernels("ampere", 0.86, 5e-6),
-    *_rates("hopper", (0.72, 0.5, 0.81), 0.65, 0.55, 3e-5),
+    *_rates("hopper", (0.72, 0.5, 0.81), 0.65, 0.55),
     *_kernels("hopper", 0.91, 4e-6, experts=True),
-    *_rates("b200", (0.55, 0.4, 0.79), 0.6, 0.5, 3e-5),
-    *_rates("gb200", (0.6, 0.4, 0.79), 0.6, 0.5, 3e-5),
-    *_rates("blackwell_ultra", (0.65, 0.4, 0.79), 0.65, 0.55, 3e-5),
+    *_rates("b200", (0.55, 0.4, 0.79), 0.6, 0.5),
+    *_rates("gb200", (0.6, 0.4, 0.79), 0.6, 0.5),
+    *_rates("blackwell_ultra", (0.65, 0.4, 0.79), 0.65, 0.55),
     *_kernels("blackwell", 0.8, 4e-6, experts=True),
+    *(_parameter(host, "host_kernel_s", 3e-5, 1e-5, 1e-6, 1e-4) for host in ("x86", "grace")),
     *(_parameter(EXECUTION, *each) for each in _MECHANISMS),
     _parameter("megatron_legacy", "host_kernel_s", 4e-5, 3e-5, 0.0, 2e-4),
     _parameter("nemo_cudnn_8", "attention_slowdown", 1.4, 0.2, 0.0, 2.5),
@@ -146,7 +140,7 @@ PARAMETERS: tuple[Parameter, ...] = (
 OWNERS = frozenset(parameter.owner for parameter in PARAMETERS)
 
 
-#: Generations of devices by the first word of the accelerator's name.
+#: Generations of devices, and kinds of their hosts, by the first word of the accelerator's name.
 _GENERATIONS = {
     "volta": r"^V100",
     "ampere": r"^A[18]00",
@@ -155,6 +149,8 @@ _GENERATIONS = {
     "gb200": r"^GB200",
     "blackwell_ultra": r"^(GB300|B300)",
     "blackwell": r"^G?B[23]00",
+    "x86": r"^(H[128]00|B[23]00)",
+    "grace": r"^G[BH]",
 }
 
 
@@ -162,7 +158,7 @@ def generations_of(accelerator: str) -> tuple[str, ...]:
     """The generations that a device belongs to, by its name; none for what is not fitted.
 
     >>> generations_of("GB200-NVL72-186GB"), generations_of("MI300X")
-    (('gb200', 'blackwell'), ())
+    (('gb200', 'blackwell', 'grace'), ())
     """
     return tuple(name for name, start in _GENERATIONS.items() if re.match(start, accelerator))
 
