@@ -158,7 +158,7 @@ def test_every_scale_that_a_plan_may_ask_for_is_shipped() -> None:
     assert scales.mechanisms.keys() == set(Mechanism)
     assert all(0 < scale < 1 for scale in scales.mechanisms.values())
     assert {"any", "experts", "other_framework", "other_device"} <= scales.job.keys()
-    assert {"any", "experts", "small_step", "legacy"} < scales.layout.keys()
+    assert {"any", "experts", "small_step"} < scales.layout.keys()
 
 
 def test_a_source_is_predicted_without_what_it_taught() -> None:
