@@ -23,7 +23,7 @@ MOST_PAGES, MOST_WORDS = 35, 45_000
 LISTED = runpy.run_path(str(DOCS / "generated_pages.py"))
 #: A page that a message, a comment or another file names, and none of another repository.
 _NAMED = re.compile(
-    r"(?<![\w/.-])(?:\.\./)?docs/(?!source/|releases/)([\w/-]+\.(?:md|json))(?! @\w)"
+    r"(?<![\w/.-])(?:\.\./)?docs/(?!source/|releases/)([\w/-]+\.(?:md|json))\b(?! @\w)"
 )
 #: A part of a page that a program writes.
 _WRITTEN = re.compile(r"<!-- ([\w, -]+): begin -->.*?<!-- \1: end -->", re.DOTALL)
