@@ -293,6 +293,8 @@ WORDS: tuple[Said, ...] = tuple(
         (r"\bno ep overlap|\bep overlap off", {"overlap_moe_expert_parallel_comm": False}),
         (r"permute fusion disabled", {"moe_permute_fusion": False}),
         (r"\b(partial|te-scoped) (cg|cuda graph)", {"cuda_graph_impl": "transformer_engine"}),
+        # of which kind it does not say: by modules
+        (r"; cuda graphs,", {"cuda_graph_impl": "transformer_engine"}),
         (r"\bfull cg\b", {"cuda_graph_impl": "full_iteration"}),
         (r"\bno cuda graph", {"cuda_graph_impl": "none"}),
     )

@@ -24,6 +24,7 @@ BOOK = ModelBook.load()
         ("(HybridEP off), no EP overlap", "overlap_moe_expert_parallel_comm", False),
         ("permute fusion disabled; 5 steps", "moe_permute_fusion", False),
         ("HybridEP; partial CG; offload", "cuda_graph_impl", "transformer_engine"),
+        ("of the log; CUDA graphs, hybridep dispatcher", "cuda_graph_impl", "transformer_engine"),
         ("paged stash; full CG", "cuda_graph_impl", "full_iteration"),
     ],
 )
