@@ -386,6 +386,8 @@ RULES: tuple[FrameworkRule, ...] = (
     _rule(r"automodel", _AUTOMODEL, splits_local_batch=True),
     _rule(r"\btrl\b", _TRL, splits_local_batch=True),
     _rule(r"ms-swift (deepspeed|zero)", _SWIFT),
+    # a container of 2026 holds Megatron-Bridge
+    _rule(r"^nemo / megatron-core", TARGETS["megatron_bridge_0.4"], since=(26, 4)),
     # MLPerf's submissions of language models run on NeMo
     _rule(rf"nemo|mlperf|{_CONTAINER}", NEMO, since=(25, 7)),
     _rule(rf"nemo|mlperf|{_CONTAINER}", _NEMO_OLD, since=(24, 9)),
@@ -424,6 +426,8 @@ def rule_of(framework: str, gpu: str) -> FrameworkRule:
     'nemo_1'
     >>> rule_of("Megatron-Bridge/MCore 26.08 NeMo Container", "GB200").target.name
     'megatron_bridge_0.6'
+    >>> rule_of("NeMo / Megatron-Core (26.04 container)", "GB300").target.name
+    'megatron_bridge_0.4'
     """
     return next(rule for rule in RULES if rule.matches(framework, gpu))
 
