@@ -75,21 +75,29 @@ def test_the_stored_files_are_those_that_are_read() -> None:
     assert {path.name for path in Path(DATA).glob("*.csv")} == set(FILES)
 
 
-def test_layouts_of_an_expert_model_are_in_order() -> None:
-    """Eight of Qwen3-235B on 256 H800, none of them fitted; by time of a sequence.
+@pytest.mark.parametrize(
+    ("dispatchers", "rows", "least"),
+    [(("AlltoAll",), 8, 0.8), (("AlltoAll", "DeepEP"), 9, 0.55)],
+    ids=["alltoall", "all"],
+)
+def test_layouts_of_an_expert_model_are_in_order(
+    dispatchers: tuple[str, ...], rows: int, least: float
+) -> None:
+    """Nine of Qwen3-235B on 256 H800, none of them fitted; by time of a sequence.
 
-    Their errors lie between -14 and 12 %; five of them were measured within 9 % of each other. A
-    ninth, whose tokens DeepEP brings to other nodes, is predicted a quarter too fast: with it the
-    correlation is 0.58.
+    The one whose tokens DeepEP brings to other nodes is predicted a quarter too fast, so that all
+    together miss the goal of 0.8. The others' errors lie between -14 and 12 %; five of them were
+    measured within 9 % of each other.
     """
     file = read_rows(HERE / "expert_layouts.csv")
     outcomes = list(Assessor(ModelBook.load()).outcomes(file, Basis.AS_STATED))
-    assert None not in {each.time for each in outcomes}
+    assert not any(each.refused for each in outcomes)
     pairs = [
         (each.predicted_s / float(row["gbs"]), each.measured_s / float(row["gbs"]))
         for each, row in zip(outcomes, file.rows, strict=True)
-        if each.predicted_s and each.measured_s and "DeepEP" not in row["ambiguity"]
+        if each.predicted_s and each.measured_s and row["ambiguity"].split()[-1] in dispatchers
     ]
     correlation = rank_scores(pairs).spearman
+    assert len(pairs) == rows
     assert correlation is not None
-    assert correlation >= 0.8
+    assert correlation >= least
