@@ -10,10 +10,13 @@ import importlib.util
 import json
 import os
 import sys
+import typing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+if not hasattr(typing, "override"):  # Megatron from 0.19 on wants Python 3.12, where it starts, too
+    typing.override = lambda method: method  # type: ignore[attr-defined]
 _ARGV = getattr(sys, "orig_argv", [])
 _TRAINS = any(Path(word).name.startswith("pretrain_") for word in _ARGV)
 _LAUNCHES = any("torch.distributed.run" in word or word.endswith("torchrun") for word in _ARGV)
