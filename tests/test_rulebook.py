@@ -15,7 +15,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout import rulebook
 from nest_megatron.layout.recompute import RecomputeModule
-from nest_megatron.layout.rulebook.facts import Rule, facts_of
+from nest_megatron.layout.rulebook.facts import Rule, facts_of, facts_reader
 from nest_megatron.layout.rulebook.search import STEPS, is_searched, search_steps
 from nest_megatron.solver.executions import known_facts, launched
 from nest_megatron.solver.grids import GridSpace
@@ -144,6 +144,13 @@ def test_the_page_of_rules_has_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
         "megatron/nowhere.py:1",
         "made up",
     ]
+
+
+@pytest.mark.parametrize("names", [(), ("tp",), ("tp", "micro_batch_size"), ("zero", "pp", "vpp")])
+def test_facts_of_a_layout_are_read_as_a_tuple_however_few(names: tuple[str, ...]) -> None:
+    grid = next(families(grid_space()))
+    facts = facts_of(grid)
+    assert facts_reader(names)(grid) == tuple(facts[name] for name in names)
 
 
 def test_every_rule_on_layouts_has_a_step() -> None:

@@ -227,10 +227,12 @@ def facts_of(grid: PartialLayout) -> dict[str, Any]:
     return {**facts_of_dims(grid.dims), **{name: getattr(grid, name) for name in _OF_GRIDS}}
 
 
-def facts_reader(names: Iterable[str]) -> Callable[[PartialLayout], Any]:
-    """What gives the values of some facts of a layout as one key: a tuple of several."""
+def facts_reader(names: Iterable[str]) -> Callable[[PartialLayout], tuple[Any, ...]]:
+    """What gives the values of some facts of a layout as one key."""
     paths = [f"dims.{DEGREES.get(name, name)}" if name in OF_DIMS else name for name in names]
-    return attrgetter(*paths) if paths else lambda _: ()
+    readers = [attrgetter(path) for path in paths]
+    # one reader of a single path would give no tuple
+    return attrgetter(*paths) if paths[1:] else lambda grid: tuple(read(grid) for read in readers)
 
 
 def num_microbatches(batch_unit: int, micro_batch_size: int, dp: int) -> int:
