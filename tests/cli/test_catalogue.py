@@ -206,7 +206,7 @@ def test_a_model_of_nearly_a_billion_parameters_is_told_in_billions() -> None:
     [
         ("gemma3_1b", "megatron_lm_0.19", "norm_placement sandwich"),
         ("gemma_2b", "megatron_lm_0.20", "activation gated gelu"),
-        ("nemotron3_super", "megatron_lm_0.15", "moe_latent_size 1024"),
+        ("nemotron3_super", "megatron_lm_0.15", "num_experts 512"),
         ("olmo2_7b", "nemo_2.7", "qk_norm_full_width True"),
     ],
 )

@@ -144,7 +144,7 @@ def test_what_would_help_is_looked_for_where_least_memory_is_needed(
     rng = random.Random(seed)
     model = CostModel(small_spec(rng), small_cluster(rng), settings)
     whole = least_memory(Search(model, 8, space, KERNEL))
-    lean = least_memory(Search(model, 8, shortage._lean(space, model), KERNEL))
+    lean = least_memory(Search(model, 8, shortage._least_memory(space, model), KERNEL))
     assert whole is not None
     assert lean is not None
     assert lean.needed_bytes == whole.needed_bytes
