@@ -14,6 +14,7 @@ from nest_megatron.cli.command_kinds import forced
 from nest_megatron.cluster.placement import (
     Launcher,
     describe_groups,
+    inner_groups,
     launch_file,
     launch_file_words,
     network_order,
@@ -95,7 +96,7 @@ def placed(composed: Settings, path: Path) -> Placement:
     require_all_gpus(composed, "a job on the hosts of a file")
     topology, cluster = read_hosts(path), read_cluster(composed)
     hosts = tuple(topology.groups)
-    groups = tuple(topology.groups.values())
+    groups = inner_groups(cluster, tuple(topology.groups.values()))
     given = on_hosts(cluster, groups)
     if "cluster.num_gpus" in composed.given and cluster.num_gpus != given.num_gpus:
         raise UserInputError(
@@ -107,7 +108,7 @@ def placed(composed: Settings, path: Path) -> Placement:
     names = [level.name for level in cluster.levels[1:-1]]
     note = f"{describe_groups(groups, names)}."
     pieces = ", ".join(
-        f"{size} of level {name}" for name, size in zip(names, whole_groups(groups), strict=False)
+        f"{size} of level {name}" for name, size in zip(names, whole_groups(groups), strict=True)
     )
     if pieces and given.levels[-1] == cluster.levels[-1]:
         note += f" Priced as groups of {pieces}: no two ranks are nearer than that."

@@ -44,12 +44,18 @@ def whole_groups(groups: Groups) -> tuple[int, ...]:
     return tuple(math.gcd(*Counter(names[k:] for names in groups).values()) for k in levels)
 
 
+def inner_groups(cluster: Cluster, groups: Groups) -> Groups:
+    """Groups without those that are a cluster's outermost level, which all hosts share."""
+    between = len(cluster.levels[1:-1])
+    shared = len({names[between:] for names in groups}) == 1
+    return [names[:between] for names in groups] if shared else groups
+
+
 def on_hosts(cluster: Cluster, groups: Groups) -> Cluster:
     """A cluster as a job sees it that runs on these hosts, ordered by ``network_order``.
 
     Args:
-        cluster: with a level for each level of the groups between its node and its outermost one;
-            further groups that all hosts share are that outermost one.
+        cluster: with a level for each of ``inner_groups`` between its node and its outermost one.
 
     Raises:
         UserInputError: if the groups are not the cluster's levels.
@@ -69,9 +75,7 @@ def on_hosts(cluster: Cluster, groups: Groups) -> Cluster:
             f"several hosts of {cluster.name} form a {cluster.levels[0].name}",
             "Placement is by whole nodes; have the scheduler give whole ones (Slurm: --segment).",
         )
-    between = cluster.levels[1:-1]
-    if len({names[len(between) :] for names in groups}) == 1:
-        groups = [names[: len(between)] for names in groups]
+    between, groups = cluster.levels[1:-1], inner_groups(cluster, groups)
     if any(len(names) != len(between) for names in groups):
         listed = ", ".join(level.name for level in between) or "no level"
         raise UserInputError(

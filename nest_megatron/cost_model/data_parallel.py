@@ -61,8 +61,9 @@ class ReplicaTraffic(NamedTuple):
         return sum(map(mul, seconds, self.channels)) / sum(seconds) if any(seconds) else 1.0
 
 
-#: Channels that NCCL gives a group with one GPU in each node, over those of one with eight: its log
-#: prints "Channel 00/02" of the former and "00/16" of the latter.
+#: Channels that NCCL gives a group with one GPU in each node, over those of one with eight. Source:
+#: its logs, NVIDIA/nccl issue 1344 (four nodes of one GPU: channels 00 and 01) and nccl-tests issue
+#: 213 (eight GPUs of a node: trees 0 to 15).
 _RAIL_CHANNELS = 2 / 16
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -237,18 +237,26 @@ def assignment(word: str) -> tuple[str, str] | None:
     return (found[1], found[2]) if found else None
 
 
+def _assignments(
+    words: Sequence[str],
+) -> Iterator[tuple[str, str, str, tuple[str, str] | None]]:
+    """Each word of a launch: the one before it, itself, the option in it, and what it assigns."""
+    for before, word in pairwise(["", *words]):
+        option = "--env=" if word.startswith("--env=") else ""
+        yield before, word, option, assignment(word.removeprefix(option))
+
+
 def typed_variables(words: Sequence[str]) -> dict[str, str]:
     """The variables that the words of a launch set.
 
     >>> typed_variables(["A=1", "docker", "run", "-e", "B=2", "--env=C=3", "--ulimit", "stack=4"])
     {'A': '1', 'B': '2', 'C': '3'}
     """
-    found = dict[str, str]()
-    for before, word in pairwise(["", *words]):
-        pair = assignment(word.removeprefix("--env="))
-        if pair is not None and (not before.startswith("--") or before in ("--", "--env")):
-            found[pair[0]] = pair[1]
-    return found
+    return dict(
+        pair
+        for before, _, _, pair in _assignments(words)
+        if pair is not None and (not before.startswith("--") or before in ("--", "--env"))
+    )
 
 
 def without_secret_values(words: Sequence[str]) -> list[str]:
@@ -258,9 +266,7 @@ def without_secret_values(words: Sequence[str]) -> list[str]:
     ['env', 'docker', 'run', '-e', 'HF_TOKEN', 'image']
     """
     found = list[str]()
-    for before, word in pairwise(["", *words]):
-        option = "--env=" if word.startswith("--env=") else ""
-        pair = assignment(word.removeprefix(option))
+    for before, word, option, pair in _assignments(words):
         if pair is None or not is_secret(pair[0]):
             found.append(word)
         elif option or before.startswith("-"):

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
 from nest_megatron.cost_model.memory import capacity_bytes, within_error
@@ -25,6 +24,7 @@ from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.plan import SearchRecord
 from nest_megatron.layout.recompute import NO_RECOMPUTE
+from nest_megatron.layout.rulebook.facts import Facts, Rule
 from nest_megatron.layout.rulebook.search import CHOSEN, SearchStep, is_searched
 from nest_megatron.model.execution import PLAIN
 from nest_megatron.model.shard import LayerShard
@@ -32,7 +32,7 @@ from nest_megatron.plain import frozen
 from nest_megatron.planner.layouts import PredictedLayout, describe_grid
 from nest_megatron.planner.request import NumericOffer, Request
 from nest_megatron.solver.backend import choose, solver_of
-from nest_megatron.solver.executions import launched
+from nest_megatron.solver.executions import known_facts, launched
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.memory_shortage import Shortage, fits, least_memory
 from nest_megatron.solver.outcome import OutOfTime
@@ -176,13 +176,14 @@ def binding(request: Request, out_of_time: OutOfTime = lambda: False) -> tuple[U
     Nothing where a combination breaks none of them, so that something else must bind, or where time
     did not allow to look at all.
     """
-    found: Sequence[Callable[[], UserInputError]] = ()
-    for broken in _broken(request):
-        if not broken or out_of_time():
+    found, fewest = tuple[UserInputError, ...](), math.inf
+    for rules, facts, others in _broken(request):
+        number = len(rules) + len(others)
+        if not number or out_of_time():
             return ()
-        if not found or len(broken) < len(found):
-            found = broken
-    return tuple(error() for error in found)
+        if number < fewest:
+            found, fewest = (*(rule.violation(facts) for rule in rules), *others), number
+    return found
 
 
 def single_relaxations(request: Request, out_of_time: OutOfTime = lambda: False) -> list[str]:
@@ -211,13 +212,16 @@ def is_legal_without(request: Request, names: Collection[str], out_of_time: OutO
     return False
 
 
-def _broken(request: Request) -> Iterator[list[Callable[[], UserInputError]]]:
-    """The errors of each combination; none for one that only the search excludes."""
+def _broken(request: Request) -> Iterator[tuple[list[Rule], Facts, list[UserInputError]]]:
+    """The rules that each combination breaks, its facts, and what else does not go with it.
+
+    Neither for one that only the search excludes.
+    """
     space, spec = request.space, request.spec
-    rules = [rule for rule in rulebook.RULES if is_searched(rule)]
-    step = None
     model, world = request.cost_model(), request.cluster.num_gpus
     batch = space.batch_unit or request.global_batch_size
+    rules = [rule for rule in rulebook.RULES if is_searched(rule)]
+    step = SearchStep(known_facts(model, space, batch), CHOSEN, rules)
 
     def values(name: str, number: int) -> list[int]:
         if name in space.fixed:
@@ -251,7 +255,7 @@ def _broken(request: Request) -> Iterator[list[Callable[[], UserInputError]]]:
                 rank_order=order,
             )
         except UserInputError as error:
-            yield [partial(UserInputError, error.what, error.value, error.limit, error.fix)]
+            yield [], Facts(), [error]
             continue
         grid = PartialLayout(  # of a batch that divides: whether the real one does is a rule
             dims=dims,
@@ -265,18 +269,15 @@ def _broken(request: Request) -> Iterator[list[Callable[[], UserInputError]]]:
         execution = allowed_execution(space.execution, grid, own_graphs=own_graphs)
         job = launched(model, space, replace(grid, execution=execution))
         facts = replace(job, global_batch_size=batch, partition=space.partition).facts
-        step = step or SearchStep(facts, CHOSEN, rules)
-        broken = [partial(rule.violation, facts) for rule in step.broken(facts)]
-        yield broken + list(_other_limits(request, dims))
+        yield step.broken(facts), facts, list(_other_limits(request, dims))
 
 
-def _other_limits(request: Request, dims: ParallelDims) -> Iterator[Callable[[], UserInputError]]:
+def _other_limits(request: Request, dims: ParallelDims) -> Iterator[UserInputError]:
     """What the space demands in addition to Megatron's rules."""
     space = request.space
     wanted = space.fixed.get(_DP, dims.data_parallel_size)
     if wanted != dims.data_parallel_size:
-        yield partial(
-            UserInputError,
+        yield UserInputError(
             _DP,
             wanted,
             f"the other degrees leave {dims.data_parallel_size} of the GPUs for it",
@@ -284,8 +285,7 @@ def _other_limits(request: Request, dims: ParallelDims) -> Iterator[Callable[[],
         )
     elif not space.allows(_DP, wanted, request.cluster):
         least, most = space.least.get(_DP, 1), space.limit(_DP, request.cluster)
-        yield partial(
-            UserInputError,
+        yield UserInputError(
             _DP,
             wanted,
             f"it is {least} to {most} here, and the other degrees leave it no other value",

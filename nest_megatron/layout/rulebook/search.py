@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -71,6 +71,13 @@ class SearchStep(Caching):
 
         Values of what no rule of the step reads may be stand-ins.
         """
+        return next((reason for _, reason in self._broken(values)), None)
+
+    def broken(self, values: Mapping[str, Any]) -> list[Rule]:
+        """Every rule that values break."""
+        return [rule for rule, _ in self._broken(values)]
+
+    def _broken(self, values: Mapping[str, Any]) -> Iterator[tuple[Rule, str]]:
         evaluated = self._evaluated
         if self._is_of_execution:
             evaluated = self._concerned(values["execution"])
@@ -79,19 +86,7 @@ class SearchStep(Caching):
             if key not in met:
                 met[key] = rule.keeps(Facts(self._known, **{name: values[name] for name in names}))
             if not met[key]:
-                return reason
-        return None
-
-    def broken(self, values: Mapping[str, Any]) -> list[Rule]:
-        """Every rule that values break."""
-        found = []
-        for rule, _, names, read, met in self._evaluated:
-            key = read(values)
-            if key not in met:
-                met[key] = rule.keeps(Facts(self._known, **{name: values[name] for name in names}))
-            if not met[key]:
-                found.append(rule)
-        return found
+                yield rule, reason
 
     @cached_by(lambda _, execution: execution)
     def _concerned(self, execution: Execution) -> list[_Entry]:
