@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from types import FunctionType, MappingProxyType
 from typing import Any
 
@@ -30,6 +30,7 @@ from nest_megatron.model.hugging_face import read_vision_config
 from nest_megatron.model.layer_pattern import pattern_from_ratios
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.model.variant import ModelVariant, NormPlacement
+from nest_megatron.plain import frozen
 
 _TABLE = packaged(__package__, "model_fields.toml")
 #: Field that must be off -> what this planner lacks otherwise.
@@ -218,7 +219,7 @@ def _is_standard_stack(stack: Any) -> bool:
     return bool(names) and all(name.startswith("megatron.core.") for name in names)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Family:
     """One family of models.
 

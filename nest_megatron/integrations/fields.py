@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field
+from dataclasses import MISSING, Field, field
 from typing import Any
 
 from nest_megatron.cost_model.execution_flags import execution_of
@@ -32,7 +32,7 @@ from nest_megatron.layout.knobs import KNOBS, execution_reason
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.options import contradicted
 from nest_megatron.model.execution import OF_LAYERS, PLAIN, ContextTraffic
-from nest_megatron.plain import to_plain
+from nest_megatron.plain import frozen, to_plain
 
 #: Where the configurations of frameworks hold what a plan reads and writes.
 FIELDS = packaged(__package__, "recipe_fields.toml")
@@ -302,7 +302,7 @@ OVERLAPPED = ("tp_comm_overlap", "overlap_moe_expert_parallel_comm", "delay_wgra
 _OF_EXPERTS = frozenset(knob.name for knob in KNOBS if knob.of_experts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ExecutionPlaces:
     """Where a configuration says how layers run.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,13 +20,14 @@ from nest_megatron.config.job import LaunchedRanks
 from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_text
+from nest_megatron.plain import frozen
 
 _COUNT = r"0*[1-9][0-9]{0,8}"
 #: A count of processes that is the number of GPUs of a node (``torchrun --nproc-per-node=gpu``).
 _EACH_GPU = ("gpu", "auto")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Launcher:
     """A program that starts others.
 
@@ -89,7 +90,7 @@ _FILLED_IN = re.compile(r"[$`]")
 _TIMES = {"k": 1_000, "m": 1_000_000}  # Slurm's suffixes of numbers of nodes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LaunchPlace:
     """Where a launch runs.
 

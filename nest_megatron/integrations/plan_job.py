@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -26,7 +26,7 @@ from nest_megatron.cost_model.settings import (
 from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.layout.estimate import Rates
 from nest_megatron.layout.plan import MEGATRON_LM, ParallelPlan
-from nest_megatron.plain import from_plain, to_plain
+from nest_megatron.plain import from_plain, frozen, to_plain
 from nest_megatron.planner import Request
 from nest_megatron.planner.layouts import describe_space
 from nest_megatron.profile.records import ANALYTIC_NAME, ProfileMode
@@ -74,7 +74,7 @@ def _plain(value: object) -> Any:
     return text(value) if counts or not isinstance(plain, _PLAIN) else plain
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RecipeJob:
     """What the fields of a recipe say and settings cannot.
 

@@ -13,7 +13,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.facts import token_multiple
 from nest_megatron.model.encoder import EXPERTS, Adapters, PeftScheme
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import frozen
 
 #: Data of supervised fine-tuning, by the classes of both frameworks.
 _SFT_DATA = frozenset(
@@ -270,7 +271,7 @@ def with_adapters(
     return replace(spec, adapters=adapters), notes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Restored:
     """A checkpoint that a job restores.
 

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,6 +62,7 @@ from nest_megatron.layout.knobs import KNOBS
 from nest_megatron.layout.plan import LaunchCommand, ParallelPlan, launch_size
 from nest_megatron.layout.rulebook.facts import known_release
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import frozen
 from nest_megatron.planner import Progress, Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.planner.changes import changes
@@ -312,7 +313,7 @@ def kept_command(text: CommandText, composed: Settings, version: str | None) -> 
     return KeptCommand(words, version, launch.folder, (*launch.notes, *notes))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class CommandPlan:
     """The plan of a user's command.
 

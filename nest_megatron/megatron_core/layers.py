@@ -21,7 +21,6 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +51,7 @@ from nest_megatron.model.parameters import one_layer
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.packages import is_installed
-from nest_megatron.plain import from_plain, to_plain
+from nest_megatron.plain import from_plain, frozen, to_plain
 from nest_megatron.version import __version__
 
 if TYPE_CHECKING:
@@ -251,7 +250,7 @@ def _operators(record: Record, part: _PartOf) -> list[Operator]:
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RecomputedLayer:
     """What a recompute setting makes of a layer.
 
@@ -265,7 +264,7 @@ class RecomputedLayer:
     recomputed_bytes_moved: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ExtractedLayer:
     """One unit as megatron-core builds and runs it on one rank.
 

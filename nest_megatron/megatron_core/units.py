@@ -18,6 +18,7 @@ from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.names import Name
+from nest_megatron.plain import frozen
 
 
 class Stretch(Name):
@@ -38,7 +39,7 @@ class Unit:
     forward: Callable[..., Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Layers:
     """megatron-core's own description of layers: configuration, ``ModuleSpec``s, final norm."""
 

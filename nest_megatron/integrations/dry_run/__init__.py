@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from nest_megatron.integrations.launchers import (
     slurm_options,
 )
 from nest_megatron.integrations.process_variables import Environment
+from nest_megatron.plain import frozen
 from nest_megatron.units import Seconds
 
 #: Programs, by a part of their path or module, whose model is not in their words.
@@ -281,7 +282,7 @@ VIEW = Path(__file__).with_name("view.py")
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # of a terminal's colours
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RecordedLaunch:
     """A command that would start programs of Python.
 
@@ -303,7 +304,7 @@ class RecordedLaunch:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DryRun:
     """What a script did.
 

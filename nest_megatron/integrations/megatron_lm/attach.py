@@ -7,7 +7,7 @@ words and its place, and every change has a reason.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.job import Option, ReadCommand
@@ -62,6 +62,7 @@ from nest_megatron.layout.rulebook.options import (
 from nest_megatron.layout.zero import DataParallelSharding
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import frozen
 from nest_megatron.units import format_gib
 
 #: Key of ``ParallelPlan.launch``, and how the names of its targets begin.
@@ -266,7 +267,7 @@ _SET = frozenset((*PARALLEL_ARGUMENTS, *_WITH_LAYOUT, _IF_ABSENT, _WITH_NEW_FSDP
 WRITABLE = _SET | {rule.what for rule in OPTION_RULES}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Rewrite:
     """A rewritten command's arguments, and what changed.
 

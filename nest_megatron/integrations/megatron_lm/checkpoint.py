@@ -12,7 +12,7 @@ import contextlib
 import io
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,6 +35,7 @@ from nest_megatron.layout.rulebook.facts import Release, release_number
 from nest_megatron.layout.stage_layout import expand_layout, layout_string, uniform_partition
 from nest_megatron.model.layer_pattern import hybrid_kinds
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import frozen
 
 _Sizes = dict[str, tuple[int, ...]]
 _RANKS = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
@@ -61,7 +62,7 @@ _MODEL = TransformerSpec(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SavedCheckpoint:
     """What is known of a checkpoint; ``None`` is what it does not say.
 

@@ -18,7 +18,6 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import ProfileError
@@ -26,7 +25,7 @@ from nest_megatron.integrations.megatron_lm.own_layers import JobArguments, JobL
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.execution import Implementation
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.plain import from_plain, to_plain
+from nest_megatron.plain import from_plain, frozen, to_plain
 from nest_megatron.profile.layer_timer import Measuring
 from nest_megatron.profile.records import Machine, Timing
 from nest_megatron.profile.session import Skipped, Task, run, this_machine, with_clocks
@@ -37,7 +36,7 @@ _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 _LONGEST_BLOCK_S, _SHORTEST_BLOCK_S = 10.0, 0.2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Orders:
     """A session of measuring: from rank 0 to all, and from each to its child.
 
@@ -62,7 +61,7 @@ class Orders:
         return min(_LONGEST_BLOCK_S, max(_SHORTEST_BLOCK_S, each))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Answer:
     """What a rank has measured, for rank 0; no ``machine`` where it had nothing to do."""
 

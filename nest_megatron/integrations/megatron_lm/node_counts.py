@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -23,6 +23,7 @@ from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, c
 from nest_megatron.integrations.megatron_lm.search_space import with_required
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.plain import frozen
 from nest_megatron.planner import Progress, Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.planner.plan_table import PlanTable, TableEntry
@@ -79,7 +80,7 @@ def settings_for_nodes(composed: Settings, counts: Sequence[int]) -> Settings:
     return replace(composed, cluster=fields, given={**composed.given, "cluster.num_gpus": None})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Resharding:
     """A checkpoint that plans for other numbers of nodes load.
 
@@ -94,7 +95,7 @@ class Resharding:
     values: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TableJob:
     """A job to plan for several numbers of nodes.
 

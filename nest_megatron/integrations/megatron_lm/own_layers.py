@@ -15,7 +15,7 @@ import io
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -36,13 +36,14 @@ from nest_megatron.megatron_core.units import Layers, described_layers
 from nest_megatron.model.execution import Implementation
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
+from nest_megatron.plain import frozen
 from nest_megatron.units import Bytes
 
 #: What concerns the whole model, other ranks or the run: one layer has Megatron's default.
 _NOT_OF_A_LAYER = (*VIRTUAL_STAGES, *RECOMPUTE, *arguments_of("not_of_a_layer"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class JobArguments:
     """What a job's layers are made from, as plain data.
 

@@ -14,7 +14,6 @@ import itertools
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,6 +23,7 @@ from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, RELEASES, is_within, release_number
 from nest_megatron.model.layer_pattern import read_frequency
+from nest_megatron.plain import frozen
 
 if TYPE_CHECKING:
     from nest_megatron.integrations.launchers import LaunchPlace
@@ -33,7 +33,7 @@ CommandText = str | Sequence[str]
 _NEST_TOKEN = re.compile(r"^\+?\+?nest[.=]")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Argument:
     """One option of Megatron's parser, as recorded."""
 
@@ -297,7 +297,7 @@ def _notes(unknown: tuple[str, ...], version: str) -> Iterable[str]:
             yield f"Megatron {version} has no flag {name}; it is passed on as it is."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SplitCommand:
     """A command in its parts; see ``ReadCommand`` for the fields."""
 

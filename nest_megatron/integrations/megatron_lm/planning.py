@@ -6,7 +6,7 @@ import contextlib
 import io
 from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster
@@ -43,6 +43,7 @@ from nest_megatron.layout.diff import Change
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.devices import ELEMENTWISE_OPTIMIZERS
 from nest_megatron.layout.rulebook.facts import known_release
+from nest_megatron.plain import frozen
 from nest_megatron.planner import Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.profile.installed import installed_versions
@@ -82,7 +83,7 @@ _RUNNERS_UP = 3
 _NUMBERS_OF_STAGES = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Searched:
     """What was searched, to ask again with more of it free; ``best_s`` is the best plan's step."""
 
@@ -97,7 +98,7 @@ class Searched:
         return fixed_choices(self.job)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Decision:
     """A plan in the form that every rank applies: from rank 0 to all.
 
@@ -111,7 +112,7 @@ class Decision:
     ranks: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LaunchPlan:
     """A decision with what is printed of it; a pinned plan was not ``searched``."""
 

@@ -21,13 +21,13 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.integrations.megatron_lm.layout_arguments import arguments_of
+from nest_megatron.plain import frozen
 from nest_megatron.profile.installed import installed_versions
 from nest_megatron.units import Seconds
 from nest_megatron.version import __version__
@@ -212,7 +212,7 @@ class SilentStoreError(LostStoreError):
     """The store is there and does not answer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RankContext:
     """Which rank of which job this process is, and how long it waits for others.
 
