@@ -340,3 +340,17 @@ def test_a_file_that_names_itself_is_read_once(tmp_path: Path) -> None:
     done = spawn(*words, timeout_s=600)
     assert done.code == BAD_INPUT
     assert "a description includes entries of" in done.err
+
+
+@pytest.mark.parametrize("package", ["rich", "platformdirs", "omegaconf"])
+def test_a_package_that_is_not_installed_is_named(package: str) -> None:
+    code = (
+        f"import sys; sys.modules[{package!r}] = None; from nest_megatron.cli import main; "
+        f"sys.exit(main(['plan', *{SMALL!r}]))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == BAD_INPUT
+    assert package in found.stderr
+    assert "pip install nest-megatron" in found.stderr
