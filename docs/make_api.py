@@ -14,6 +14,7 @@ from pathlib import Path
 
 import nest_megatron
 from nest_megatron import api
+from nest_megatron.api import sweep
 from nest_megatron.report.console import Shown
 
 PAGE = Path(__file__).with_name("api.md")
@@ -45,7 +46,8 @@ _SECTIONS = ("Args", "Attributes", "Returns", "Raises")
 def page() -> str:
     """The whole page."""
     public = [name for name in nest_megatron.__all__ if not name.startswith("_")]
-    names = [name for name in vars(api) if name in public]  # in the order of the source
+    in_order = {**vars(api), **vars(sweep)}  # of the source
+    names = [name for name in in_order if name in public]
     found = {name: getattr(nest_megatron, name) for name in names}
     functions = [name for name in names if not inspect.isclass(found[name])]
     functions.sort(

@@ -13,6 +13,7 @@ needs when it is first used.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from nest_megatron.version import __version__
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
         Plan,
         PlanTable,
         Scaling,
-        WhatIf,
         clusters,
         estimate,
         estimate_command,
@@ -33,9 +33,8 @@ if TYPE_CHECKING:
         plan_command,
         plan_for_gpus,
         plan_table,
-        whatif,
-        whatif_command,
     )
+    from nest_megatron.api.sweep import WhatIf, whatif, whatif_command
 
 __all__ = [
     "Explanation",
@@ -69,9 +68,8 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         hint = f"; {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
-    from nest_megatron import api
-
-    return getattr(api, name)
+    module = "api.sweep" if name.lower().startswith("whatif") else "api"
+    return getattr(import_module(f"{__name__}.{module}"), name)
 
 
 def __dir__() -> list[str]:

@@ -8,7 +8,6 @@ refused there too: parsers keep the last one, and who reads the text may see the
 
 from __future__ import annotations
 
-import csv
 import importlib.resources
 import io
 import json
@@ -109,6 +108,8 @@ def read_csv(path: Path, what: str) -> tuple[tuple[str, ...], list[dict[str, str
     Raises:
         UserInputError: if it cannot be read, is no CSV, or is beyond the limits.
     """
+    import csv
+
     text = read_text(path, what, most=CSV.num_bytes)
     if text.count("\n") * max(1, text.partition("\n")[0].count(",")) > CSV.num_nodes:
         raise _refused(what, str(path), f"it has more than {CSV.num_nodes:,} cells")
@@ -125,6 +126,8 @@ def read_csv(path: Path, what: str) -> tuple[tuple[str, ...], list[dict[str, str
 
 def csv_text(rows: Sequence[Mapping[str, object]]) -> str:
     """Rows of the same columns as CSV with a head, without texts that a spreadsheet runs."""
+    import csv
+
     stream = io.StringIO()
     writer = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
     writer.writeheader()

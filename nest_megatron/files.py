@@ -8,7 +8,6 @@ import fcntl
 import functools
 import os
 import re
-import secrets
 import stat
 import sys
 from collections.abc import Collection, Iterable, Iterator
@@ -443,7 +442,7 @@ def _link(descriptor: int, path: Path) -> None:
     try:  # with src_dir_fd, which an absolute path leaves without meaning, the link is followed
         os.link(source, path, src_dir_fd=descriptor)
     except FileExistsError:
-        name = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
+        name = path.parent / f".{path.name}.{os.urandom(4).hex()}.tmp"
         os.link(source, name, src_dir_fd=descriptor)
         name.replace(path)
 
@@ -464,7 +463,7 @@ def _named_file(path: Path, mode: int) -> tuple[int, Path]:
             return descriptor, name
         os.close(descriptor)  # another writer took it for one that was left
     while True:
-        name = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
+        name = path.parent / f".{path.name}.{os.urandom(4).hex()}.tmp"
         with contextlib.suppress(FileExistsError):
             return os.open(name, flags, mode), name
 

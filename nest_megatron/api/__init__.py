@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from nest_megatron.api.jobs import estimate_job, outcome, plan_job, typed_command
 from nest_megatron.api.results import Catalogue, Explanation, Plan, PlanTable, Scaling
-from nest_megatron.api.sweep import WhatIf, sweep_row, whatif, whatif_command
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.catalogue import named_cluster, named_model
 from nest_megatron.config.compose import Settings
@@ -32,7 +31,6 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import with_launch
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Progress
-from nest_megatron.planner.pins import read_plan
 from nest_megatron.units import Seconds
 
 if TYPE_CHECKING:
@@ -44,7 +42,6 @@ __all__ = [
     "Plan",
     "PlanTable",
     "Scaling",
-    "WhatIf",
     "clusters",
     "estimate",
     "estimate_command",
@@ -56,8 +53,6 @@ __all__ = [
     "plan_table",
     "planned_command",
     "table_job",
-    "whatif",
-    "whatif_command",
 ]
 
 
@@ -313,6 +308,7 @@ def plan_for_gpus(
     >>> {size: plan.predicted.fits for size, plan in found.plans().items()}
     {8: True}
     """
+    from nest_megatron.api.sweep import sweep_row
 
     def planned(size: int, begun_s: Seconds) -> Plan:
         sizes = size, global_batch_size
@@ -368,5 +364,7 @@ def load_plan(path: StrPath) -> Plan:
     >>> load_plan("recipes/mixtral_8x7b_dgx_h100_64.yaml").layout.num_gpus
     64
     """
+    from nest_megatron.planner.pins import read_plan
+
     record, pin = read_plan(path_of("path", path))
     return Plan(record=record, pin=pin)

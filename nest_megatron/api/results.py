@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,8 +26,6 @@ from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.plan import ParallelPlan, SearchRecord
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import frozen, to_plain
-from nest_megatron.planner import plan_table as planner_table
-from nest_megatron.planner.pins import Pin
 from nest_megatron.report.console import Shown
 from nest_megatron.report.plan_rows import scaling_document, scaling_table
 from nest_megatron.units import Seconds, format_seconds
@@ -37,6 +34,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from nest_megatron.integrations.megatron_lm.other_layout import Versus, WhyNot
+    from nest_megatron.planner import plan_table
+    from nest_megatron.planner.pins import Pin
     from nest_megatron.profile.lookup import LayerTimes
     from nest_megatron.report.plan_rows import PlanRow
 
@@ -256,7 +255,7 @@ class PlanTable(Shown):
         notes: what was assumed, one sentence each.
     """
 
-    record: planner_table.PlanTable
+    record: plan_table.PlanTable
     notes: tuple[str, ...] = ()
 
     def plans(self) -> dict[int, Plan]:
@@ -266,7 +265,9 @@ class PlanTable(Shown):
 
     def save(self, path: StrPath, *, force: bool = False) -> None:
         """Write the file that ``nest-megatron pin`` freezes; arguments as of ``Plan.save``."""
-        write_text(output_file(path, force=force), planner_table.dump(self.record))
+        from nest_megatron.planner.plan_table import dump
+
+        write_text(output_file(path, force=force), dump(self.record))
 
     def to_dict(self) -> dict[str, Any]:
         """The table as numbers, text, lists and dicts: what ``--json`` prints."""
@@ -416,6 +417,8 @@ class Explanation(Shown):
 
     def _repr_html_(self) -> str:
         """The page in a frame, which keeps its styles and its policy to itself."""
+        import html
+
         page, title = html.escape(self.to_html()), html.escape(repr(self.plan))
         style = "width:100%;height:900px;border:0"
         return f'<iframe title="{title}" srcdoc="{page}" sandbox="" style="{style}"></iframe>'

@@ -22,7 +22,6 @@ from nest_megatron.cluster.placement import (
     whole_groups,
 )
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.cluster.sources import read_hosts
 from nest_megatron.config.catalogue import read_cluster
 from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.defaults import with_defaults
@@ -93,6 +92,8 @@ def placed(composed: Settings, path: Path) -> Placement:
     Raises:
         UserInputError: if the file cannot be read, or does not go with the cluster.
     """
+    from nest_megatron.cluster.sources import read_hosts
+
     require_all_gpus(composed, "a job on the hosts of a file")
     topology, cluster = read_hosts(path), read_cluster(composed)
     hosts = tuple(topology.groups)

@@ -13,9 +13,6 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.plain import frozen
 from nest_megatron.units import format_gib
 
-#: What `cluster discover` adds to the name of the cluster that stands in for what was not seen.
-DISCOVERED = "_discovered"
-
 
 @frozen
 class Described:

@@ -14,6 +14,9 @@ from nest_megatron.names import Name
 from nest_megatron.plain import Source, added, from_plain, frozen, is_number, without_unit
 from nest_megatron.units import format_gib
 
+#: What `cluster discover` adds to the name of the cluster that stands in for what was not seen.
+DISCOVERED = "_discovered"
+
 
 class Precision(Name):
     """Number format of the GEMMs; float32 runs on the matrix units as TF32."""

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from nest_megatron.catalogue_files import catalogue_entry, catalogue_root
 from nest_megatron.cluster.described import (
-    DISCOVERED,
     Described,
     described,
     is_slower,
@@ -28,7 +27,7 @@ from nest_megatron.cluster.discovery import (
 )
 from nest_megatron.cluster.hosts import Host, describe_kinds, divided_gpus, kinds, shown_names
 from nest_megatron.cluster.placement import describe_groups, on_hosts
-from nest_megatron.cluster.records import Cluster, accelerator_from_mapping
+from nest_megatron.cluster.records import DISCOVERED, Cluster, accelerator_from_mapping
 from nest_megatron.cluster.sources import Sources, unused_outputs
 from nest_megatron.cluster.topology import Topology, tasks_per_node
 from nest_megatron.config.catalogue import named_cluster, read_cluster

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
-import importlib.util
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any, Protocol
@@ -294,8 +293,10 @@ def fields_of(target: Target) -> frozenset[str] | None:
 
 def installed_packages() -> tuple[str, ...]:
     """Packages of this environment that a choice needs; nothing is imported."""
+    import importlib.metadata
+
     found = []
-    if (deep_ep := importlib.util.find_spec(Package.DEEP_EP.value)) is not None:
+    if (deep_ep := find_spec(Package.DEEP_EP.value)) is not None:
         found.append(Package.DEEP_EP)
         folders = map(Path, deep_ep.submodule_search_locations or ())
         if any(folder.joinpath(_HYBRID_EP).exists() for folder in folders):

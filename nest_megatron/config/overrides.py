@@ -48,6 +48,14 @@ _MAX_LENGTH, _MAX_DEPTH = 20_000, 16
 _MACHINES = {"cluster.levels.": NetworkLevel, "cluster.accelerator.": Accelerator}
 #: Values that are text whatever characters they hold.
 _TEXT_KEYS = ("out", "flags", "parallel.pipeline_model_parallel_layout")
+#: Overrides that need no grammar: of a whole number, a decimal fraction or a word.
+_PLAIN = re.compile(
+    r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*="
+    r"(?:(0|[1-9]\d*)|((?:0|[1-9]\d*)\.\d+)|(?!(?i:inf|nan)$)([A-Za-z_][\w-]*))",
+    re.ASCII,
+)
+#: Words that stand for other values, in lower case.
+_CONSTANTS = {"null": None, "true": True, "false": False}
 
 
 @frozen
@@ -248,13 +256,20 @@ def typed_value(setting: Setting, what: str) -> Any:
     Raises:
         UserInputError: for a value that cannot be read, or several.
     """
-    from hydra.errors import HydraException
-
     key, value = setting.key, setting.value or ""
     if is_numeric(key) and is_quantity(value):
         return read_quantity(value, key.rpartition(".")[2], what)
+    text = f"{key}={quoted(value) if key in _TEXT_KEYS else value}"
+    if plain := _PLAIN.fullmatch(text):
+        whole, decimal, word = plain.groups()
+        if word:
+            return _CONSTANTS.get(word.lower(), word)
+        return int(whole) if whole else float(decimal)
+
+    from hydra.errors import HydraException
+
     try:
-        found = _parsed(f"{key}={quoted(value) if key in _TEXT_KEYS else value}")
+        found = _parsed(text)
     except HydraException as error:
         raise unreadable(what, value, error) from error
     if found.is_sweep_override():

@@ -272,10 +272,16 @@ class CostModel(Caching):
             self.settings.straggler_delay_s,
             self._work(grid) * grid.num_microbatches / dims.pipeline_model_parallel_size,
             dims.pipeline_model_parallel_size,
-            group_shape(dims, GroupKind.DP_CP, self._hosts)[-1],  # hosts that reduce a gradient
+            self._replica_hosts(dims),
         )
         return math.hypot(own, self._uneven_packs(grid))
 
+    @cached_by(DEGREES)
+    def _replica_hosts(self, dims: ParallelDims) -> int:
+        """Hosts over which the ranks lie that reduce a gradient."""
+        return group_shape(dims, GroupKind.DP_CP, self._hosts)[-1]
+
+    @cached_by(SHARD)
     def _work(self, grid: PartialLayout) -> Seconds:
         """One micro batch through all units."""
         times = zip(self.num_units.values(), self.pass_times(grid, NO_RECOMPUTE), strict=True)

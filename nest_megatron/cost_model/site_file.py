@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from nest_megatron.cluster.described import DISCOVERED
-from nest_megatron.cluster.records import Cluster
+from nest_megatron.cluster.records import DISCOVERED, Cluster
 from nest_megatron.documents import parse_yaml
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import expanded, read_text, user_folder, write_text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -71,6 +70,8 @@ DEFAULT_TARGET = newest_stable("megatron_lm")
 
 def installed_name(framework: str) -> str:
     """A framework with the release that is installed, else its newest stable one."""
+    import importlib.metadata
+
     try:
         version = importlib.metadata.version(_FRAMEWORKS[framework]["package"])
     except importlib.metadata.PackageNotFoundError:

@@ -9,7 +9,6 @@ from enum import Enum
 
 from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.solver import reference
 from nest_megatron.solver.outcome import (
     DEFAULT_LEARNING,
     DEFAULT_NODE_LIMIT,
@@ -115,6 +114,8 @@ def solve_compiled(
 def _solve_reference(
     problem: PipelineProblem, threshold: Ticks, node_limit: int, *, out_of_time: OutOfTime | None
 ) -> StageSolution:
+    from nest_megatron.solver import reference
+
     check_shape(problem, threshold, node_limit)
     check_values(problem)
     return reference.solve(problem, threshold, node_limit, out_of_time=out_of_time)
