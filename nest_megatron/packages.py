@@ -34,6 +34,16 @@ def is_installed(module: str) -> bool:
         return False
 
 
+def installed_version(package: str) -> str | None:
+    """The release of a package that is installed, by its metadata; nothing is loaded."""
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def require_package(module: str, extra: str, what: str, limit: str, otherwise: str = "") -> None:
     """Refuse what needs an optional package that is not installed.
 

@@ -42,6 +42,7 @@ from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.packages import installed_version
 from nest_megatron.plain import frozen
 from nest_megatron.planner.request import NumericOffer
 
@@ -293,18 +294,13 @@ def fields_of(target: Target) -> frozenset[str] | None:
 
 def installed_packages() -> tuple[str, ...]:
     """Packages of this environment that a choice needs; nothing is imported."""
-    import importlib.metadata
-
     found = []
     if (deep_ep := find_spec(Package.DEEP_EP.value)) is not None:
         found.append(Package.DEEP_EP)
         folders = map(Path, deep_ep.submodule_search_locations or ())
         if any(folder.joinpath(_HYBRID_EP).exists() for folder in folders):
             found.append(Package.HYBRID_EP)
-    try:
-        release = importlib.metadata.version("transformer_engine")
-    except importlib.metadata.PackageNotFoundError:
-        return tuple(found)
+    release = installed_version("transformer_engine") or ""
     if [int(part) for part in release.split(".")[:2] if part.isdigit()] >= [2, 9]:
         found.append(Package.ENGINE_2_9)
     return tuple(found)

@@ -10,6 +10,7 @@ from nest_megatron.cost_model.targets import Default, Target
 from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.layout.rulebook.facts import is_within, last_until
+from nest_megatron.packages import installed_version
 
 _TABLE = packaged(__package__, "targets.toml")
 _FRAMEWORKS: Mapping[str, Mapping[str, Any]] = _TABLE["frameworks"]
@@ -70,13 +71,8 @@ DEFAULT_TARGET = newest_stable("megatron_lm")
 
 def installed_name(framework: str) -> str:
     """A framework with the release that is installed, else its newest stable one."""
-    import importlib.metadata
-
-    try:
-        version = importlib.metadata.version(_FRAMEWORKS[framework]["package"])
-    except importlib.metadata.PackageNotFoundError:
-        return newest_stable(framework).name
-    return f"{framework}_{version}"
+    version = installed_version(_FRAMEWORKS[framework]["package"])
+    return newest_stable(framework).name if version is None else f"{framework}_{version}"
 
 
 def target_named(name: str) -> Target:

@@ -10,7 +10,6 @@ Nothing of NeMo, torch or Fiddle is loaded here: a recipe is read by the names o
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -49,7 +48,7 @@ from nest_megatron.integrations.watching import STEPS
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.diff import Change, reason
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.packages import install_command
+from nest_megatron.packages import install_command, installed_version
 
 _STRATEGY = "trainer.strategy"
 #: Longest wait for a tokenizer whose files are not here: without a network, retries take minutes.
@@ -349,11 +348,9 @@ def require_language_models(installed: str | None = None) -> None:
     """Explain an installed release of NeMo, or the one named, that has no language models."""
     what = "nemo-toolkit"
     fix = f"{install_command('nemo')} (nemo-toolkit >=2.4,<3; 2.7.3 is what was tried)."
+    installed = installed or installed_version(what)
     if installed is None:
-        try:
-            installed = importlib.metadata.version(what)
-        except importlib.metadata.PackageNotFoundError:
-            raise UserInputError(what, None, "it is not installed", fix) from None
+        raise UserInputError(what, None, "it is not installed", fix)
     if int(installed.partition(".")[0]) >= 3:
         limit = "since 3.0.0 it has no collection of language models and no MegatronStrategy"
         raise UserInputError(what, installed, limit, fix)

@@ -50,7 +50,7 @@ from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.parameters import one_layer
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
-from nest_megatron.packages import is_installed
+from nest_megatron.packages import installed_version, is_installed
 from nest_megatron.plain import from_plain, frozen, to_plain
 from nest_megatron.version import __version__
 
@@ -389,17 +389,10 @@ def fingerprint(
         "shape": shape,
         "shard": to_plain(shard),
         "implementation": implementation.value,
-        "versions": {name: _version(name) for name in packages},
+        "versions": {name: installed_version(name) for name in packages},
         "nest_megatron": __version__,
     }
     return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:24]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _finite(value: Any) -> Any:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from importlib import metadata
 
 from nest_megatron.cluster.discovery import open_nvml
+from nest_megatron.packages import installed_version
 
 _PACKAGES = {
     "torch": ("torch", "torch"),
@@ -44,10 +43,8 @@ def nccl_version() -> dict[str, str]:
             return {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
         except (RuntimeError, AttributeError, ImportError, AssertionError):
             return {}
-    for package in _NCCL:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return {"nccl": metadata.version(package)}
-    return {}
+    version = next(filter(None, map(installed_version, _NCCL)), None)
+    return {} if version is None else {"nccl": version}
 
 
 def _version(module: str, package: str) -> str | None:
@@ -56,9 +53,5 @@ def _version(module: str, package: str) -> str | None:
     A checkout of Megatron-LM has no metadata, but is loaded by the time that anybody asks.
     """
     loaded = getattr(sys.modules.get(module), "__version__", None)
-    if isinstance(loaded, str):
-        return str(loaded)  # torch's is no plain text
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    # torch's is no plain text
+    return str(loaded) if isinstance(loaded, str) else installed_version(package)

@@ -82,9 +82,9 @@ def test_whatever_changes_the_layer_changes_its_name(change: dict[str, object]) 
 @pytest.mark.parametrize("package", ["torch", "megatron-core", "transformer-engine"])
 def test_another_version_changes_the_name(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = layers.fingerprint(SPEC, LayerKind.DENSE, SHARD, LOCAL)
-    version = layers._version
+    version = layers.installed_version
     monkeypatch.setattr(
-        layers, "_version", lambda name: "9.9" if name == package else version(name)
+        layers, "installed_version", lambda name: "9.9" if name == package else version(name)
     )
     assert layers.fingerprint(SPEC, LayerKind.DENSE, SHARD, LOCAL) != before
 
