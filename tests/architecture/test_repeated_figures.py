@@ -1,0 +1,93 @@
+"""Figures that a page written by hand repeats are those that a program wrote elsewhere."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.architecture.imports import ROOT
+
+#: A page, the file that has the figures, where each stands in it, and the sentence of the page.
+REPEATED = (
+    (
+        "docs/choice.md",
+        "docs/first_plan.md",
+        [r"within 5 % risk is faster than ([\d.]+ s)", r"Faster +[\d.]+ s \(-([\d.]+) %\)"],
+        "none is faster than {} under this cost model; this one is > within {} % and the simplest.",
+    ),
+    (
+        "docs/choice.md",
+        "docs/published_choices.md",
+        [
+            r"(?m)^(\d+) of the pretraining jobs",
+            r"gives up \*\*([\d.]+) %",
+            r"falls from [\d.]+ to ([\d.]+) %",
+            r"falls from ([\d.]+) to",
+        ],
+        "On {} published jobs the rule gives up {} % of predicted step in the mean against the "
+        "fastest plan that rather starts than not, for a mean risk of {} % in the place of {} %",
+    ),
+    (
+        "docs/uncertainty.md",
+        "docs/tuning_published.md",
+        [r"\| \*\*mean\*\* \|  \| ([\d.]+) \|", r"\| \*\*mean\*\* \|  \| [\d.]+ \| ([\d.]+) \|"],
+        "the mean error falls from {} to {} %",
+    ),
+    (
+        "docs/uncertainty.md",
+        "docs/tuning_published.md",
+        [rf"(?m)^\| {runs} \|(?: [\d.]+ \|){{4}} ([\d.]+) \|" for runs in (1, 2, 3)],
+        "hold {:.0f}, {:.0f} and {:.0f} % after one, two and three runs",
+    ),
+    (
+        "docs/uncertainty.md",
+        "hydra_configs/calibration/uncertainty.yaml",
+        [rf"(?m)^  any: \[{'[^,]+, ' * i}([\d.]+)" for i in range(3)]
+        + [rf"(?m)^  sources: \[{'[^,]+, ' * i}([\d.]+)" for i in range(3)],
+        "Of all {:.0f} left-out runs {:.0f} % lie inside the 50 % interval and {:.0f} % inside the "
+        "90 % interval, in the mean over the {:.0f} sources {:.0f} and {:.0f} %.",
+    ),
+    (
+        "docs/hybrid.md",
+        "docs/accuracy.md",
+        [
+            r"\| Nemotron_3_Nano \| ([\d.]+) \|",
+            r"\| Nemotron_3_Super \| ([\d.]+) \|",
+            r"\| hybrid \| \d+ \| \d+ \| (\d+) \| \d+ \| \d+ \| \d+ \| [\d.]+ \|",
+            r"\| hybrid \| (\d+) \| \d+ \| \d+ \| \d+ \| \d+ \| \d+ \| [\d.]+ \|",
+        ],
+        "Nano is {} % off and Super {} %; by one that has not seen their source at all, {} % of {} "
+        "runs lie in their interval of 90 %.",
+    ),
+)
+
+
+def _figures(source: str, patterns: list[str], *, as_numbers: bool) -> list[str | float]:
+    text = (ROOT / source).read_text(encoding="utf-8")
+    found = [re.search(each, text) for each in patterns]
+    assert all(found), f"{source} has changed its form: {patterns}"
+    values = [each[1] for each in found if each is not None]
+    return [float(each) for each in values] if as_numbers else list(values)
+
+
+@pytest.mark.parametrize(("page", "source", "patterns", "sentence"), REPEATED)
+def test_a_repeated_figure_is_that_of_its_source(
+    page: str, source: str, patterns: list[str], sentence: str
+) -> None:
+    words = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    figures = _figures(source, patterns, as_numbers=":.0f" in sentence)
+    assert sentence.format(*figures) in words
+
+
+def test_the_faq_and_the_readme_say_the_same_of_the_gpu() -> None:
+    """``docs/gpu.md`` has a row for each job; both pages have its summary."""
+    pages = [
+        " ".join((ROOT / name).read_text(encoding="utf-8").split())
+        for name in ("README.md", "docs/faq.md")
+    ]
+    summary = r"peak memory is ([\d.]+) % off; large micro batches .*? experts\) ([\d to]+) % too"
+    readme, faq = (re.search(summary, page) for page in pages)
+    assert readme is not None
+    assert faq is not None
+    assert readme[0] == faq[0]
