@@ -227,13 +227,23 @@ def test_graphs_around_experts_hold_what_has_fixed_shapes() -> None:
     assert alone.layout.execution.cuda_graph_scope[1] == "mlp"  # of the one dense layer
 
 
-@pytest.mark.parametrize("words", ["--sft", "--rampup-batch-size 32 32 1000", "--spec a b"])
-def test_steps_of_other_shapes_are_not_captured(words: str) -> None:
+_UNCAPTURED = ("--add-qkv-bias", "--no-gradient-accumulation-fusion")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("--sft", "--rampup-batch-size 32 32 1000", "--spec a b"),
+        *(f"--delay-wgrad-compute --disable-bias-linear {word}" for word in _UNCAPTURED),
+        "--inference-batch-times-seqlen-threshold 4",
+    ],
+)
+def test_steps_that_megatron_does_not_capture_have_no_graphs(words: str) -> None:
     argv = [*LLAMA, *words.split()]
     job = read_job(read_argv("pretrain_gpt.py", argv, "0.16"))
     assert not job.capturable
-    plain = read_job(read_argv("pretrain_gpt.py", LLAMA, "0.16"))
-    assert plain.capturable
+    plain = [*LLAMA, "--delay-wgrad-compute", "--disable-bias-linear"]
+    assert read_job(read_argv("pretrain_gpt.py", plain, "0.16")).capturable
     padded = read_argv("pretrain_gpt.py", [*LLAMA, "--moe-router-padding-for-fp8"], "0.16")
     assert read_job(padded).counts_on_host
 

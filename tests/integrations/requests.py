@@ -473,6 +473,13 @@ OPTIONED = {
         zero=ZeroStage.WEIGHTS,
     ),
     "aware_optimizer_shards": _optioned("use_precision_aware_optimizer"),
+    **{
+        f"option_{name}": dataclasses.replace(
+            _optioned(name, False, zero=ZeroStage.OPTIMIZER),
+            options={name: False, "ckpt_format": "torch"},
+        )
+        for name in ("enable_gloo_process_groups", "use_gloo_process_groups")
+    },
     "option_ckpt_format": _optioned("ckpt_format", "torch_dcp"),
     "fp8_offload": request(
         options={

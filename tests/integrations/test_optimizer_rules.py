@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from nest_megatron.errors import UserInputError
+from nest_megatron.config.compose import compose
+from nest_megatron.config.overrides import parse
+from nest_megatron.errors import UnplannableModelError, UserInputError
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.search_space import for_optimizer
+from nest_megatron.integrations.typed_command import CommandPlan, plan_command
 from nest_megatron.layout.zero import ZeroStage
 from tests import catalogue
 from tests.integrations.test_sharding import job
@@ -56,6 +60,14 @@ def test_a_flag_that_divides_states_keeps_them_divided(flags: str) -> None:
     assert for_optimizer(every, read) == (ZeroStage.OPTIMIZER,)
     with pytest.raises(UserInputError, match="refuses it without --use-distributed-optimizer"):
         for_optimizer((ZeroStage.NONE,), read)
+
+
+@pytest.mark.parametrize("needs", ["--fp8-format hybrid --fp8-param-gather", AWARE])
+def test_megatron_fsdp_that_divides_nothing_has_that_optimizer(needs: str) -> None:
+    """``--use-megatron-fsdp`` by itself divides nothing before 0.17."""
+    fsdp = "--use-megatron-fsdp --use-distributed-optimizer --ckpt-format fsdp_dtensor --bf16"
+    argv = planned(f"{fsdp} {needs}", "0.16").plan.launch[LAUNCHER].argv
+    assert argv[argv.index("--data-parallel-sharding-strategy") + 1] == "no_shard"
 
 
 def test_other_jobs_may_keep_states_whole() -> None:
@@ -132,3 +144,51 @@ def test_a_batch_grows_by_samples_before_0_18() -> None:
     with pytest.raises(UserInputError, match=r"0\.17 refuses it beside --train-iters"):
         read_job(read_command(job(flags), "0.17"))
     read_job(read_command(job(flags), "0.18"))
+
+
+NODE = "torchrun --nproc-per-node 8 "
+
+
+def planned(flags: str, version: str = "0.19") -> CommandPlan:
+    return plan_command(
+        NODE + job(flags), compose(parse(["cluster=dgx_h100"])), free=[], version=version
+    )
+
+
+def test_parameters_are_saved_without_gathers_beside_forward_passes() -> None:
+    saves = "--save here --save-interval 10"
+    assert planned(saves).plan.arguments["overlap_param_gather"]
+    found = planned(f"{saves} --save-params-interval 10").plan
+    assert found.arguments["use_distributed_optimizer"]
+    assert not found.arguments["overlap_param_gather"]
+    assert "--overlap-param-gather" not in found.launch[LAUNCHER].argv
+
+
+@pytest.mark.parametrize(("kind", "stays"), [("torch", False), ("torch_dist", True)])
+def test_divided_states_are_collected_over_gloo(kind: str, *, stays: bool) -> None:
+    flag = "--disable-gloo-process-groups"
+    found = planned(f"{flag} --ckpt-format {kind}")
+    assert found.plan.arguments["use_distributed_optimizer"]
+    assert (flag in found.plan.launch[LAUNCHER].argv) is stays
+    assert any(change.field == flag for change in found.changes) is not stays
+
+
+def test_a_job_that_does_not_train_is_refused_or_named() -> None:
+    with pytest.raises(UnplannableModelError, match="--freeze-all-layers = True: nothing would be"):
+        read_job(read_command(job("--freeze-all-layers"), "0.19"))
+    (note,) = read_job(read_command(job("--skip-train"))).notes
+    assert note.startswith("--skip-train: nothing is trained")
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "tools/run_text_generation_server.py",
+        "examples/inference/gpt/gpt_static_inference.py",
+        "tools/checkpoint/convert.py",
+    ],
+)
+def test_a_program_that_does_not_train_is_refused(script: str) -> None:
+    command = job("").replace("pretrain_gpt.py", script)
+    with pytest.raises(UnplannableModelError, match=script):
+        read_job(read_command(command))

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import PurePath
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.config.job import Job, ReadCommand, Requirement
+from nest_megatron.config.job import GATHER, Job, ReadCommand, Requirement
 from nest_megatron.cost_model.execution_flags import time_notes
 from nest_megatron.cost_model.memory_flags import memory_flags, text
 from nest_megatron.cost_model.target_defaults import target_named
@@ -63,7 +63,10 @@ _REFUSED_ARGUMENTS = {
     for name, reason in {**REFUSED, **REASONS["refused"]}.items()
     if name not in (*HYBRID_ARGUMENTS, *_VARIANT_ARGUMENTS)
 }
-_REFUSED_SCRIPTS = ("vision", "multimodal", "mimo", "ict", "retro", "rl")
+_REFUSED_SCRIPTS = (
+    *("vision", "multimodal", "mimo", "ict", "retro", "rl"),
+    *("inference", "generation", "convert"),
+)
 #: Families of models that a script other than one for GPT builds, by a word of its name.
 _FAMILIES = {"bert": ModelFamily.BERT, "t5": ModelFamily.T5}
 #: The first that is given counts.
@@ -175,9 +178,11 @@ def job_from_values(
         zero=read_zero(values),
         sharding=read_sharding(values),
         graphs=cuda_graphs(values),
-        capturable=not (schedule or is_packed(values) or own_layers(values)),
+        capturable=not (
+            schedule or is_packed(values) or own_layers(values) or _excludes_graphs(values)
+        ),
         packs=is_packed(values),
-        required=_needs_of_packs(values, version),
+        required=_needs_of_data_and_files(values, version),
         closed=closed_fields(values.get("deterministic_mode"), packs=is_packed(values)),
         counts_on_host=any(map(values.get, _COUNTED_ON_HOST)),
         ckpt_format=values.get("ckpt_format") if "ckpt_format" in explicit else None,
@@ -200,16 +205,30 @@ _COUNTED_ON_HOST = (
 )
 
 
-def _needs_of_packs(values: Values, version: str) -> Mapping[str, Requirement]:
-    """What packs fix of a layout, by the names of its degrees.
+def _excludes_graphs(values: Values) -> bool:
+    """Whether options that stay go without CUDA graphs (0.17 args:1515, 0.20 args:1858, :1898)."""
+    delayed = values.get("delay_wgrad_compute") and (
+        values.get("add_bias_linear")
+        or values.get("add_qkv_bias")
+        or not values.get("gradient_accumulation_fusion")
+    )
+    return bool(delayed or (values.get("inference_batch_times_seqlen_threshold") or -1) >= 0)
 
-    ``validate_args`` does not check it. Since 0.19 the packs of a micro batch are joined
-    (``flatten_batch_for_packed_sequences``).
+
+def _needs_of_data_and_files(values: Values, version: str) -> Mapping[str, Requirement]:
+    """What packs and saved parameters fix of a layout, by the names of ``layout_arguments``.
+
+    ``validate_args`` does not check packs. Since 0.19 those of a micro batch are joined
+    (``flatten_batch_for_packed_sequences``). Parameters: 0.18 args:1297.
     """
-    if not (values.get("sft") and release_number(version) < (0, 19)):
-        return {}
-    why, fix = "a micro batch is one pack of sequences", "train without --sft"
-    return {"micro_batch_size": Requirement(value=1, reason=why, fix=fix, who="--sft")}
+    found = {}
+    if values.get("sft") and release_number(version) < (0, 19):
+        why, fix = "a micro batch is one pack of sequences", "train without --sft"
+        found["micro_batch_size"] = Requirement(value=1, reason=why, fix=fix, who="--sft")
+    if values.get("save") and values.get("save_params_interval"):
+        why, who = "weights are saved before they are gathered", "--save-params-interval"
+        found[GATHER] = Requirement(value=False, reason=why, fix=f"drop {who}", who=who)
+    return found
 
 
 def refuse_unplannable(values: Values, script: str) -> None:
@@ -324,6 +343,8 @@ def _precision(values: Values) -> Precision:
 def _notes(values: Values, script: str, version: str) -> Iterator[str]:
     if values.get(RAMPUP) and release_number(version) >= (0, 18):
         yield f"Megatron-LM {version} ignores {flag_of(RAMPUP)}: the batch does not grow."
+    if values.get("skip_train"):
+        yield "--skip-train: nothing is trained; times and memory are those of training."
     engine = values.get("transformer_impl") or "transformer_engine"
     backend = text(values.get("attention_backend") or "auto")
     if engine == "local" or backend in ("unfused", "local"):

@@ -344,7 +344,7 @@ def _with_own_sharding(
     zeros = sharding.zero_stages
     if job.zero is not None and not set(freed).intersection((*IMPLEMENTATION, *STAGE)):
         zeros = (job.zero,)
-    zeros = for_optimizer(zeros, job)
+    zeros = for_optimizer(zeros, job, sharding)
     # neither FSDP has a pipeline, and torch's has no expert parallelism (args:606-612)
     alone = [] if sharding is DataParallelSharding.DDP else [_PIPELINE]
     if of_torch:
@@ -361,7 +361,9 @@ def _with_own_sharding(
     return replace(space, zero_stages=zeros, sharding=sharding, fixed=fixed_sizes), offer
 
 
-def for_optimizer(zeros: Collection[ZeroStage], job: Job) -> tuple[ZeroStage, ...]:
+def for_optimizer(
+    zeros: Collection[ZeroStage], job: Job, sharding: DataParallelSharding | None = None
+) -> tuple[ZeroStage, ...]:
     """The stages that the job's optimizer and its flags run under; none is a user's error.
 
     A flag may assert that replicas divide the optimizer's states, and of one that takes whole
@@ -376,7 +378,7 @@ def for_optimizer(zeros: Collection[ZeroStage], job: Job) -> tuple[ZeroStage, ..
         zero
         for zero in zeros
         if allows_optimizer(job.optimizer, zero, job.version)
-        and not (needs and zero is ZeroStage.NONE)
+        and not (needs and zero is ZeroStage.NONE and not uses_megatron_fsdp(zero, sharding))
         and not (stays_whole and zero is not ZeroStage.NONE)
     )
     if allowed:

@@ -380,6 +380,18 @@ OPTION_RULES = (
         "the plan's data-parallel sharding does not save that way",
     ),
     *(
+        _option(
+            what,
+            "args:1100",
+            lambda options, shards_optimizer: (
+                not shards_optimizer or options.get("ckpt_format") != "torch"
+            ),
+            "replicas divide states, which --ckpt-format torch collects over Gloo",
+            turns_off=True,
+        )
+        for what in ("enable_gloo_process_groups", "use_gloo_process_groups")
+    ),
+    *(
         _option(what, source, lambda uses_megatron_fsdp: uses_megatron_fsdp, _OF_FSDP)
         for what, source in (
             ("fsdp_double_buffer", "args:680"),
