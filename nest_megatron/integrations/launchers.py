@@ -470,7 +470,9 @@ class _Launch:
         return next((n for said in self._slurm if (n := self._count(said, quantity))), None)
 
     def _node_gpus(self) -> int | None:
-        """GPUs of a node: those that Slurm gives, or all of the cluster's."""
+        """GPUs of a node: those that are visible, that Slurm gives, or all of the cluster's."""
+        if visible := self._typed.get("CUDA_VISIBLE_DEVICES"):
+            return len(visible.split(","))
         nodes, gpus = self._slurm_count("nodes"), self._slurm_count("gpus")
         of_slurm = self._slurm_count("gpus_per_node") or (nodes and gpus and gpus // nodes)
         found = of_slurm or self._gpus_per_node

@@ -40,6 +40,7 @@ def composed(words: list[str]) -> Settings:
         ("torchrun --nproc-per 8", 8),
         ("torchrun --nproc-per-node=gpu --nnodes=2", 16),
         ("torchrun --nproc-per-node auto", 8),
+        ("CUDA_VISIBLE_DEVICES=0,1,2 torchrun --nproc-per-node=gpu --nnodes=2", 6),
         ("torchrun --nproc-per-node 8 --nnodes 1:4", 32),
         ("PET_NPROC_PER_NODE=8 torchrun --nnodes 2", 16),
         ("python -m torch.distributed.run --nproc-per-node 2", 2),

@@ -153,3 +153,10 @@ def test_the_first_release_that_has_all_flags_is_named() -> None:
     said = newest_flags(["--hybrid-layer-pattern", "--moe-paged-stash", "--bf16"])
     assert said == "No release of Megatron-LM before 0.18 has --moe-paged-stash."
     assert not newest_flags(["--moe-paged-stash"], given=["--moe-paged-stash"])
+
+
+@pytest.mark.parametrize("wrapper", ["numactl -m 0,1 -N 0", "docker run -m 512g image"])
+def test_an_option_of_a_wrapper_is_no_module(wrapper: str) -> None:
+    command = read_command(f"{wrapper} torchrun --nproc-per-node 8 pretrain_gpt.py --bf16")
+    assert command.script == "pretrain_gpt.py"
+    assert command.ranks.num_ranks == 8

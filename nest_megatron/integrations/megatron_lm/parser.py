@@ -359,7 +359,7 @@ def _at_script(words: list[str]) -> tuple[list[str], str, list[str]]:
         if word.endswith(".py") and not word.startswith("-"):
             return words[:at], word, words[at + 1 :]
         module = words[at + 1] if word in ("-m", "--module") and at + 1 < len(words) else ""
-        if module and not is_launcher(module):
+        if module[:1].isalpha() and not is_launcher(module):  # numactl -m 0 is no module
             return words[:at], module, words[at + 2 :]
     if words and words[0].startswith("-"):
         return [], "", words
