@@ -233,6 +233,8 @@ def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
         limits = pipeline_limits(command.values, command.script, command.version)
         if not any(map(stated.get, pipelines)):  # what the user states is kept
             own = replace(own, limits={**limits, **own.limits})
+    elif states_stages(stated, _LAYOUT):  # a recipe may state the virtual stages beside it
+        stated = {name: value for name, value in stated.items() if name not in VIRTUAL_STAGES}
     fixed = {name: int(stated[name]) for name in DEGREES if stated.get(name) is not None}
     if says_all := job.command is None and bool(job.stated):
         # every field of a recipe is said: those at None stay, too, at Megatron's defaults

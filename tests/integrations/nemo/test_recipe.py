@@ -335,6 +335,19 @@ def test_what_is_kept_stays_and_what_is_freed_alone_changes() -> None:
     assert plan.layout.dims.pipeline_model_parallel_size == 1
 
 
+def test_a_layout_stays_beside_its_virtual_stages() -> None:
+    """A plan with uneven virtual stages writes both, as recipes of NVIDIA do."""
+    recipe = llama(num_nodes=2)
+    strategy = recipe.trainer.strategy
+    strategy.pipeline_model_parallel_size, strategy.virtual_pipeline_model_parallel_size = 4, 2
+    strategy.pipeline_model_parallel_layout = "Et*3|t*5|(t*4|)*5t*4L"
+    before = copy.deepcopy(strategy)
+    plan, _ = auto_recipe(recipe, cluster="dgx_h100", free=["micro_batch_size"])
+    assert plan.layout.dims.virtual_pipeline_model_parallel_size == 2
+    assert strategy.pipeline_model_parallel_layout == before.pipeline_model_parallel_layout
+    assert strategy.virtual_pipeline_model_parallel_size == 2
+
+
 @pytest.mark.parametrize(
     ("options", "what"),
     [
