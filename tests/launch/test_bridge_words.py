@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,9 @@ def process_config_with_overrides(config, config_filepath=None, cli_overrides=No
     return config
 """
 TRAIN = """
+import megatron.training  # as Megatron-Bridge does since 0.4
+
+
 def train_step(number):
     return number
 
@@ -35,13 +39,15 @@ import os
 from megatron.bridge.training.train import train
 
 
-def pretrain(cfg):
+def pretrain(config):
+    print("a batch of", config.train.global_batch_size)
     train()
     if "NEST_TEST_FAILS" in os.environ:
         raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
 """
 AUTO = ("+nest=auto", "nest.cluster=dgx_h100")
 SCRIPT = """
+import os
 import sys
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
@@ -50,6 +56,10 @@ from tests.integrations.frameworks import bridge_config
 
 cfg = bridge_config(catalogue.model("llama3_8b"))
 cfg = process_config_with_overrides(cfg, cli_overrides=sys.argv[1:])
+cfg.train.global_batch_size *= int(os.environ.get("NEST_TEST_REPLICAS", "1"))
+if os.environ.get("NEST_TEST_STARTS") == "again":  # as run_recipe.py does for its variables
+    os.environ["NEST_TEST_STARTS"] = "once"
+    os.execv(sys.executable, [sys.executable, "-m", "nest_megatron", *sys.argv])
 print("trains with TP", cfg.model.tensor_model_parallel_size)
 pretrain(cfg)
 """
@@ -60,6 +70,8 @@ def script(tmp_path: Path) -> Path:
     package = tmp_path / "megatron" / "bridge" / "training" / "utils"
     package.mkdir(parents=True)
     (package / "omegaconf_utils.py").write_text(OVERRIDES, encoding="utf-8")
+    (tmp_path / "megatron" / "training").mkdir()
+    (tmp_path / "megatron" / "training" / "__init__.py").touch()
     (package.parent / "train.py").write_text(TRAIN, encoding="utf-8")
     (package.parent / "pretrain.py").write_text(PRETRAIN, encoding="utf-8")
     path = tmp_path / "run_recipe.py"
@@ -78,6 +90,29 @@ def run(script: Path, *words: str, **more: str) -> subprocess.CompletedProcess[s
     )
 
 
+def launched(script: Path, words: Sequence[Sequence[str]], **more: str) -> list[tuple[str, int]]:
+    """What each of several ranks prints, which are started by hand, and its exit code."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    more |= {"WORLD_SIZE": str(len(words)), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "nest_megatron", str(script), "+nest=auto", *own],
+            env={
+                **environment(**more, RANK=str(rank)),
+                "PYTHONPATH": f"{script.parent}:{ROOT}",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, own in enumerate(words)
+    ]
+    said = [process.communicate(timeout=300)[0] for process in started]
+    return [(text, process.returncode) for text, process in zip(said, started, strict=True)]
+
+
 def test_the_script_is_planned(script: Path) -> None:
     size = ("nest.cluster=dgx_h100", "nest.cluster.num_gpus=16")
     done = run(script, "model.tensor_model_parallel_size=4", "+nest=auto", *size)
@@ -86,34 +121,35 @@ def test_the_script_is_planned(script: Path) -> None:
     assert "trains with TP 4" in done.stdout
 
 
+def test_what_the_script_changes_after_the_plan_is_put_back(script: Path) -> None:
+    size = ("nest.cluster=dgx_h100", "nest.cluster.num_gpus=16", "train.global_batch_size=64")
+    done = run(script, "+nest=auto", *size, NEST_TEST_REPLICAS="2")
+    assert done.returncode == 0, done.stderr
+    assert "a batch of 64" in done.stdout
+    said = " ".join(done.stdout.split())
+    assert "train.global_batch_size 128 -> 64" in said
+    assert "The script changed these fields after they were planned" in said
+
+
+@pytest.mark.slow
+def test_ranks_that_start_python_anew_agree_anew(script: Path, tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    more = {"NEST_TEST_STARTS": "again", "NEST_MEGATRON_HISTORY": str(path)}
+    for text, code in launched(
+        script, [["nest.cluster=dgx_h100", "model.num_layers=2"]] * 2, **more
+    ):
+        assert code == 0, text
+        assert "trains with TP" in text
+    (record,) = store.read(path)
+    assert record.outcome is Outcome.FINISHED
+
+
 @pytest.mark.slow
 def test_ranks_with_other_settings_are_named(script: Path) -> None:
     """By hand, so each has words of its own; the batch of rank 1 would be another."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "nest_megatron", str(script), *words],
-            env={
-                **environment(**variables, RANK=str(rank)),
-                "PYTHONPATH": f"{script.parent}:{ROOT}",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank, words in enumerate(
-            [
-                ["+nest=auto", "nest.cluster=dgx_h100", f"train.global_batch_size={n}"]
-                for n in (8, 16)
-            ]
-        )
-    ]
-    said = [process.communicate(timeout=300)[0] for process in started]
-    assert 0 not in [process.returncode for process in started]
-    for text in said:
+    words = [["nest.cluster=dgx_h100", f"train.global_batch_size={n}"] for n in (8, 16)]
+    for text, code in launched(script, words):
+        assert code != 0
         assert "train.global_batch_size: 8 on rank 0 (" in text
         assert "; 16 on rank 1 (" in text
         assert "trains" not in text

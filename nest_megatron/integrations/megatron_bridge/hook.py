@@ -81,6 +81,9 @@ _COPIES = {
     "dataset.micro_batch_size": "micro_batch_size",
 }
 _PATIENCE_S = 600.0
+_PUT_BACK = "The script changed these fields after they were planned, and the plan puts them back."
+#: How often this process has planned: what it agreed on before it started Python anew is over.
+_PASSES = "NEST_MEGATRON_PASSES"
 
 Process = Callable[..., Any]
 
@@ -146,6 +149,7 @@ def run(
     job.rendezvous = rendezvous or Rendezvous()
     rank, num_ranks = int(os.environ.get("RANK", "0")), recipe.num_gpus or 1
     job.args = Namespace(rank=rank, world_size=num_ranks)
+    set_variables({_PASSES: f"{os.environ.get(_PASSES, '')}+"})
     if num_ranks > 1 and "RANK" in os.environ and not launch.dry_run:
         job.join(_PATIENCE_S)
     store = job.store
@@ -199,8 +203,30 @@ def run(
         if launch.dry_run:
             sys.exit(OK)
         require_equal(store, comparable_fields(cfg, "", launch.may_differ), what="configuration")
-        begin_record(job)
+        if store is not None:  # a script may start Python anew, and rank 0 may host the store
+            store.leave("end", None)
+            if rank == 0:
+                store.collect("end")
     return job
+
+
+def begin_training(job: LaunchedJob, config: Any, *_: object, **__: object) -> None:
+    """Put back what a script has changed of a plan, and begin the record of the run.
+
+    ``run_recipe.py`` scales the batch of a benchmark with its replicas, and lays stages out anew
+    where their number was typed.
+    """
+    assert job.decision is not None
+    with propagating_errors(job.store):
+        changed = apply_plan(
+            config,
+            job.decision.plan,
+            free=("global_batch_size",),
+            assume_harmless=fields_assumed_harmless(job.words.job),
+        )
+        if changed and job.args.rank == 0:
+            show(fields_report(job.decision.plan, changed, (_PUT_BACK,)))
+        begin_record(job)
 
 
 def adapt(plan: ParallelPlan, variables: MutableMapping[str, str]) -> Iterator[str]:

@@ -38,6 +38,8 @@ def before_training() -> None:
     global _job  # noqa: PLW0603 - one process, one job
     if _job is not None or not is_asked_for(sys.argv):
         return
+    if "megatron.bridge" in sys.modules:
+        return  # since 0.4 it loads this package, and its scripts read their words themselves
     if _plan_of_hydra_application() is not None or _is_hydras_own():
         return  # its words are Hydra's
     ours, rest = split_words(sys.argv[1:])
@@ -121,10 +123,20 @@ def after_bridge_overrides(module: ModuleType) -> None:
 
 
 def after_bridge_pretrain(module: ModuleType) -> None:
-    """Watch Megatron-Bridge's loop as Megatron-LM's, once the job was planned."""
+    """Train as planned, and watch Megatron-Bridge's loop as Megatron-LM's."""
     training = sys.modules.get("megatron.bridge.training.train")  # which it has imported
     if training is not None:
         _watch(module, training, lambda: _bridge_job)
+
+    def pretrain(original: Function, *args: Any, **kwargs: Any) -> Any:
+        if _bridge_job is not None:
+            from nest_megatron.integrations.megatron_bridge.hook import begin_training
+
+            with _bridge_job.rendezvous.ending_together():
+                begin_training(_bridge_job, *args, **kwargs)
+        return original(*args, **kwargs)
+
+    _wrap(module, "pretrain", pretrain)
 
 
 def after_initialize(module: ModuleType) -> None:

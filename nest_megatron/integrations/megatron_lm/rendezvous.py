@@ -196,7 +196,10 @@ _ANSWER_S = 2.0
 #: Variables that tell one attempt of one job from all others. Each agent counts restarts for
 #: itself: one that joined late counts fewer than the others, so they tell attempts apart only where
 #: these share its store.
-_OF_ATTEMPT = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID")
+_OF_ATTEMPT = (
+    *("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID"),
+    "NEST_MEGATRON_PASSES",
+)
 _OF_AGENTS_STORE = "TORCHELASTIC_RESTART_COUNT"
 
 
