@@ -178,9 +178,17 @@ def test_deepseek_v3_on_96_gpus() -> None:
     assert host.iteration_time_s
 
 
-def test_the_gpus_that_are_named_hold_the_job() -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["cluster.num_gpus=1"],
+        ["cluster.num_gpus=8", "memory.reserve_bytes=200GiB"],
+        ["cluster.num_gpus=8", "memory.margin=0.9"],
+    ],
+)
+def test_the_gpus_that_are_named_hold_the_job(words: list[str]) -> None:
     """Part of each byte more is margin, and the chance to run out keeps a share of it, too."""
-    request = dataclasses.replace(asked("cluster.num_gpus=1"), remedies=False)
+    request = dataclasses.replace(asked(*words), remedies=False)
     (said,) = (r.change for r in nothing(request).remedies if r.change.startswith("GPUs with"))
     enough = int(said.split()[2])
 

@@ -422,8 +422,7 @@ def _least_device_gib(request: Request, shortage: Shortage) -> int:
             replace(request, cluster=replace(request.cluster, accelerator=device)), shortage
         )
 
-    needed = -(-shortage.needed_bytes // 2**30)
-    return bisect.bisect_left(range(4 * needed), True, needed, key=holds)
+    return bisect.bisect_left(range(2**30), True, shortage.needed_bytes // 2**30, key=holds)
 
 
 def _freed(space: SearchSpace) -> SearchSpace:
