@@ -257,6 +257,7 @@ def test_a_runner_up_is_the_one_of_the_list() -> None:
     [
         ("search.tie_percent", "-1"),
         ("search.tie_percent", "inf"),
+        ("search.tie_percent", "101.0"),
         ("search.tie_percent", "nan"),
         ("memory.max_oom_chance", "0"),
         ("memory.max_oom_chance", "0.51"),

@@ -52,7 +52,8 @@ def test_failures_are_paid_too() -> None:
 
 
 def test_samples_say_the_length_of_a_run() -> None:
-    found = estimated("cost.gpu_hour=2", "train.train_samples=256")
+    found = estimated("train.train_samples=256")
+    assert found["price"]["run_dollars"] is None
     assert found["price"]["tokens"] == 256 * 8192
     assert found["price"]["run_s"] == 2 * found["predicted"]["iteration_time_s"]
     done = run("estimate", *JOB, *ONE, "train.train_samples=256", "train.tokens=1B")
@@ -71,7 +72,7 @@ def test_a_growing_batch_costs_the_sum_of_its_parts() -> None:
 
 def test_nothing_is_assumed_of_prices(tmp_path: Path) -> None:
     assert "price" not in estimated()
-    for key in ("cost.gpu_hour", "cost.gpu_watts", "train.tokens"):
+    for key in ("cost.gpu_hour", "cost.gpu_watts", "train.tokens", "train.train_samples"):
         for value in ("0", "-1"):
             assert run("estimate", *JOB, *ONE, f"{key}={value}").code == 2
     out = tmp_path / "plan.yaml"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import field, replace
@@ -196,8 +195,8 @@ class Request:
                 "Give the seconds that the search may take.",
             ),
             (
-                *("search.tie_percent", tie, 0 <= tie < math.inf),
-                "it must be at least 0 and finite",
+                *("search.tie_percent", tie, 0 <= tie <= 100),
+                "it must be at least 0 and at most 100",
                 "Give percent, such as 1.",
             ),
             (
