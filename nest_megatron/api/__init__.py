@@ -26,9 +26,9 @@ from nest_megatron.config.keywords import (
     require_function,
 )
 from nest_megatron.config.overrides import Setting
-from nest_megatron.config.request import request_of
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import with_launch
+from nest_megatron.integrations.plan_job import RecipeJob
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Progress
 from nest_megatron.units import Seconds
@@ -347,7 +347,7 @@ def table_job(composed: Settings) -> TableJob:
     """A composed job, to be planned for several numbers of nodes."""
     from nest_megatron.integrations.megatron_lm.node_counts import TableJob
 
-    request = request_of(composed, choose_execution=True)
+    request = RecipeJob().request(composed)
     return TableJob(
         request=request,
         version=request.space.version,

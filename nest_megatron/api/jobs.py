@@ -70,11 +70,8 @@ def plan_job(
     """
     begun_s = time.monotonic() if begun_s is None else begun_s
     require_function("on_progress", on_progress)
-    if source_job is None:
-        request = request_of(settings, choose_execution=True, begun_s=begun_s, shortlist=shortlist)
-    else:
-        request = source_job.request(settings)
-        request = dataclasses.replace(request, begun_s=begun_s, shortlist=shortlist)
+    request = (source_job or RecipeJob()).request(settings)
+    request = dataclasses.replace(request, begun_s=begun_s, shortlist=shortlist)
     found = require_plan(find_plan(request, on_progress), request.notes)
     return Plan(record=with_launch(found))
 

@@ -24,6 +24,7 @@ from nest_megatron.cost_model.settings import (
     traits_of,
 )
 from nest_megatron.errors import UserInputError, require_known
+from nest_megatron.integrations.megatron_lm.attach import require_launchable_model
 from nest_megatron.layout.estimate import Rates
 from nest_megatron.layout.plan import MEGATRON_LM, ParallelPlan
 from nest_megatron.plain import from_plain, frozen, to_plain
@@ -103,6 +104,7 @@ class RecipeJob:
             return job_request(job, read_cluster(composed), composed)
         request = request_of(composed, choose_execution=True)
         if self.traits is None:
+            require_launchable_model(request.spec, read_target(composed))
             return request
         stated = stored_settings(request.settings)  # a plan's file offers no other numbers
         others = {name: value for name, value in stated.items() if not is_trait(name)}

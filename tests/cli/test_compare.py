@@ -111,3 +111,27 @@ def test_completion(typed: str, offered: list[str]) -> None:
     context = click.Context(command)
     found = complete_planners(context, command.params[0], typed)
     assert found == offered
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (("model=gpt3_126m", "train.seq_length=4096"), "model.max_position_embeddings=4096"),
+        (("model=llama31_nemotron_ultra_253b",), "--heterogeneous-layers-config-path"),
+    ],
+)
+def test_what_no_command_can_state_is_refused_before_a_search(
+    job: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By ``plan``, ``--for-nodes`` and ``compare`` alike, on GPUs on which nothing fits, too."""
+    monkeypatch.setattr("nest_megatron.planner.plan", None)
+    monkeypatch.setattr("nest_megatron.api.jobs.find_plan", None)
+    monkeypatch.setattr("nest_megatron.research.comparison.plan", None)
+    cluster = ("cluster=dgx_h100", "cluster.num_gpus=8")
+    for done in (
+        run("plan", *job, *cluster),
+        run("plan", *job, cluster[0], "--for-nodes", "1..2"),
+        run("compare", *job, *cluster),
+    ):
+        assert done.code == 2
+        assert words in done.err

@@ -50,9 +50,9 @@ from nest_megatron.layout.knobs import execution_reason
 from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.plan import MEGATRON_LM, LaunchCommand, ParallelPlan, launch_size
 from nest_megatron.layout.recompute import NO_RECOMPUTE
-from nest_megatron.layout.rulebook import RULES, require_launchable
+from nest_megatron.layout.rulebook import RULES, check, require_launchable
 from nest_megatron.layout.rulebook.devices import AWARE, has_multicast, overlaps_gradients
-from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, LaunchRequest, violations
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, LaunchRequest
 from nest_megatron.layout.rulebook.options import (
     JOB_RULES,
     OPTION_RULES,
@@ -464,16 +464,32 @@ def target_refusal(spec: TransformerSpec, target: Target) -> str:
             model_argv(spec, version=target.megatron_core)
     except UserInputError as error:
         return _refusal_words(error)
-    one_gpu = LaunchRequest(
+    but = () if target in MEGATRON_LM_TARGETS else OF_THE_COMMAND_LINE
+    found = check(_on_one_gpu(spec, target), but=but, rules=JOB_RULES)
+    return next((_refusal_words(error) for _, error in found), "")
+
+
+def require_launchable_model(spec: TransformerSpec, target: Target) -> None:
+    """Refuse a model of which ``with_launch`` takes no plan, before one is searched.
+
+    Raises:
+        UserInputError: as ``with_launch`` does.
+    """
+    if target not in MEGATRON_LM_TARGETS:
+        return
+    require_launchable(_on_one_gpu(spec, target), but=STATED_ELSEWHERE, rules=JOB_RULES)
+    if not unstated_parts(spec):
+        model_argv(spec, version=target.megatron_core)
+
+
+def _on_one_gpu(spec: TransformerSpec, target: Target) -> LaunchRequest:
+    return LaunchRequest(
         spec=spec,
         dims=ParallelDims(),
         global_batch_size=1,
         micro_batch_size=1,
         version=target.megatron_core,
     )
-    framework = target.framework.partition(" ")[0]
-    rules = [rule for rule in JOB_RULES if rule.framework in ("", framework)]
-    return next((_refusal_words(error) for _, error in violations(one_gpu.facts, rules)), "")
 
 
 def _refusal_words(error: UserInputError) -> str:

@@ -111,7 +111,7 @@ JOB_RULES = (
         lambda spec: not 0 < (spec.max_position_embeddings or 0) < spec.seq_length,
         "max_position_embeddings",
         "it is at least seq_length ({seq_length})",
-        "Raise it, or shorten the sequence.",
+        "Raise it (model.max_position_embeddings={seq_length}), or shorten the sequence.",
         framework=MEGATRON_LM,
     ),
     Rule(
