@@ -181,8 +181,8 @@ def find(root: Any, path: str) -> Any:
         if name:
             root = attribute(root, name)
         else:
-            is_there = isinstance(root, Sequence) and int(index) < len(root)
-            root = root[int(index)] if is_there else ABSENT
+            each = root if isinstance(root, Sequence) else [root]  # the one in the place of a list
+            root = each[int(index)] if int(index) < len(each) else ABSENT
         if root is ABSENT:
             break
     return root

@@ -82,10 +82,10 @@ class NemoRecipe(Recipe, framework="nemo"):
         super().__init__(root, NEMO, assume_harmless)
 
     @property
-    def callbacks(self) -> list[Any]:
-        """The trainer's."""
-        found: list[Any] = value_or(self.root.trainer, "callbacks", [])
-        return found
+    def callbacks(self) -> Sequence[Any]:
+        """The trainer's, which may be a single one."""
+        found = value_or(self.root.trainer, "callbacks", [])
+        return found if isinstance(found, list | tuple) else [found]
 
     @property
     def places(self) -> ExecutionPlaces:
@@ -131,8 +131,9 @@ class NemoRecipe(Recipe, framework="nemo"):
 
     @property
     def uses_fsdp(self) -> bool:
-        """Whether the strategy's ``fsdp`` says so."""
-        return bool(self.find(f"{_STRATEGY}.fsdp") == "megatron")
+        """Whether the strategy or its ``ddp`` says so (``MegatronStrategy.__init__``)."""
+        switch = self.find(f"{self.ddp}.use_megatron_fsdp")
+        return self.find(f"{_STRATEGY}.fsdp") == "megatron" or switch is True
 
     def size(self) -> tuple[int, int]:
         """GPUs of the job and of each node, which a recipe may leave to the launch: an error."""
@@ -500,7 +501,7 @@ def watch_recipe(recipe: Any, plan: ParallelPlan, *, steps: int = STEPS) -> None
         callback = WatchCallback(**fields)
     others = (
         each
-        for each in value_or(recipe.trainer, "callbacks", [])
+        for each in NemoRecipe(recipe).callbacks
         if getattr(each, "__fn_or_cls__", type(each)) is not WatchCallback
     )
     recipe.trainer.callbacks = [*others, callback]

@@ -130,6 +130,17 @@ def test_shared_weights_come_with_their_checkpoints_and_go_with_them() -> None:
     assert not recipe.model.config.init_model_with_meta_device
 
 
+def test_shared_weights_may_be_turned_on_where_gradients_are_configured() -> None:
+    """``MegatronStrategy`` takes the switch of its ``ddp`` for ``fsdp="megatron"``."""
+    recipe = llama()
+    recipe.trainer.strategy.ddp.use_megatron_fsdp = True
+    recipe.trainer.strategy.ddp.data_parallel_sharding_strategy = "optim_grads_params"
+    recipe.trainer.strategy.save_ckpt_format = "fsdp_dtensor"
+    assert read_recipe(recipe).zero is ZeroStage.WEIGHTS
+    plan, _ = auto_recipe(recipe, cluster="dgx_h100")
+    assert plan.layout.uses_megatron_fsdp
+
+
 def test_stale_overlap_settings_are_cleared() -> None:
     recipe = llama()
     callback = MegatronCommOverlapCallback(
@@ -146,6 +157,15 @@ def test_stale_overlap_settings_are_cleared() -> None:
     assert callback == MegatronCommOverlapCallback(
         tp_comm_overlap=False, overlap_grad_reduce=True, defer_embedding_wgrad_compute=False
     )
+
+
+def test_a_single_callback_may_stand_without_a_list() -> None:
+    recipe = llama()
+    callback = MegatronCommOverlapCallback(tp_comm_overlap=True, tp_comm_overlap_cfg="for TP 4")
+    recipe.trainer.callbacks = callback
+    apply_plan(recipe, laid_out())
+    assert callback == MegatronCommOverlapCallback(tp_comm_overlap=False)
+    assert recipe.trainer.callbacks is callback
 
 
 def test_buffers_stay_where_their_shapes_do() -> None:
