@@ -181,6 +181,20 @@ def test_the_second_version_of_megatron_fsdp_is_not_planned() -> None:
         read_recipe(cfg, environment={})
 
 
+def test_the_states_of_muon_are_divided_where_the_optimizer_says_so() -> None:
+    """Megatron-LM's meaning of ``use_distributed_optimizer`` beside it is not the recipes'."""
+    whole = ["cluster.num_gpus=16", "search.num_alternatives=0"]
+    whole += [f"parallel.{n}_parallel_size={s}" for n, s in (("tensor_model", 8), ("context", 1))]
+    peaks = []
+    for layer_wise in (True, False):
+        cfg = llama()
+        cfg.optimizer.optimizer = "muon"
+        cfg.optimizer.use_layer_wise_distributed_optimizer = layer_wise
+        plan, _ = auto_recipe(cfg, cluster="dgx_h100", overrides=whole, keep=["recompute"])
+        peaks.append(plan.predicted.stages[0].memory_bytes["optimizer"])
+    assert peaks[0] < peaks[1]
+
+
 @pytest.mark.parametrize("optimizer", ["dist_muon", "muon", "soap", "lion"])
 def test_optimizers_of_whole_matrices_keep_gradients_whole(optimizer: str) -> None:
     """Megatron-LM divides layers instead where the flag is set; ``ConfigContainer`` does not."""
