@@ -152,7 +152,7 @@ def _bridge_job(
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument(_RECIPE, required=True)
     parser.add_argument("--mode")  # what the recipe's own name says
-    parser.add_argument("--step_func")  # what feeds the model and takes its loss: no field
+    parser.add_argument("--step_func", "--step-func")  # what feeds the model: no field
     given, rest = parser.parse_known_args(command.argv)
     own = [word for word in rest if not word.lstrip("+").startswith(("nest=", "nest."))]
     cfg = _bridge_recipe(given.recipe, _fields(own, "model.tensor_model_parallel_size"))
@@ -181,7 +181,8 @@ def _bridge_recipe(name: str, fields: list[str]) -> Any:
             "Plan where it is installed; docs/nemo.md says how.",
         ) from error
     known = [each for each in dir(recipes) if each.endswith("_config")]
-    require_known(_RECIPE, name, known, "the installed Megatron-Bridge has no such recipe")
+    limit = "megatron.bridge.recipes has no such recipe (those of perf_recipes take +nest=auto)"
+    require_known(_RECIPE, name, known, limit)
     try:
         return omegaconf_utils.process_config_with_overrides(
             getattr(recipes, name)(), cli_overrides=fields
