@@ -255,7 +255,8 @@ def whatif(
         plan: a plan, or the path of its file.
         changes: values by setting, several in a list: every combination is planned. ``gpus`` and
             ``memory`` are short for ``cluster.num_gpus`` and ``cluster.accelerator.memory_bytes``.
-        out: a folder that keeps the plans and their table; the same call goes on from there.
+        out: a folder that keeps the plans, then with runners-up, and their table; the same call
+            goes on from there.
         on_job: called as each row is begun, with which one it is.
 
     Raises:
@@ -356,7 +357,7 @@ def plan_variants(path: Path, changes: Sequence[Setting], options: SweepOptions)
 
     base = settings_of(present, path if path.is_absolute() else Path.cwd() / path)
     source_job = recipe_job(present, base)
-    jobs = _jobs(base, changes, keys, source_job=source_job)
+    jobs = _jobs(base, changes, keys, options, source_job=source_job)
     unchanged, *changed = jobs
     source_job.request(unchanged.composed())
     wrong: list[UserInputError] = []
@@ -397,7 +398,7 @@ def command_variants(
     held = [setting for setting in changes if setting.key not in keys]
     command = command.recorded(compose(with_defaults(held)))
     print_notes(command.notes if options.tell else ())
-    jobs = _jobs((), changes, keys, command)
+    jobs = _jobs((), changes, keys, options, command)
     command.content(jobs[0].composed())  # what cannot be read is so in all
 
     def typed(job: SweepJob) -> ParallelPlan:
@@ -420,10 +421,16 @@ def _jobs(
     base: Sequence[Setting],
     changes: Sequence[Setting],
     keys: Collection[str],
+    options: SweepOptions,
     command: TypedCommand | None = None,
     source_job: RecipeJob | None = None,
 ) -> list[SweepJob]:
-    """The job unchanged, and one for each combination of the changes."""
+    """The job unchanged, and one for each combination of the changes.
+
+    The table needs no runners-up: they are for plans that are kept.
+    """
+    if options.out is None:
+        base = _merged([Setting(key="search.num_alternatives", value="0")], base)
     held = [setting for setting in changes if setting.key not in keys]
     each = [_merged(base, held), *(_merged(base, job) for job in expand(changes))]
     compose(with_defaults(each[-1]))  # what is wrong with the keys is wrong in all
