@@ -67,7 +67,7 @@ def hybrid_pattern(values: Values, script: str, version: str) -> str:
             raise UnplannableModelError(
                 flag_of(given),
                 values[given],
-                f"{script} builds no hybrid model of state-space layers",
+                f"{script} is not known to build hybrid models of state-space layers",
                 "Use pretrain_hybrid.py (before 0.18 pretrain_mamba.py), or drop the flag.",
             )
         return ""
