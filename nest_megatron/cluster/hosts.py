@@ -79,9 +79,11 @@ def parse_gpu_matrix(text: str) -> GpuMatrix:
     links = [re.fullmatch(r"NV(\d+)", cell) for cell in cells]
     nics = [name for name in columns if not name.startswith("GPU")]
     near = [nic for nic in nics if any(row.get(nic) in _NEAR for row in rows.values())]
+    fewest = min((int(link[1]) if link else 0 for link in links), default=0)
+    of_pcie = "Legend:" in text and "NV#" not in text  # topo -mp, whose legend has no NVLink
     return GpuMatrix(
         num_gpus=len(gpus),
-        nvlinks=min((int(link[1]) if link else 0 for link in links), default=0),
+        nvlinks=None if of_pcie else fewest,
         near_adapters=tuple(legend.get(nic, nic) for nic in near),
     )
 

@@ -40,6 +40,14 @@ def test_escapes_of_a_terminal_are_no_part_of_the_matrix() -> None:
     assert hosts.parse_gpu_matrix(text).nvlinks == 12
 
 
+def test_a_matrix_of_pcie_alone_says_nothing_of_nvlink() -> None:
+    """``nvidia-smi topo -mp``, whose legend has no NVLink."""
+    text = captured("topo_4090.txt")
+    assert hosts.parse_gpu_matrix(text).nvlinks == 0
+    of_pcie = "\n".join(line for line in text.splitlines() if "NV#" not in line)
+    assert hosts.parse_gpu_matrix(of_pcie).nvlinks is None
+
+
 def test_nccl_s_topology() -> None:
     found, matrix = hosts.parse_nccl_topology(captured("nccl_h200.xml"))
     assert found == (Adapter(name="mlx5_0", rate_bits_per_s=4e11),)
