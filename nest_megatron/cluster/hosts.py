@@ -79,8 +79,9 @@ def parse_gpu_matrix(text: str) -> GpuMatrix:
     links = [re.fullmatch(r"NV(\d+)", cell) for cell in cells]
     nics = [name for name in columns if not name.startswith("GPU")]
     near = [nic for nic in nics if any(row.get(nic) in _NEAR for row in rows.values())]
+    # the legend of topo -mp has no NVLink
+    of_pcie = not any(links) and re.search("^Legend:", text, re.MULTILINE) and "NV#" not in text
     fewest = min((int(link[1]) if link else 0 for link in links), default=0)
-    of_pcie = "Legend:" in text and "NV#" not in text  # topo -mp, whose legend has no NVLink
     return GpuMatrix(
         num_gpus=len(gpus),
         nvlinks=None if of_pcie else fewest,

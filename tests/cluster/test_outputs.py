@@ -42,10 +42,10 @@ def test_escapes_of_a_terminal_are_no_part_of_the_matrix() -> None:
 
 def test_a_matrix_of_pcie_alone_says_nothing_of_nvlink() -> None:
     """``nvidia-smi topo -mp``, whose legend has no NVLink."""
-    text = captured("topo_4090.txt")
-    assert hosts.parse_gpu_matrix(text).nvlinks == 0
-    of_pcie = "\n".join(line for line in text.splitlines() if "NV#" not in line)
+    of_pcie = f"{captured('topo_4090.txt')}\nLegend:\n\n  X    = Self\n"
     assert hosts.parse_gpu_matrix(of_pcie).nvlinks is None
+    with_nvlink = f"{of_pcie}  NV#  = Connection traversing a bonded set of # NVLinks\n"
+    assert hosts.parse_gpu_matrix(with_nvlink).nvlinks == 0
 
 
 def test_nccl_s_topology() -> None:
