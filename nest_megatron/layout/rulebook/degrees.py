@@ -245,15 +245,17 @@ DEGREE_RULES = (
     ),
     Rule(
         # with ep 1 it reduces experts over dp * cp alone, as dense parameters: on gloo, tp 2, etp 1
-        # has a gradient norm of 1.756 instead of 1.765
+        # has a gradient norm of 1.756 instead of 1.765; 0.19 reduces them over their replicas
+        # (use_expert_pgs), and losses are those of etp 2
         "expert_gradients",
         "tensor_parallel/layers.py:886, transformer_engine.py:1551 (run, silent)",
         lambda spec, tp, ep, etp: spec.num_experts is None or ep > 1 or etp == tp,
         _ETP,
-        "without expert parallelism it must be tensor_model_parallel_size ({tp}), or copies of an "
-        "expert drift apart",
+        "before 0.19, without expert parallelism, it must be tensor_model_parallel_size ({tp}), or "
+        "copies of an expert drift apart",
         "Make both equal, or raise expert_model_parallel_size.",
-        reason="without expert parallelism, etp equals tp",
+        reason="without expert parallelism, etp equals tp before 0.19",
+        until="0.18",
     ),
     Rule(
         "local_attention_under_cp",
