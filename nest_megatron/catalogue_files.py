@@ -55,12 +55,12 @@ def default_setting(key: str) -> Any:
     return _plan_file()[section][name]
 
 
-def catalogue_names(group: str, root: Traversable | None = None) -> tuple[str, ...]:
+@functools.cache
+def catalogue_names(group: str) -> tuple[str, ...]:
     """Names of the entries in one group of the catalogue, sorted.
 
     Args:
         group: ``model``, ``cluster`` or ``accelerator``.
-        root: directory of the groups; the installed catalogue by default.
 
     Raises:
         UserInputError: if there is no such group.
@@ -68,14 +68,5 @@ def catalogue_names(group: str, root: Traversable | None = None) -> tuple[str, .
     if group not in GROUPS:
         limit, fix = f"the groups are {', '.join(GROUPS)}", nearest(group, GROUPS)
         raise UserInputError("catalogue group", group, limit, fix)
-    return _installed(group) if root is None else _entries(root.joinpath(group))
-
-
-@functools.cache
-def _installed(group: str) -> tuple[str, ...]:
-    return _entries(catalogue_root().joinpath(group))
-
-
-def _entries(folder: Traversable) -> tuple[str, ...]:
-    files = (entry.name for entry in folder.iterdir() if entry.name.endswith(".yaml"))
-    return tuple(sorted(name.removesuffix(".yaml") for name in files))
+    files = (entry.name for entry in catalogue_root().joinpath(group).iterdir())
+    return tuple(sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml")))

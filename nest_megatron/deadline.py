@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from nest_megatron.plain import frozen
@@ -35,6 +36,4 @@ class Deadline:
 
     def part(self, share: float) -> Deadline:
         """From now on, a share of the time that is left."""
-        now = time.monotonic()
-        left = max(0.0, self.begun_s + self.seconds - now)
-        return Deadline(begun_s=now, seconds=share * left)
+        return self.within(share * self.within(math.inf).seconds)

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from nest_megatron.errors import UserInputError, message_line
+from nest_megatron.errors import UserInputError, message_line, shortened
 from nest_megatron.files import MAX_BYTES, read_text
 from nest_megatron.plain import frozen
 from nest_megatron.printing import cleaned
@@ -32,7 +32,6 @@ LOADER: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 #: Characters of a scalar without quotes: YAML makes numbers of them, some in quadratic time.
 _MAX_PLAIN = 20_000
-_MAX_REASON = 200
 _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?")
 _NOT_BRACKETS = re.compile(r"[^][{}]+")
 
@@ -307,9 +306,7 @@ def _json_depth(text: str, most: int) -> int:
 
 
 def _unreadable(what: str, name: str | None, wanted: str, error: BaseException) -> UserInputError:
-    line = message_line(error)
-    reason = line if len(line) <= _MAX_REASON else f"{line[:_MAX_REASON]}..."
-    return _refused(what, name, f"it is not {wanted}: {reason}")
+    return _refused(what, name, f"it is not {wanted}: {shortened(message_line(error))}")
 
 
 def _refused(what: str, name: str | None, limit: str, fix: str = _DAMAGED) -> UserInputError:

@@ -64,14 +64,16 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> None:
             far as these go.
 
     Raises:
-        UserInputError: if the folder is missing or cannot be written to, or a device or a pipe is
-            named.
+        UserInputError: if the folder is missing or cannot be written to, a device or a pipe is
+            named, or a file is there that ``check_output`` has not seen.
     """
     if is_standard_output(path):
         _print(content)
         return
     path = regular_target(path)
     require_folder(path)
+    absent = _absent.get()
+    _absent.set(absent - {path})
     try:
         with _new_file(path, mode) as (descriptor, name):
             if path.exists():
@@ -80,11 +82,13 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> None:
                 stream.write(content)
             os.fsync(descriptor)
             if name is None:
-                _link(descriptor, path)
+                _link(descriptor, path, replaces=path not in absent)
+            elif path in absent and path.exists():
+                raise FileExistsError(os.strerror(errno.EEXIST))
             else:
                 name.replace(path)
     except OSError as error:
-        fix = "Name a file in a folder that you may write to."
+        fix = "Name a file in a folder that you may write to, and that no other program writes."
         limit = f"it cannot be written: {error.strerror or error}"
         raise _refused("out", path, limit, fix) from error
 
@@ -150,6 +154,10 @@ _SCHEMA = re.compile(rb"schema: \d+\n")
 _HASH = re.compile(rb"^ *(checksum|fingerprint): '?[0-9a-f]{16}'?$", re.MULTILINE)
 
 
+#: Files that were not there when they were checked, and that nothing was written to since.
+_absent = ContextVar[frozenset[Path]]("absent", default=frozenset())
+
+
 def check_output(
     what: str, path: Path, *, inputs: Iterable[Path] = (), force: bool | None = None
 ) -> None:
@@ -169,6 +177,8 @@ def check_output(
         return
     target = regular_target(path, what)
     require_folder(target, what)
+    absent = _absent.get() - {target}
+    _absent.set(absent if force or target.exists() else absent | {target})
     if not target.exists():
         return
     if any(_is_same(target, each) for each in inputs):
@@ -436,12 +446,14 @@ def _unnamed_file(folder: Path, mode: int) -> int:
     return os.open(folder, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, mode)
 
 
-def _link(descriptor: int, path: Path) -> None:
-    """Give a file without a name that of ``path``, in the place of a file that has it."""
+def _link(descriptor: int, path: Path, *, replaces: bool) -> None:
+    """Give a file without a name that of ``path``, in the place of a file that may have it."""
     source = f"{_OPEN_FILES}/{descriptor}"
     try:  # with src_dir_fd, which an absolute path leaves without meaning, the link is followed
         os.link(source, path, src_dir_fd=descriptor)
     except FileExistsError:
+        if not replaces:
+            raise
         name = path.parent / f".{path.name}.{os.urandom(4).hex()}.tmp"
         os.link(source, name, src_dir_fd=descriptor)
         name.replace(path)

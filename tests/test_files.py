@@ -15,7 +15,7 @@ import pytest
 
 from nest_megatron import files
 from nest_megatron.errors import UserInputError
-from nest_megatron.files import expanded, user_folder, write_text
+from nest_megatron.files import check_output, expanded, user_folder, write_text
 
 #: Writes a file, and is killed when all of it is on the disk but not yet under its name.
 KILLED = """
@@ -116,3 +116,36 @@ def test_a_user_without_a_home_has_a_folder_that_is_not_there(kind: str) -> None
 def test_a_home_that_is_not_there_is_named(name: str, words: str) -> None:
     with pytest.raises(UserInputError, match=words):
         expanded(Path(name), "nest.out")
+
+
+@pytest.mark.parametrize("kind", ["unnamed", "named"])
+def test_a_file_that_appears_after_the_check_is_kept(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two programs with one output the later does not replace what the earlier has written."""
+    if kind == "named":
+        monkeypatch.setattr(files, "_unnamed_file", lambda *_: os.open("/nonexistent/x", 0))
+    path = tmp_path / "plan.yaml"
+    check_output("out", path, force=False)
+    path.write_text("theirs")
+    with pytest.raises(UserInputError, match=r"File exists\. .* no other program writes"):
+        write_text(path, "ours")
+    assert path.read_text() == "theirs"
+    assert [*tmp_path.iterdir()] == [path]
+    check_output("out", path, force=True)
+    write_text(path, "ours")
+    assert path.read_text() == "ours"
+
+
+def test_what_was_not_there_is_written_any_number_of_times(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    for force in (False, True):
+        check_output("out", path, force=force)
+        for text in ("first", "second"):
+            write_text(path, text)
+        assert path.read_text() == "second"
+        path.unlink()
+    check_output("out", path, force=True)
+    path.write_text("theirs")
+    write_text(path, "ours")
+    assert path.read_text() == "ours"

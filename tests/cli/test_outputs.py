@@ -14,6 +14,8 @@ from nest_megatron.cli.command_kinds import forced
 from nest_megatron.errors import BAD_INPUT
 from nest_megatron.files import check_output, write_text
 from nest_megatron.integrations.plan_output import plan_output
+from nest_megatron.planner import Progress, Request
+from nest_megatron.planner import plan as find_plan
 from nest_megatron.profile import store
 from nest_megatron.profile.network import dump
 from tests.cli.runs import SMALL, run
@@ -299,3 +301,20 @@ def test_an_empty_path_is_not_the_current_folder(
     assert done.code == BAD_INPUT
     assert done.err.startswith(f"error: {named} = '': it is empty")
     assert not [*tmp_path.iterdir()]
+
+
+def test_of_two_plans_with_one_output_the_later_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "plan.yaml"
+
+    def planned(request: Request, on_progress: Progress | None = None) -> object:
+        out.write_text("schema: 2\nchecksum: 0123456789abcdef\n", encoding="utf-8")
+        return find_plan(request, on_progress)
+
+    monkeypatch.setattr("nest_megatron.api.jobs.find_plan", planned)
+    done = run("plan", *SMALL, f"out={out}")
+    assert done.code == BAD_INPUT
+    assert "File exists" in done.err
+    assert out.read_text(encoding="utf-8").endswith("0123456789abcdef\n")
+    assert run("plan", *SMALL, f"out={out}").code == 0

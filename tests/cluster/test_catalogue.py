@@ -24,8 +24,8 @@ from nest_megatron.cluster.records import (
 from nest_megatron.errors import UserInputError
 
 CONFIGS = Path(__file__).parents[2] / "hydra_configs"
-CLUSTERS = catalogue_names("cluster", CONFIGS)
-ACCELERATORS = catalogue_names("accelerator", CONFIGS)
+CLUSTERS = catalogue_names("cluster")
+ACCELERATORS = catalogue_names("accelerator")
 
 ACCELERATOR: dict[str, object] = {
     "name": "chip",

@@ -19,7 +19,7 @@ from nest_megatron.model.parameters import total_parameters
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 
 CONFIGS = Path(__file__).parents[2] / "hydra_configs"
-NAMES = catalogue_names("model", CONFIGS)
+NAMES = catalogue_names("model")
 
 TINY: dict[str, object] = {
     "name": "tiny",
@@ -276,7 +276,7 @@ def test_bad_layer_pattern_is_refused(freq: object) -> None:
 def test_catalogue_names_are_sorted_and_unknown_groups_refused() -> None:
     assert list(NAMES) == sorted(NAMES)
     with pytest.raises(UserInputError, match="Did you mean model"):
-        catalogue_names("modle", CONFIGS)
+        catalogue_names("modle")
 
 
 #: Entries, and the models of ``hugging_face_published.yaml`` that they are.
