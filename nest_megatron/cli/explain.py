@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def keygen(out: Path, *, no_password: bool, as_json: bool) -> None:
         show_json({"key": name, "secret": str(out), "public": str(public)})
         return
     say(f"Key {name}: {out} signs (keep it secret), {public} verifies.")
-    say(f"Sign a reviewed plan: nest-megatron pin plan.yaml --sign {out}")
+    say(f"Sign a reviewed plan: nest-megatron pin plan.yaml --sign {shlex.quote(str(out))}")
 
 
 @command(
@@ -256,8 +257,11 @@ def pin(
         f"{pinned_for(plan, made.megatron_lm)}, nest-megatron {made.nest_megatron_version}."
     )
     if signature is not None:
-        say(f"Signed: {signature}. `nest-megatron verify {target} --key PUBLIC.KEY` says by whom.")
-    how = f"+nest=pinned nest.plan={target}"
+        say(
+            f"Signed: {signature}. `nest-megatron verify {shlex.quote(str(target))} "
+            "--key PUBLIC.KEY` says by whom."
+        )
+    how = f"+nest=pinned nest.plan={shlex.quote(str(target))}"
     if str(plan.provenance.settings.get("target")).startswith("nemo"):
         how = f"run.plugins=nest run.plugins.mode=pinned run.plugins.plan={target}"
     say(f"Launch that job with {how}; any other is refused.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,9 @@ def run_plan_table(options: PlanOptions, nodes: str) -> int:
         return OK
     show(*found.report())
     if out is not None:
-        say(f"Written to {out}; `nest-megatron pin {out}` freezes it for +nest=pinned.")
+        say(
+            f"Written to {out}; `nest-megatron pin {shlex.quote(out)}` freezes it for +nest=pinned."
+        )
     return OK
 
 

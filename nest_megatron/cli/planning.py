@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -343,7 +344,7 @@ def _tell(
         return
     show(*found.report(*more, full=options.full))
     if out is not None and not is_standard_output(Path(out)):
-        say(f"Written to {out}. Next: nest-megatron explain {out}")
+        say(f"Written to {out}. Next: nest-megatron explain {shlex.quote(out)}")
     elif not options.full:
         kept = ", out=plan.yaml keeps it" if isinstance(options, PlanOptions) else ""
         say(f"Next: --full prints every figure{kept}.")

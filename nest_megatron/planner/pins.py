@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -187,7 +188,7 @@ def _pinned_body(text: str, path: Path) -> str:
             "nest.plan",
             str(path),
             "it is not pinned",
-            f"Review it, then: nest-megatron pin {path}",
+            f"Review it, then: nest-megatron pin {shlex.quote(str(path))}",
         )
     head, _, body = text.partition("\n")
     if head != _HEAD + _sum(body):
@@ -313,7 +314,7 @@ def verify_pinned(
             Reason.MISSING,
             value=str(where),
             limit="there is no such file, and the plan has to be signed",
-            fix=f"Have it signed: nest-megatron pin {path} --sign KEY",
+            fix=f"Have it signed: nest-megatron pin {shlex.quote(str(path))} --sign KEY",
         )
     found = minisign.read_signature(read_text(where, "--signature"), str(where))
     by_key = {signer.key: signer for signer in signers}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,8 +147,8 @@ def tuned_report(tuned: Tuned, trials: Sequence[Trial], plan: Path | None) -> It
     yield indented(taken_words(known, taken))
     yield indented(_lost_words(known, taken))
     yield indented(
-        f"Written to {plan}; `nest-megatron explain {plan}` prints its command, and "
-        f"`nest-megatron pin {plan}` freezes it for +nest=pinned."
+        f"Written to {plan}; `nest-megatron explain {shlex.quote(str(plan))}` prints its "
+        f"command, and `nest-megatron pin {shlex.quote(str(plan))}` freezes it for +nest=pinned."
     )
 
 

@@ -318,3 +318,14 @@ def test_of_two_plans_with_one_output_the_later_is_refused(
     assert "File exists" in done.err
     assert out.read_text(encoding="utf-8").endswith("0123456789abcdef\n")
     assert run("plan", *SMALL, f"out={out}").code == 0
+
+
+def test_a_command_that_is_proposed_quotes_the_file(tmp_path: Path) -> None:
+    out = tmp_path / "of ada.yaml"
+    said = run("plan", *SMALL, f"out={out}").out + run("verify", str(out)).err
+    said += run("plan", *SMALL, "--for-nodes", "1", f"out={tmp_path / 'a table.yaml'}").out
+    said += run("pin", str(out), "--note", "x").out
+    words = "".join(said.split())
+    for verb, name in {"explain": out, "pin": out, "nest.plan=": out}.items():
+        assert f"{verb}'{name}'".replace(" ", "") in words
+    assert f"pin'{tmp_path / 'a table.yaml'}'".replace(" ", "") in words
