@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -43,7 +44,7 @@ from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.files import check_output, expanded, write_bytes, write_text
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.packages import install_command, is_installed
+from nest_megatron.packages import install_command
 from nest_megatron.plain import frozen
 from nest_megatron.planner.layouts import keep_layout
 from nest_megatron.planner.pins import read_plan
@@ -195,11 +196,13 @@ def _write(folder: Path, rows: Sequence[PlanRow], names: Sequence[str]) -> list[
         ("sweep.parquet", "pyarrow", to_parquet),
         ("sweep.svg", "matplotlib", sweep_chart),
     ):
-        if is_installed(package):
-            write_bytes(folder / name, made(rows))
-            files.append(name)
-        else:
-            print_to_stderr(f"{name} needs {package}: {install_command('sweep')}")
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            print_to_stderr(f"{name} needs {package}: {install_command('sweep')} ({error}).")
+            continue
+        write_bytes(folder / name, made(rows))
+        files.append(name)
     return [str(folder / name) for name in files]
 
 

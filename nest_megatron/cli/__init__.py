@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None, *, begun_s: Seconds | None = None) -
     except Exception as error:  # noqa: BLE001 - no user should see a traceback
         if isinstance(error.__cause__, KeyboardInterrupt):  # it came while a class was made
             return _interrupted(error.__cause__)
-        if isinstance(error, ModuleNotFoundError):
+        if isinstance(error, ImportError):  # of a package that is missing, or that is broken
             print_to_stderr(f"error: {error}. `pip install {PROGRAM}` installs all that it needs.")
             return BAD_INPUT
         from nest_megatron.report.failure import report

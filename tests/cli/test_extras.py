@@ -144,3 +144,33 @@ def test_an_installation_without_extras_is_small() -> None:
         left += map(Requirement, importlib.metadata.requires(name) or ())
     assert not found & {"matplotlib", "numpy", "scipy", "torch"}
     assert len(found) < 20
+
+
+def test_a_library_that_is_broken_is_no_fault_of_ours(folder: Path, tmp_path: Path) -> None:
+    """A plan needs none of them, a sweep does without, and a picture says what does not load."""
+    for name in ("matplotlib", "pyarrow"):
+        package = tmp_path / name
+        package.mkdir()
+        text = 'raise ImportError("multiarray failed to import")\n'
+        (package / "__init__.py").write_text(text, encoding="utf-8")
+    start = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from nest_megatron.cli import main"
+
+    def beside(*words: str) -> Run:
+        done = subprocess.run(
+            [sys.executable, "-c", f"{start}; sys.exit(main(sys.argv[1:]))", *words],
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            env=environment(),
+            check=False,
+        )
+        return Run(done.returncode, done.stdout, done.stderr)
+
+    drawn = beside("explain", "plan.yaml", "--timeline", "timeline.png")
+    assert drawn.code == BAD_INPUT
+    assert "multiarray failed to import. `pip install nest-megatron`" in drawn.err
+    swept = beside("plan", "-m", *SMALL, "train.global_batch_size=8,16", "out=of_broken")
+    assert swept.code == OK
+    for name in ("sweep.parquet needs pyarrow", "sweep.svg needs matplotlib"):
+        assert name in swept.err
+    assert (folder / "of_broken" / "sweep.csv").is_file()
