@@ -37,8 +37,10 @@ A setting that only one section of [hydra_configs/plan.yaml](../hydra_configs/pl
 keyword by its name (`tensor_model_parallel_size=8`); the others are given by section
 (`search={"max_seconds": 5}`) or with a dot (`**{"cluster.oversubscription": 4}`). A mistake raises
 the `UserInputError` whose text the command line prints; it is a `ValueError` with `what`, `value`,
-`limit` and `fix`. A `Source` is a name or a path, or the fields of such a file as a mapping; a
-`StrPath` is a path, as `str` or as `os.PathLike`.
+`limit` and `fix`. Errors are imported from `nest_megatron.errors` (`UserInputError`,
+`PlanFileError`) and `nest_megatron.report.failure` (`NothingFitsError`, `SearchEndedError`). A
+`Source` is a name or a path, or the fields of such a file as a mapping; a `StrPath` is a path, as
+`str` or as `os.PathLike`.
 """
 _SECTIONS = ("Args", "Attributes", "Returns", "Raises")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 import subprocess
 import sys
 
@@ -23,3 +25,14 @@ def test_the_page_names_all_that_is_public() -> None:
     text = PAGE.read_text(encoding="utf-8")
     for name in nest_megatron.__all__:
         assert name.startswith("_") or f"`{name}`" in text or f"## {name}\n" in text
+
+
+def test_errors_that_the_page_names_are_where_it_says() -> None:
+    text = " ".join(PAGE.read_text(encoding="utf-8").split())
+    (head,) = re.findall(r"Errors are imported from (.*?)\. A `Source`", text)
+    told = dict[str, str]()
+    for module, names in re.findall(r"`([\w.]+)` \((.*?)\)", head):
+        for name in re.findall(r"\w+", names):
+            assert hasattr(importlib.import_module(module), name)
+            told[name] = module
+    assert told.keys() == set(re.findall(r"\* `(\w+Error)`:", text))
