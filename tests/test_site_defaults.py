@@ -149,3 +149,17 @@ def test_text_is_taken_as_it_stands(etc: Path) -> None:
     name, keep = read_defaults()
     assert name.value == "'a, (b)'"
     assert keep.value == "[micro_batch_size]"
+
+
+def test_what_plans_and_prices_reads_them_and_what_shows_does_not(
+    etc: Path, tmp_path: Path
+) -> None:
+    """As docs/policy.md says of defaults, and of policies."""
+    out = tmp_path / "plan.yaml"
+    assert run("plan", *SMALL, f"out={out}").code == 0
+    etc.write_text("no_such_setting: 1\n")
+    one = ("parallel.tensor_model_parallel_size=8",)
+    for words in (("plan", *SMALL), ("estimate", *SMALL, *one), ("compare", *SMALL)):
+        assert run(*words).code == 2
+    for words in (("explain", str(out)), ("models", "llama3_8b"), ("clusters",)):
+        assert run(*words).code == 0
