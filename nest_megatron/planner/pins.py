@@ -184,12 +184,10 @@ def _changed(path: Path) -> ChangedPinError:
 def _pinned_body(text: str, path: Path) -> str:
     """What the first line of a pinned file is the checksum of."""
     if not is_pinned(text):
-        raise UnpinnedError(
-            "nest.plan",
-            str(path),
-            "it is not pinned",
-            f"Review it, then: nest-megatron pin {shlex.quote(str(path))}",
-        )
+        fix = "It is no plan: name a file that nest-megatron pin has written."
+        if text.startswith("schema:"):
+            fix = f"Review it, then: nest-megatron pin {shlex.quote(str(path))}"
+        raise UnpinnedError("nest.plan", str(path), "it is not pinned", fix)
     head, _, body = text.partition("\n")
     if head != _HEAD + _sum(body):
         raise _changed(path)

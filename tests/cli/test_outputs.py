@@ -329,3 +329,11 @@ def test_a_command_that_is_proposed_quotes_the_file(tmp_path: Path) -> None:
     for verb, name in {"explain": out, "pin": out, "nest.plan=": out}.items():
         assert f"{verb}'{name}'".replace(" ", "") in words
     assert f"pin'{tmp_path / 'a table.yaml'}'".replace(" ", "") in words
+
+
+def test_what_is_no_plan_is_not_told_to_be_pinned(plan: Path, tmp_path: Path) -> None:
+    other = tmp_path / "notes.txt"
+    other.write_text("hello\n", encoding="utf-8")
+    for path, fix in {plan: f"nest-megatron pin {plan}", other: "It is no plan"}.items():
+        done = run("verify", str(path))
+        assert (done.code, fix in done.err) == (10, True), done.err
