@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from nest_megatron import plan
 from tests.architecture.imports import ROOT
 
 #: A page, the file that has the figures, where each stands in it, and the sentence of the page.
@@ -91,3 +92,26 @@ def test_the_faq_and_the_readme_say_the_same_of_the_gpu() -> None:
     assert readme is not None
     assert faq is not None
     assert readme[0] == faq[0]
+
+
+@pytest.mark.slow
+def test_what_uneven_stages_gain_is_what_their_command_says() -> None:
+    """``docs/hybrid.md`` names the command, and the release whose stages are even."""
+    words = " ".join((ROOT / "docs" / "hybrid.md").read_text(encoding="utf-8").split())
+    gains = re.findall(r"([\d.]+) % (?:shorter )?\(([\d.]+) s for ([\d.]+) s\)", words)
+    jobs = (("nemotron_h_8b", 32, 4), ("nemotron3_nano", 32, 4), ("nemotron_h_56b", 64, 2))
+    for (model, gpus, ranks), gain in zip(jobs, gains, strict=True):
+        uneven, even = (
+            plan(
+                model=model,
+                cluster="dgx_h100",
+                num_gpus=gpus,
+                global_batch_size=256,
+                pipeline_model_parallel_size=ranks,
+                virtual_pipeline_model_parallel_size=1,
+                tie_percent=0,
+                target=f"megatron_lm_{release}",
+            ).predicted.iteration_time_s
+            for release in ("0.19", "0.16")
+        )
+        assert gain == (f"{100 * (1 - uneven / even):.1f}", f"{uneven:.3f}", f"{even:.3f}")
