@@ -115,3 +115,18 @@ def test_what_uneven_stages_gain_is_what_their_command_says() -> None:
             for release in ("0.19", "0.16")
         )
         assert gain == (f"{100 * (1 - uneven / even):.1f}", f"{uneven:.3f}", f"{even:.3f}")
+
+
+@pytest.mark.slow
+def test_a_job_without_its_lengths_takes_what_the_page_says() -> None:
+    """``docs/cost_model.md`` prints the same job with lengths above."""
+    text = (ROOT / "docs" / "cost_model.md").read_text(encoding="utf-8")
+    (said,) = re.findall(r"Without lengths the best plan of the job takes ([\d.]+) s", text)
+    found = plan(
+        model="llama3_8b",
+        cluster="dgx_h100",
+        num_gpus=64,
+        global_batch_size=512,
+        seq_length=32768,
+    )
+    assert f"{found.predicted.iteration_time_s:.1f}" == said
