@@ -374,7 +374,8 @@ def _too_few(level: str, limit: str) -> ProfileError:
         f"level {level}",
         "samples",
         limit,
-        f"Measure at least {MIN_SIZES} sizes, better all powers of two from 1 KiB to 1 GiB, of "
+        f"Give at least {MIN_SAMPLES} samples of {MIN_SIZES} sizes of which the largest is "
+        f"{MIN_RANGE} times the smallest, better all powers of two from 1 KiB to 1 GiB, of "
         "all_reduce and all_gather: in one host, and over hosts.",
     )
 

@@ -170,7 +170,16 @@ def test_what_hosts_spend_inside_is_said_to_count_as_the_networks() -> None:
 def test_too_few_samples_say_what_to_measure(sizes: list[int], words: str) -> None:
     with pytest.raises(ProfileError, match=words) as caught:
         fit_hosts(samples(shapes=[(2, 1), (8, 1)], sizes=sizes))
-    assert "Measure at least 3 sizes" in caught.value.fix
+    assert "at least 4 samples of 3 sizes" in caught.value.fix
+
+
+def test_what_is_asked_for_is_enough() -> None:
+    kinds = [CollectiveKind.ALL_REDUCE]
+    few = samples(shapes=[(8, 1)], kinds=kinds, sizes=[2**20, 2**24, 2**27])
+    with pytest.raises(ProfileError, match=r"3 samples of 3 sizes .* at least 4 samples of 3"):
+        fit_levels(few, LEVELS)
+    more = samples(shapes=[(8, 1)], kinds=kinds, sizes=[2**28])
+    assert fit_levels((*few, *more), LEVELS).fits
 
 
 def test_a_kind_whose_bandwidth_is_not_told_is_left_out() -> None:
