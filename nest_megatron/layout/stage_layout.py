@@ -215,7 +215,7 @@ def uniform_partition(
     if first is None and last is None:
         layers, extra = spec.num_layers, account_embedding + account_loss
         if (layers + extra) % pp:
-            ways = uneven_flags(spec, pp)
+            ways = uneven_flags(spec, pp, vpp)
             if extra:
                 ways = f"Add {_LAYOUT_FLAG} in the place of --account-for-..-in-pipeline-split"
             raise UserInputError(
@@ -265,8 +265,10 @@ def spread_partition(spec: TransformerSpec, dims: ParallelDims) -> StagePartitio
                 f"every stage holds a unit, and the model has {units}",
                 "Use fewer stages.",
             ) from None
-    boundaries = tuple(k * units // chunks for k in range(chunks + 1))
-    return StagePartition(boundaries=boundaries, pipeline_model_parallel_size=pp)
+    return StagePartition(
+        boundaries=tuple(k * units // chunks for k in range(chunks + 1)),
+        pipeline_model_parallel_size=pp,
+    )
 
 
 def is_uniform(spec: TransformerSpec, partition: StagePartition, **ends: Any) -> bool:
@@ -286,8 +288,7 @@ def is_uneven_at_ends(spec: TransformerSpec, partition: StagePartition) -> bool:
     """Whether numbers of layers for the first and the last rank alone make this partition."""
     pp, boundaries = partition.pipeline_model_parallel_size, partition.boundaries
     first, last = boundaries[1] - 1, 1 + spec.num_layers - boundaries[-2]
-    plain = partition.num_chunks == pp > 1
-    return plain and is_uniform(spec, partition, first=first, last=last)
+    return partition.num_chunks == pp > 1 and is_uniform(spec, partition, first=first, last=last)
 
 
 def _unit_letters(spec: TransformerSpec) -> tuple[str, ...]:
@@ -311,10 +312,11 @@ def _bad(text: str, limit: str, fix: str = f"Write for example {_EXAMPLE}.") -> 
     return UserInputError(_LAYOUT, text, limit, fix)
 
 
-def uneven_flags(spec: TransformerSpec, pp: int) -> str:
+def uneven_flags(spec: TransformerSpec, pp: int, vpp: int = 1) -> str:
     """Which flags state stages of layers that the pipeline ranks do not divide, as advice.
 
-    Hybrid models have no layout; since 0.17 their pattern takes it.
+    Hybrid models have no layout; since 0.17 their pattern takes it. With virtual stages numbers of
+    the ends alone seldom divide.
     """
     layout = f"a layout ({_LAYOUT_FLAG}, parallel.{_LAYOUT})"
     if spec.hybrid_layer_pattern:
@@ -323,12 +325,11 @@ def uneven_flags(spec: TransformerSpec, pp: int) -> str:
     while middle > 1 and spec.num_layers - middle * (pp - 2) < 2:
         middle -= 1
     ends = spec.num_layers - middle * (pp - 2)
-    if pp < 2 or ends < 2:
+    if pp < 2 or ends < 2 or vpp > 1:
         return f"Add {layout}"
-    first = ends // 2
     flags = (
-        f"--decoder-first-pipeline-num-layers {first} --decoder-last-pipeline-num-layers "
-        f"{ends - first}"
+        f"--decoder-first-pipeline-num-layers {ends // 2} --decoder-last-pipeline-num-layers "
+        f"{ends - ends // 2}"
     )
     if spec.hybrid_layer_pattern:  # whose stages are not searched for
         flags = f"--pipeline-model-parallel-size {pp} {flags} (kept, not in --free)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,19 @@ def test_uniform() -> None:
 def test_uniform_refused(layers: int, pp: int, vpp: int, options: dict[str, int]) -> None:
     with pytest.raises(UserInputError):
         uniform_partition(make_spec(layers), pp, vpp, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pp", range(2, 9))
+@pytest.mark.parametrize("vpp", [1, 2, 3])
+@pytest.mark.parametrize("layers", [13, 33, 34])
+def test_the_ends_that_are_proposed_are_taken(layers: int, pp: int, vpp: int) -> None:
+    """Ends that virtual stages do not divide are not proposed."""
+    spec = make_spec(layers)
+    if layers % pp == 0:
+        return
+    with pytest.raises(UserInputError) as refused:
+        uniform_partition(spec, pp, vpp)
+    found = re.search(r"first-pipeline-num-layers (\d+) --\S+ (\d+)", refused.value.fix)
+    assert (found is None) == (vpp > 1)
+    if found is not None:
+        uniform_partition(spec, pp, vpp, first=int(found[1]), last=int(found[2]))
