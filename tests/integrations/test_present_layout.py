@@ -84,6 +84,12 @@ def test_recomputation_that_is_not_tried_by_itself_is_added() -> None:
 def test_what_is_fixed_otherwise_is_no_present_layout() -> None:
     assert of_command(WORDS, "parallel.tensor_model_parallel_size=2").present is None
     assert of_command(WORDS.replace("--micro-batch-size 24 ", "")).present is None
+    one_replica = (
+        SLOW.partition(" --use-distributed-optimizer")[0] + " --tensor-model-parallel-size 8"
+    )
+    assert of_command(one_replica).present is not None
+    # as a checkpoint may need it, whose states have other keys with one replica, too
+    assert of_command(one_replica, "parallel.zero_stage=1").present is None
 
 
 def test_a_setting_that_overrides_a_flag_is_what_runs_today() -> None:

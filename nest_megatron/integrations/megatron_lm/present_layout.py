@@ -94,11 +94,10 @@ def with_present_layout(request: Request, job: Job, composed: Settings) -> Reque
 def _is_in_space(request: Request, layout: Layout) -> bool:
     """Whether a layout is one of the space but for its limits."""
     space, sizes = request.space, layout.sizes
-    zeros = (*space.zero_stages, ZeroStage.NONE)
     return (
         all(sizes[name] == value for name, value in space.fixed.items())
         and all(sizes[name] >= least for name, least in space.least.items())
-        and layout.zero in (zeros if layout.dims.data_parallel_size == 1 else space.zero_stages)
+        and layout.zero in space.zero_stages
         and layout.sharding is (space.sharding or layout.zero.sharding)
         and layout.dims.rank_order in space.rank_orders
         and layout.recompute in (space.recompute or layout.recompute,)
