@@ -78,8 +78,17 @@ def test_layers_of_several_groups_are_refused_as_megatron_does(tmp_path: Path) -
 
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
     path = tmp_path / "nowhere.json"
-    with pytest.raises(UserInputError, match=r"nowhere\.json"):
+    with pytest.raises(UserInputError, match=r"nowhere\.json") as missing:
         read_job(read_command(f"{BASE} --heterogeneous-layers-config-path {path}"))
+    assert missing.value.limit == "it cannot be read: No such file or directory"
+
+
+def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
+    command = _command(tmp_path)
+    (tmp_path / "layers.json").write_text("{")
+    with pytest.raises(UserInputError, match=r"layers\.json") as broken:
+        read_job(read_command(command))
+    assert "UserInputError" not in str(broken.value)
 
 
 def test_text_without_a_path_builds_plain_layers() -> None:

@@ -191,9 +191,10 @@ def heterogeneous_kinds(values: Values) -> tuple[LayerKind, ...]:
             f"without {flag_of(_PATH)} Megatron builds plain layers and says nothing",
             f"Add {flag_of(_PATH)}.",
         )
+    text = text or read_text(Path(path), flag_of(_PATH))
+    file = parse_json(text, flag_of(_PATH), name=path)
     try:
-        text = text or read_text(Path(path), flag_of(_PATH))
-        differing = list(_differing(values, parse_json(text, flag_of(_PATH), name=path)))
+        differing = list(_differing(values, file))
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise flag_error(
             _PATH,
