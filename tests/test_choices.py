@@ -216,6 +216,23 @@ def test_graphs_are_chosen_since_they_go_with_expandable_segments(
     assert ("cuda_graph_impl" in asked.space.executions) is graphs
 
 
+@pytest.mark.parametrize(
+    ("words", "version", "closed"),
+    [
+        ("--moe-router-load-balancing-type quantile_balancing", "0.19", {"moe_router_fusion"}),
+        ("--moe-enable-routing-replay", "0.16", {"moe_router_fusion"}),
+        ("--batch-invariant-mode", "0.20", {"moe_permute_fusion"}),
+        ("--moe-router-load-balancing-type aux_loss", "0.20", set()),
+    ],
+)
+def test_kernels_that_an_option_excludes_are_no_choice(
+    words: str, version: str, closed: set[str]
+) -> None:
+    """Quantile balancing passes validation, and ends in the first forward pass."""
+    job = read_job(read_argv("pretrain_gpt.py", [*LLAMA, *words.split()], version))
+    assert job.closed == closed
+
+
 def test_graphs_around_experts_hold_what_has_fixed_shapes() -> None:
     few = ("parallel.expert_model_parallel_size=8", "train.seq_length=1024")
     few = (*few, "train.micro_batch_size=2")

@@ -192,3 +192,13 @@ def test_a_program_that_does_not_train_is_refused(script: str) -> None:
     command = job("").replace("pretrain_gpt.py", script)
     with pytest.raises(UnplannableModelError, match=script):
         read_job(read_command(command))
+
+
+def test_batch_invariant_attention_is_of_whole_sequences() -> None:
+    """Since 0.19; ``TransformerConfig`` refuses context parallelism beside it."""
+    flags = "--batch-invariant-mode --context-parallel-size 2"
+    limit = "--batch-invariant-mode needs 1"
+    for version in ("0.19", "0.20"):
+        with pytest.raises(UserInputError, match=f"--context-parallel-size = 2: {limit}"):
+            planned(flags, version)
+    assert read_job(read_command(job(flags), "0.18")).required == {}

@@ -64,8 +64,15 @@ _REFUSED_ARGUMENTS = {
     if name not in (*HYBRID_ARGUMENTS, *_VARIANT_ARGUMENTS)
 }
 _REFUSED_SCRIPTS = (
-    *("vision", "multimodal", "mimo", "ict", "retro", "rl"),
-    *("inference", "generation", "convert"),
+    "vision",
+    "multimodal",
+    "mimo",
+    "ict",
+    "retro",
+    "rl",
+    "inference",
+    "generation",
+    "convert",
 )
 #: Families of models that a script other than one for GPT builds, by a word of its name.
 _FAMILIES = {"bert": ModelFamily.BERT, "t5": ModelFamily.T5}
@@ -182,8 +189,9 @@ def job_from_values(
             schedule or is_packed(values) or own_layers(values) or _excludes_graphs(values)
         ),
         packs=is_packed(values),
-        required=_needs_of_data_and_files(values, version),
-        closed=closed_fields(values.get("deterministic_mode"), packs=is_packed(values)),
+        required=_needs_of_options(values, version),
+        closed=closed_fields(values.get("deterministic_mode"), packs=is_packed(values))
+        | _unfused(values),
         counts_on_host=any(map(values.get, _COUNTED_ON_HOST)),
         ckpt_format=values.get("ckpt_format") if "ckpt_format" in explicit else None,
         save_interval=values.get("save_interval") if values.get("save") else None,
@@ -215,14 +223,31 @@ def _excludes_graphs(values: Values) -> bool:
     return bool(delayed or (values.get("inference_batch_times_seqlen_threshold") or -1) >= 0)
 
 
-def _needs_of_data_and_files(values: Values, version: str) -> Mapping[str, Requirement]:
-    """What packs and saved parameters fix of a layout, by the names of ``layout_arguments``.
+def _unfused(values: Values) -> frozenset[str]:
+    """Kernels of experts that do not do what options ask for.
+
+    Source: 0.19 router.py:324; moe_utils.py ``topk_routing_with_score_function``; 0.20 tc:3264.
+    """
+    balancing = values.get("moe_router_load_balancing_type") or ()
+    by_itself = "quantile_balancing" in balancing or values.get("moe_enable_routing_replay")
+    invariant = values.get("batch_invariant_mode")
+    found = {"moe_router_fusion": by_itself, "moe_permute_fusion": invariant}
+    return frozenset(filter(found.get, found))
+
+
+def _needs_of_options(values: Values, version: str) -> Mapping[str, Requirement]:
+    """What options beside a layout's fix of it, by the names of ``layout_arguments``.
 
     ``validate_args`` does not check packs. Since 0.19 those of a micro batch are joined
-    (``flatten_batch_for_packed_sequences``). Parameters: 0.18 args:1297.
+    (``flatten_batch_for_packed_sequences``). Parameters: 0.18 args:1297. Batches: 0.19 tc:2890.
     """
     found = {}
-    if values.get("sft") and release_number(version) < (0, 19):
+    if release_number(version) >= (0, 19) and values.get("batch_invariant_mode"):
+        why, who = "attention is of whole sequences", "--batch-invariant-mode"
+        found["context_parallel_size"] = Requirement(
+            value=1, reason=why, fix=f"drop {who}", who=who
+        )
+    elif values.get("sft") and release_number(version) < (0, 19):
         why, fix = "a micro batch is one pack of sequences", "train without --sft"
         found["micro_batch_size"] = Requirement(value=1, reason=why, fix=fix, who="--sft")
     if values.get("save") and values.get("save_params_interval"):
