@@ -202,3 +202,12 @@ def test_batch_invariant_attention_is_of_whole_sequences() -> None:
         with pytest.raises(UserInputError, match=f"--context-parallel-size = 2: {limit}"):
             planned(flags, version)
     assert read_job(read_command(job(flags), "0.18")).required == {}
+
+
+@pytest.mark.parametrize(("optimizer", "stays"), [("muon", False), ("adam", True)])
+def test_matrices_of_muon_are_divided_in_one_instance(optimizer: str, *, stays: bool) -> None:
+    """``LayerWiseDistributedOptimizer`` ends on several, which validation lets pass."""
+    flag = "--num-distributed-optimizer-instances"
+    found = planned(f"--optimizer {optimizer} {flag} 2", "0.20").plan
+    assert found.arguments["use_distributed_optimizer"]
+    assert (flag in found.launch[LAUNCHER].argv) is stays

@@ -13,7 +13,11 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.layout.cuda_graphs import Flags
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import RecomputeModule
-from nest_megatron.layout.rulebook.devices import AWARE, initializes_on_meta_device
+from nest_megatron.layout.rulebook.devices import (
+    AWARE,
+    ELEMENTWISE_OPTIMIZERS,
+    initializes_on_meta_device,
+)
 from nest_megatron.layout.rulebook.facts import (
     DEFAULT_VERSION,
     RELEASES,
@@ -331,16 +335,17 @@ OPTION_RULES = (
     ),
     _option(
         _INSTANCES,
-        "parallel_state.py:833",
-        lambda option, spec, cp, dp, expert_replicas, shards_optimizer: (
+        "parallel_state.py:833, 0.20 layer_wise_optimizer.py:538",
+        lambda option, options, spec, cp, dp, expert_replicas, shards_optimizer: (
             option <= 1
             or (
                 shards_optimizer
+                and options.get("optimizer", "adam") in ELEMENTWISE_OPTIMIZERS
                 and dp * cp % option == 0
                 and not (spec.is_moe and expert_replicas % option)
             )
         ),
-        "it does not divide the plan's replicas",
+        "it does not divide the plan's replicas, or its optimizer has no instances",
     ),
     _option(
         _INSTANCES,
