@@ -132,8 +132,10 @@ class NemoRecipe(Recipe, framework="nemo"):
     @property
     def uses_fsdp(self) -> bool:
         """Whether the strategy or its ``ddp`` says so (``MegatronStrategy.__init__``)."""
-        switch = self.find(f"{self.ddp}.use_megatron_fsdp")
-        return self.find(f"{_STRATEGY}.fsdp") == "megatron" or switch is True
+        return (
+            self.find(f"{_STRATEGY}.fsdp") == "megatron"
+            or self.find(f"{self.ddp}.use_megatron_fsdp") is True
+        )
 
     def size(self) -> tuple[int, int]:
         """GPUs of the job and of each node, which a recipe may leave to the launch: an error."""

@@ -90,7 +90,6 @@ _NOT_FIXED = (
     "global_batch_size",
 )
 _ORDER = "use_tp_pp_dp_mapping"
-_LAYER_WISE = "optimizer.use_layer_wise_distributed_optimizer"
 #: Virtual stages send during their work; what says that there are some.
 _OVERLAP_P2P = "overlap_p2p_comm"
 _STAGES = ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout")
@@ -282,8 +281,6 @@ class Recipe(Configuration, ABC):
                 "params_dtype": params.value,
                 "fp8_recipe": fp8_recipe,
                 TAKEN_BACK: None,
-                # of Muon's states, which Megatron-LM alone divides by this flag
-                "use_distributed_optimizer": self.find(_LAYER_WISE) is True,
             }
         )
         with naming_fields({flag_of(item): self.items[item] for item in RECOMPUTE}):

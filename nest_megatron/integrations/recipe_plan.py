@@ -39,7 +39,7 @@ from nest_megatron.integrations.fields import ABSENT, FIELDS, FieldValue, change
 from nest_megatron.integrations.megatron_lm.attach import OF_THE_COMMAND_LINE, launch_request
 from nest_megatron.integrations.megatron_lm.layout_arguments import partition_of_values
 from nest_megatron.integrations.megatron_lm.planning import job_request, plan_to_launch
-from nest_megatron.integrations.megatron_lm.search_space import free_parameters
+from nest_megatron.integrations.megatron_lm.search_space import for_optimizer, free_parameters
 from nest_megatron.integrations.megatron_lm.write import planned_values
 from nest_megatron.integrations.plan_job import with_origin
 from nest_megatron.integrations.plan_output import read_launched
@@ -281,6 +281,7 @@ def plan_changes(
     own = recipe.job(found.model.vocab_size)
     spec = own.spec
     require_plannable(found, recipe.target.megatron_core, spec)
+    for_optimizer([found.layout.zero], own)
     values = {**planned_items(found), **found.layout.sizes}
     needs = recipe.requirements(spec)
     if (restored := own.restored) is not None:
@@ -303,6 +304,7 @@ def plan_changes(
         "seq_length": spec.seq_length,
         **(size if recipe.states_size else {}),
     }
+    free = (free,) if isinstance(free, str) else free
     _require_same(found, {} if recipe.states_size else size, ())  # it is the launcher's
     _require_same(found, job, free)
     if differs := other_numbers(found, own.memory_flags, own.precision):

@@ -151,10 +151,16 @@ class BridgeConfig(Recipe, framework="megatron_bridge"):
     def memory(self) -> Mapping[str, Any]:
         """Settings of mixed precision are copied over the others before training.
 
+        Megatron-LM alone divides the states of Muon by ``use_distributed_optimizer``.
+
         Source: ``update_config_with_precision_overrides``.
         """
         others = ("comm_overlap", "model", "optimizer", "ddp", "dist")
-        return memory_fields(self._mixed, *map(self.find, others))
+        own = "use_layer_wise_distributed_optimizer"
+        return {
+            **memory_fields(self._mixed, *map(self.find, others)),
+            "use_distributed_optimizer": value_or(self.root.optimizer, own),
+        }
 
     def number_format(self) -> tuple[Precision, Any]:
         """That of the mixed precision, or of a model without it."""

@@ -81,7 +81,6 @@ _COPIES = {
     "dataset.micro_batch_size": "micro_batch_size",
 }
 _PATIENCE_S = 600.0
-_PUT_BACK = "The script changed these fields after they were planned, and the plan puts them back."
 #: How often this process has planned: what it agreed on before it started Python anew is over.
 _PASSES = "NEST_MEGATRON_PASSES"
 
@@ -210,22 +209,19 @@ def run(
     return job
 
 
-def begin_training(job: LaunchedJob, config: Any, *_: object, **__: object) -> None:
+def begin_training(job: LaunchedJob, config: Any, *_: Any, **__: Any) -> None:
     """Put back what a script has changed of a plan, and begin the record of the run.
 
     ``run_recipe.py`` scales the batch of a benchmark with its replicas, and lays stages out anew
     where their number was typed.
     """
-    assert job.decision is not None
+    assert job.decision
+    plan, harmless = job.decision.plan, fields_assumed_harmless(job.words.job)
     with propagating_errors(job.store):
-        changed = apply_plan(
-            config,
-            job.decision.plan,
-            free=("global_batch_size",),
-            assume_harmless=fields_assumed_harmless(job.words.job),
-        )
+        changed = apply_plan(config, plan, free=["global_batch_size"], assume_harmless=harmless)
         if changed and job.args.rank == 0:
-            show(fields_report(job.decision.plan, changed, (_PUT_BACK,)))
+            why = "The script changed these fields after they were planned, and they are put back."
+            show(fields_report(plan, changed, [why]))
         begin_record(job)
 
 

@@ -212,6 +212,14 @@ def test_optimizers_of_whole_matrices_keep_gradients_whole(optimizer: str) -> No
         )
 
 
+def test_a_plan_that_cuts_gradients_is_not_for_optimizers_of_whole_matrices() -> None:
+    cfg = llama()
+    cfg.optimizer.optimizer = "muon"
+    with pytest.raises(UserInputError, match="gives it a part of each gradient"):
+        apply_plan(cfg, laid_out(zero=ZeroStage.OPTIMIZER))
+    assert apply_plan(cfg, laid_out(zero=ZeroStage.NONE))
+
+
 @pytest.mark.parametrize(
     ("batch", "micro", "context"),
     [(16, None, None), (None, 8, None), (24, 1, 2), (None, None, 8), (128, 2, 1), (256, 1, 1)],

@@ -190,6 +190,7 @@ def test_another_job_is_refused_unless_it_may_change(name: str, wrong: int) -> N
     with pytest.raises(UserInputError, match=name):
         apply_plan(recipe, plan)
     assert recipe == before
+    assert plan_changes(recipe, plan, free=name) == plan_changes(recipe, plan, free=[name])
     apply_plan(recipe, plan, free=[name])
     assert plan_changes(recipe, plan) == ()
 
