@@ -76,15 +76,14 @@ def parse_gpu_matrix(text: str) -> GpuMatrix:
     if not gpus or not rows:
         raise unreadable("nvidia-smi topo -m", "it has no matrix of GPUs")
     cells = [row[gpu] for gpu in gpus for name, row in rows.items() if name != gpu and gpu in row]
-    links = [re.fullmatch(r"NV(\d+)", cell) for cell in cells]
+    links = [int(cell[2:]) if re.fullmatch(r"NV\d+", cell) else 0 for cell in cells]
     nics = [name for name in columns if not name.startswith("GPU")]
     near = [nic for nic in nics if any(row.get(nic) in _NEAR for row in rows.values())]
     # the legend of topo -mp has no NVLink
-    of_pcie = not any(links) and re.search("^Legend:", text, re.MULTILINE) and "NV#" not in text
-    fewest = min((int(link[1]) if link else 0 for link in links), default=0)
+    seen = any(links) or "\nLegend:" not in text or "NV#" in text
     return GpuMatrix(
         num_gpus=len(gpus),
-        nvlinks=None if of_pcie else fewest,
+        nvlinks=min(links, default=0) if seen else None,
         near_adapters=tuple(legend.get(nic, nic) for nic in near),
     )
 

@@ -447,6 +447,10 @@ def require_kept(
         )
 
 
+#: Rules that hold for some layouts of a model alone.
+_OF_LAYOUTS = frozenset(rule.id for rule in RULES if rule not in JOB_RULES)
+
+
 def target_refusals(spec: TransformerSpec) -> Mapping[str, str]:
     """Why each target does not take a model, by its name; empty where it does."""
     return {name: target_refusal(spec, target) for name, target in TARGETS.items()}
@@ -464,8 +468,10 @@ def target_refusal(spec: TransformerSpec, target: Target) -> str:
             model_argv(spec, version=target.megatron_core)
     except UserInputError as error:
         return _refusal_words(error)
-    but = () if target in MEGATRON_LM_TARGETS else OF_THE_COMMAND_LINE
-    found = check(_on_one_gpu(spec, target), but=but, rules=JOB_RULES)
+    but = _OF_LAYOUTS
+    if target not in MEGATRON_LM_TARGETS:
+        but = but.union(OF_THE_COMMAND_LINE)
+    found = check(_on_one_gpu(spec, target), but=but)
     return next((_refusal_words(error) for _, error in found), "")
 
 
@@ -477,7 +483,7 @@ def require_launchable_model(spec: TransformerSpec, target: Target) -> None:
     """
     if target not in MEGATRON_LM_TARGETS:
         return
-    require_launchable(_on_one_gpu(spec, target), but=STATED_ELSEWHERE, rules=JOB_RULES)
+    require_launchable(_on_one_gpu(spec, target), but=_OF_LAYOUTS.union(STATED_ELSEWHERE))
     if not unstated_parts(spec):
         model_argv(spec, version=target.megatron_core)
 

@@ -7,7 +7,7 @@ rule stands in the table of its subject, and all are joined here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import ParallelDims
@@ -43,14 +43,10 @@ RULES = (
 
 
 def check(
-    request: LaunchRequest, *, but: Collection[str] = (), rules: Iterable[Rule] = ()
+    request: LaunchRequest, *, but: Collection[str] = ()
 ) -> Iterator[tuple[Rule, UserInputError]]:
-    """Rules that a request breaks, in their order, but those that ``but`` names.
-
-    Args:
-        rules: those that are looked at; all where there are none.
-    """
-    return violations(request.facts, (rule for rule in rules or RULES if rule.id not in but))
+    """Rules that a request breaks, in the order of ``RULES``, but those that ``but`` names."""
+    return violations(request.facts, (rule for rule in RULES if rule.id not in but))
 
 
 def first_broken(request: LaunchRequest, *, but: Collection[str] = ()) -> str:
@@ -65,11 +61,9 @@ def first_broken(request: LaunchRequest, *, but: Collection[str] = ()) -> str:
     return ""
 
 
-def require_launchable(
-    request: LaunchRequest, *, but: Collection[str] = (), rules: Iterable[Rule] = ()
-) -> None:
+def require_launchable(request: LaunchRequest, *, but: Collection[str] = ()) -> None:
     """Raise on the first broken rule, those of the names in ``but`` apart."""
-    for rule, found in check(request, but=but, rules=rules):
+    for rule, found in check(request, but=but):
         raise UserInputError(
             found.what, found.value, f"{found.limit} (Megatron-LM {rule.file})", found.fix
         )
