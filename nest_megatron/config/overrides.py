@@ -224,8 +224,8 @@ def is_path(value: str) -> bool:
 def check_choice(group: str, value: str, config_dir: Path | None) -> None:
     """Refuse a name that neither the catalogue nor the user's folder has, with the nearest."""
     names = {*catalogue_names(group)}
-    if config_dir is not None and (config_dir / group).is_dir():
-        names |= {*catalogue_names(group, config_dir)}
+    if config_dir is not None:
+        names |= {path.stem for path in (config_dir / group).glob("*.yaml")}
     if value not in names:
         limit, fix = f"there is no such {group} in the catalogue", nearest(value, names)
         if not value.strip("'\""):
