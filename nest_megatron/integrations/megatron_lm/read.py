@@ -26,6 +26,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     REASONS,
     STAGE_OPTIONS,
     Values,
+    arguments_of,
     flag_error,
     flag_of,
     read_recompute,
@@ -53,27 +54,14 @@ from nest_megatron.model.layer_pattern import hybrid_kinds
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 
 #: Arguments of attention and experts that ``model.arguments`` reads.
-_VARIANT_ARGUMENTS = (
-    *("experimental_attention_variant", "linear_attention_freq", "no_rope_freq"),
-    *("attention_output_gate", "moe_shared_expert_gate", "moe_latent_size"),
-)
+_VARIANT_ARGUMENTS = arguments_of("of_variants")
 #: What must be off, by the reason.
 _REFUSED_ARGUMENTS = {
     name: reason
     for name, reason in {**REFUSED, **REASONS["refused"]}.items()
     if name not in (*HYBRID_ARGUMENTS, *_VARIANT_ARGUMENTS)
 }
-_REFUSED_SCRIPTS = (
-    "vision",
-    "multimodal",
-    "mimo",
-    "ict",
-    "retro",
-    "rl",
-    "inference",
-    "generation",
-    "convert",
-)
+_REFUSED_SCRIPTS = arguments_of("refused_scripts")
 #: Families of models that a script other than one for GPT builds, by a word of its name.
 _FAMILIES = {"bert": ModelFamily.BERT, "t5": ModelFamily.T5}
 #: The first that is given counts.
