@@ -12,7 +12,8 @@ from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.search_space import for_optimizer
 from nest_megatron.integrations.typed_command import CommandPlan, plan_command
-from nest_megatron.layout.zero import ZeroStage
+from nest_megatron.layout.rulebook.facts import RELEASES
+from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from tests import catalogue
 from tests.integrations.test_sharding import job
 from tests.launch.jobs import job_argv, namespace, running
@@ -211,3 +212,12 @@ def test_matrices_of_muon_are_divided_in_one_instance(optimizer: str, *, stays: 
     found = planned(f"--optimizer {optimizer} {flag} 2", "0.20").plan
     assert found.arguments["use_distributed_optimizer"]
     assert (flag in found.launch[LAUNCHER].argv) is stays
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_states_of_sgd_stay_whole(version: str) -> None:
+    """``DistributedOptimizer`` takes Adam's alone; validation does not look."""
+    read = read_job(read_command(job("--optimizer sgd"), version))
+    assert for_optimizer(tuple(ZeroStage), read) == (ZeroStage.NONE,)
+    torch_fsdp, weights = DataParallelSharding.TORCH_FSDP2, (ZeroStage.WEIGHTS,)
+    assert for_optimizer(weights, read, torch_fsdp) == weights

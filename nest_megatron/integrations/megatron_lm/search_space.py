@@ -379,7 +379,7 @@ def for_optimizer(
     allowed = tuple(
         zero
         for zero in zeros
-        if allows_optimizer(job.optimizer, zero, job.version)
+        if allows_optimizer(job.optimizer, zero, job.version, sharding)
         and not (needs and zero is ZeroStage.NONE and not uses_megatron_fsdp(zero, sharding))
         and not (stays_whole and zero is not ZeroStage.NONE)
     )

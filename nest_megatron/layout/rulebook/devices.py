@@ -243,14 +243,18 @@ def overlaps_gradients(optimizer: str, version: str) -> bool:
     return "muon" not in optimizer or release_number(version) >= since
 
 
-def allows_optimizer(optimizer: str, zero: ZeroStage, version: str) -> bool:
+def allows_optimizer(
+    optimizer: str, zero: ZeroStage, version: str, sharding: DataParallelSharding | None
+) -> bool:
     """Emerging optimizers take whole matrices: no FSDP, before 0.18 no distributed optimizer.
 
-    Source: 0.16.1 args:1184-1186; 0.20 args:1144, :1739.
+    Nor has SGD one: ``DistributedOptimizer`` asserts the states of Adam as it is made, which
+    validation lets pass. Source: 0.16.1 args:1184-1186, distrib_optimizer.py:514; 0.20 args:1144,
+    :1739, distrib_optimizer.py:688.
     """
-    if optimizer in ELEMENTWISE_OPTIMIZERS:
+    if optimizer == "adam" or (optimizer, sharding) == ("sgd", DataParallelSharding.TORCH_FSDP2):
         return True
-    before = release_number(version) < (0, 18)
+    before = optimizer == "sgd" or release_number(version) < (0, 18)
     return zero < (ZeroStage.OPTIMIZER if before else ZeroStage.GRADIENTS)
 
 
