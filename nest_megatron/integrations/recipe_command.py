@@ -11,7 +11,7 @@ import contextlib
 import re
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import dropwhile
@@ -151,11 +151,12 @@ def _bridge_job(
 ) -> Job:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument(_RECIPE, required=True)
-    parser.add_argument("--mode")  # what the recipe's own name says
+    parser.add_argument("--mode")  # what the recipe's own name says, but for DoRA
     parser.add_argument("--step_func", "--step-func")  # what feeds the model: no field
     given, rest = parser.parse_known_args(command.argv)
     own = [word for word in rest if not word.lstrip("+").startswith(("nest=", "nest."))]
-    cfg = _bridge_recipe(given.recipe, _fields(own, "model.tensor_model_parallel_size"))
+    scheme = {"peft_scheme": "dora"} if given.mode == "dora" else {}
+    cfg = _bridge_recipe(given.recipe, scheme, _fields(own, "model.tensor_model_parallel_size"))
     known: dict[str, Any] = {"environment": {}, "assume_harmless": assume_harmless}
     job = megatron_bridge.read_recipe(cfg, vocab_size=vocab_size, **known)
     return replace(
@@ -168,7 +169,7 @@ def _bridge_job(
 
 
 @_printing_to_standard_error()
-def _bridge_recipe(name: str, fields: list[str]) -> Any:
+def _bridge_recipe(name: str, scheme: Mapping[str, str], fields: list[str]) -> Any:
     """The configuration that ``run_recipe.py`` makes of a recipe and its overrides."""
     try:
         from megatron.bridge import recipes
@@ -185,7 +186,7 @@ def _bridge_recipe(name: str, fields: list[str]) -> Any:
     require_known(_RECIPE, name, known, limit)
     try:
         return omegaconf_utils.process_config_with_overrides(
-            getattr(recipes, name)(), cli_overrides=fields
+            getattr(recipes, name)(**scheme), cli_overrides=fields
         )
     except Exception as error:
         raise _command_error(

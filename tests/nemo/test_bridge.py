@@ -82,6 +82,29 @@ def test_a_command_is_read_as_its_script_runs_it(monkeypatch: pytest.MonkeyPatch
         recipe_command.read_recipe("run_recipe.py --recipe gpt3_17b_pretrain_config")
 
 
+def test_a_scheme_of_fine_tuning_is_read_as_the_script_takes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron.bridge import recipes
+    from megatron.bridge.peft.dora import DoRA
+    from megatron.bridge.peft.lora import LoRA
+
+    name = "small_peft_config"
+
+    def make(peft_scheme: str = "lora") -> Any:
+        cfg = bridge.config(GPT3)
+        cfg.peft = {"lora": LoRA, "dora": DoRA}[peft_scheme]()
+        return cfg
+
+    monkeypatch.setattr(recipes, name, make, raising=False)
+    for mode, scheme in (("lora", "lora"), ("dora", "dora")):
+        words = f"torchrun --nproc-per-node 8 run_recipe.py --recipe {name} --mode {mode}"
+        job = recipe_command.read_recipe(f"{words} --step-func gpt_step")
+        assert job is not None
+        assert job.spec.adapters is not None
+        assert job.spec.adapters.scheme == scheme
+
+
 def carried_out(plan: ParallelPlan) -> Iterator[str]:
     """Choices that a configuration states as a plan does."""
     for knob in KNOBS:
