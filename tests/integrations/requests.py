@@ -190,6 +190,7 @@ SOUND = {
     "nemotron": request(NEMOTRON, dims(tp=8)),
     "bert": request(BERT, dims(tp=4, pp=2)),
     "uniform one": request(grid=dims(pp=4), recompute=uniform(1)),
+    "whole experts on tensor ranks": request(MIXTRAL, dims(tp=2, dp=2), version="0.19"),
     "uniform on 0.20": request(grid=dims(pp=4), recompute=uniform(3), version="0.20"),
     "fp8": request(grid=dims(tp=8), precision=FP8),
     **CARRIED,
