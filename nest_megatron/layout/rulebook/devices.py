@@ -219,9 +219,10 @@ _OFFLOADS = "optimizer_cpu_offload"
 
 def _narrow_states(options: Flags) -> dict[str, object]:
     """Options that need the optimizer to be aware of precision."""
-    narrow = {name: options.get(name) or "fp32" for name in STATE_FORMATS}
-    found = {name: word for name, word in narrow.items() if word != "fp32"}
-    return {**found, **({_OFFLOADS: True} if options.get(_OFFLOADS) else {})}
+    names = (*STATE_FORMATS, _OFFLOADS)
+    return {
+        name: options[name] for name in names if options.get(name) not in (None, False, "", "fp32")
+    }
 
 
 def initializes_on_meta_device(spec: TransformerSpec) -> bool:

@@ -389,7 +389,7 @@ OPTION_RULES = (
             what,
             "args:1100",
             lambda options, shards_optimizer: (
-                not shards_optimizer or options.get("ckpt_format") != "torch"
+                not (shards_optimizer and options.get("ckpt_format") == "torch")
             ),
             "replicas divide states, which --ckpt-format torch collects over Gloo",
             turns_off=True,
