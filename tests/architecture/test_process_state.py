@@ -54,8 +54,6 @@ CHANGING |= {"popleft", "remove", "reverse", "setdefault", "sort", "update"}
 #: State of a process that is meant to be its only one: where it is, and why.
 REGISTERED = {
     ("integrations/hydra/plans.py", "PLANS"): "an application reads its plan value by value",
-    ("integrations/megatron_lm/hook.py", "_bridge_is_settled"): "one process runs one job",
-    ("integrations/megatron_lm/hook.py", "_bridge_job"): "one process runs one job",
     ("integrations/megatron_lm/hook.py", "_job"): "one process runs one job",
     ("integrations/nemo_run/plugin.py", "_waiting"): "plugins that no task has called, weakly held",
 }

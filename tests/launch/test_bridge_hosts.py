@@ -9,7 +9,6 @@ import pytest
 
 from nest_megatron.cluster.hosts import Host
 from nest_megatron.config import cluster_detection
-from nest_megatron.config.launch import read_words
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import recipe_plan
 from nest_megatron.integrations.megatron_bridge import hook
@@ -35,7 +34,9 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
         for module in (cluster_detection, recipe_plan):
             monkeypatch.setattr(module, "local_gpus", lambda: hosts[0].gpus)
         cfg = bridge_config(catalogue.model("llama3_8b"))
-        hook.run(cfg, read_words(["+nest=auto", f"nest.out={path}", *words]), ())
+        job = ranks.launched_job(["+nest=auto", f"nest.out={path}", *words])
+        assert job is not None
+        hook.run(job, cfg, ())
         return plan_file.read(path)
 
     return plan

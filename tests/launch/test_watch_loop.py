@@ -21,7 +21,7 @@ from nest_megatron.config.schema import LaunchConfig, WatchConfig
 from nest_megatron.history import store as history
 from nest_megatron.history.records import Outcome
 from nest_megatron.integrations import run_record as audit
-from nest_megatron.integrations.megatron_lm.ranks import Watch, begin_record
+from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob, Watch
 from nest_megatron.integrations.recorder import Recorder
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.diff import Change
@@ -95,7 +95,7 @@ def training_module(job: Any, fail_at: int = -1) -> ModuleType:
         return number
 
     def pretrain() -> list[int]:
-        begin_record(job)
+        LaunchedJob.begin_record(job)
         return [module.train_step(number) for number in range(8)]  # type: ignore[attr-defined]
 
     watch = Watch(module, lambda: job)
@@ -182,7 +182,7 @@ def test_a_run_without_a_record_is_refused_where_an_audit_is_required(
 ) -> None:
     monkeypatch.setattr("nest_megatron.integrations.recorder.new_run", lambda *_: 1 / 0)
     with pytest.raises(PolicyError, match=r"audit\.required"):
-        begin_record(job)
+        LaunchedJob.begin_record(job)
     assert not audited.exists()
 
 
@@ -210,7 +210,7 @@ def test_an_audit_that_cannot_be_completed_stops_no_training(
 
 def test_nothing_is_kept_of_what_is_not_watched(job: Any) -> None:
     job.launch.watch.steps = 0
-    begin_record(job)
+    LaunchedJob.begin_record(job)
     assert job.recorder.run() is None
     assert history.read() == ()
 
@@ -220,7 +220,7 @@ def test_fused_passes_are_not_taken_for_whole_ones(
 ) -> None:
     execution = SimpleNamespace(overlap_moe_expert_parallel_comm=True)
     planned = job.decision.plan
-    begin_record(job)
+    LaunchedJob.begin_record(job)
     train = SimpleNamespace(batch_schedule=None)
     dims = SimpleNamespace(expert_model_parallel_size=1)
     layout = SimpleNamespace(dims=dims, execution=execution)
@@ -241,7 +241,7 @@ def test_a_growing_batch_is_watched_once_it_is_the_planned_one(
 
     sizes = iter([32, 64, 128, 128, 128, 128, 128, 128])
     monkeypatch.setattr(calculator, "get_current_global_batch_size", lambda: next(sizes))
-    begin_record(job)
+    LaunchedJob.begin_record(job)
     train = SimpleNamespace(batch_schedule=object())
     layout = dataclasses.replace(job.decision.plan.layout, global_batch_size=128)
     job.decision.plan = SimpleNamespace(layout=layout, train=train)

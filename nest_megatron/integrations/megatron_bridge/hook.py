@@ -10,21 +10,13 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nest_megatron.config.job import installed_packages
-from nest_megatron.config.launch import (
-    LaunchWords,
-    MixedGpus,
-    Mode,
-    read_launch,
-    read_words,
-    split_words,
-)
+from nest_megatron.config.launch import MixedGpus, Mode, split_words
 from nest_megatron.config.overrides import leaves
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import OK, UserInputError
@@ -36,18 +28,9 @@ from nest_megatron.integrations.megatron_bridge import (
     needs_connections,
     read_recipe,
 )
-from nest_megatron.integrations.megatron_lm.agreement import (
-    broadcast,
-    propagating_errors,
-    require_equal,
-)
+from nest_megatron.integrations.megatron_lm.agreement import propagating_errors
 from nest_megatron.integrations.megatron_lm.planning import Decision
-from nest_megatron.integrations.megatron_lm.ranks import (
-    LaunchedJob,
-    Rendezvous,
-    begin_record,
-    last_value,
-)
+from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob, launched_job
 from nest_megatron.integrations.megatron_lm.rendezvous import comparable_fields
 from nest_megatron.integrations.megatron_lm.search_space import CHOICES, free_parameters
 from nest_megatron.integrations.plan_output import (
@@ -56,13 +39,12 @@ from nest_megatron.integrations.plan_output import (
     plan_output,
     require_launch,
 )
-from nest_megatron.integrations.process_variables import set_rank_variables, set_variables
+from nest_megatron.integrations.process_variables import set_variables
 from nest_megatron.integrations.recipe_plan import (
     fields_assumed_harmless,
     pinned_recipe,
     plan_recipe,
 )
-from nest_megatron.integrations.run_record import auditing_refusals
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.execution_rules import EXECUTION_FIELDS, execution_environment
 from nest_megatron.layout.plan import ParallelPlan
@@ -80,19 +62,18 @@ _COPIES = {
     "dist.use_torch_fsdp2": "use_torch_fsdp2",
     "dataset.micro_batch_size": "micro_batch_size",
 }
-_PATIENCE_S = 600.0
 #: How often this process has planned: what it agreed on before it started Python anew is over.
 _PASSES = "NEST_MEGATRON_PASSES"
 
 Process = Callable[..., Any]
 
 
-def planning(process: Process, on_plan: Callable[[LaunchedJob | None], None]) -> Process:
+def planning(process: Process, on_plan: Callable[[LaunchedJob], None]) -> Process:
     """``process_config_with_overrides`` that plans where its overrides ask for it.
 
     Args:
         process: the framework's own.
-        on_plan: told the job once a plan is in place; ``None`` where ``+nest=off`` asks for none.
+        on_plan: told the job once a plan is in place.
     """
 
     @functools.wraps(process)
@@ -103,35 +84,28 @@ def planning(process: Process, on_plan: Callable[[LaunchedJob | None], None]) ->
     ) -> Any:
         ours, rest = split_words(cli_overrides or [])
         config = process(config, config_filepath, rest or None)
-        if ours:
+        job = launched_job(ours) if ours else None
+        if job is None:
+            return config
+        with job.ending_together():
             stated = [word.lstrip("+~").partition("=")[0] for word in rest]
-            rendezvous = Rendezvous()
-            with rendezvous.ending_together():
-                words = read_words(ours)
-                if config_filepath is not None:
-                    node = read_yaml(Path(config_filepath), "config-file")
-                    stated += dict(leaves(node)) if isinstance(node, Mapping) else {}
-                on_plan(run(config, words, stated, rendezvous))
+            if config_filepath is not None:
+                node = read_yaml(Path(config_filepath), "config-file")
+                stated += dict(leaves(node)) if isinstance(node, Mapping) else {}
+            run(job, config, stated)
+            on_plan(job)
         return config
 
     return process_config_with_overrides
 
 
-def run(
-    cfg: Any, words: LaunchWords, stated: Iterable[str], rendezvous: Rendezvous | None = None
-) -> LaunchedJob | None:
-    """Plan on rank 0 and write the plan into every rank's configuration.
+def run(job: LaunchedJob, cfg: Any, stated: Iterable[str]) -> None:
+    """Plan the job, and write the plan into every rank's configuration, in place.
 
     Args:
         stated: fields that the user set themselves, which stay unless ``nest.free`` names them.
-        rendezvous: told where the ranks meet.
-
-    Returns:
-        The planned job; ``None`` where ``+nest=off`` asks for none.
     """
-    launch = read_launch(words)
-    if words.mode is Mode.OFF:
-        return None
+    words, launch = job.words, job.launch
     for setting in words.launch:
         if setting.origin is None and setting.key.partition(".")[0] in _NOT_HERE:
             raise UserInputError(
@@ -140,73 +114,62 @@ def run(
                 "it works with Megatron-LM's own script alone",
                 "Leave it out.",
             )
-    set_rank_variables()
+    job.groups_checked = True
     harmless = fields_assumed_harmless(words.job)
     recipe = read_recipe(cfg, assume_harmless=harmless)
-    keep = choices_of_fields(stated, launch.free)
-    job = LaunchedJob(words=words, launch=launch, script=sys.argv[0], argv=tuple(sys.argv[1:]))
-    job.rendezvous = rendezvous or Rendezvous()
-    rank, num_ranks = int(os.environ.get("RANK", "0")), recipe.num_gpus or 1
-    job.args = Namespace(rank=rank, world_size=num_ranks)
+    keep, notes = choices_of_fields(stated, launch.free), recipe.notes
+    job.args.rank, job.args.world_size = int(os.environ.get("RANK", "0")), recipe.num_gpus or 1
     set_variables({_PASSES: f"{os.environ.get(_PASSES, '')}+"})
-    if num_ranks > 1 and "RANK" in os.environ and not launch.dry_run:
-        job.join(_PATIENCE_S)
-    store = job.store
-    mixed, notes = MixedGpus(launch.mixed_gpus), recipe.notes
 
-    def planned() -> str:
+    def comparable() -> dict[str, str]:
+        return comparable_fields(cfg, "", launch.may_differ)
+
+    def decide(_: object) -> Decision:
         nonlocal notes
+        if not launch.dry_run:
+            require_launch(words.mode, launch.free)
+        # ranks are not numbered by switches here, so that no host is near another
+        hosts, mixed = job.unordered_hosts, MixedGpus(launch.mixed_gpus)
         if words.mode is Mode.PINNED:
             path = pinned_file(launch.plan)
-            pinned = pinned_recipe(recipe, path, words.job, hosts=job.hosts, mixed=mixed)
+            pinned = pinned_recipe(recipe, path, words.job, hosts=hosts, mixed=mixed)
             job.signer = pinned.signer
-            return plan_file.dump(pinned.plan)
-        out = plan_output(last_value(words, "out"))
-        free = free_parameters(
-            ("all",) if {"all", "use_megatron_fsdp"}.intersection(launch.free) else None,
-            keep,
-        )
+            return Decision(plan=pinned.plan, values={})
+        out = plan_output(job.last_value("out"))
+        frees_all = {"all", "use_megatron_fsdp"}.intersection(launch.free)
+        free = free_parameters(("all",) if frees_all else None, keep)
         found, notes = plan_recipe(
             replace(recipe, free=free, free_option="nest.free", packages=installed_packages()),
             cluster=None,
             overrides=[setting for setting in words.job if setting.key != "out"],
             choose=launch.alternative,
-            hosts=job.hosts,
+            hosts=hosts,
             mixed=mixed,
         )
         if out is not None:
             plan_file.write(found, out)
-        return plan_file.dump(found)
+        return Decision(plan=found, values={})
 
-    def solve(_: object) -> str:
-        if launch.dry_run:
-            return planned()
-        with auditing_refusals(words.mode.value, launch.plan, num_ranks):
-            require_launch(words.mode, launch.free)
-            return planned()
-
-    with propagating_errors(store):
-        job.require_same_command(comparable_fields(cfg, "", launch.may_differ))
-        # ranks are not numbered by switches here, so that no host is near another
-        job.hosts = tuple(replace(host, groups=()) for host in job.hosts)
-        plan = plan_file.load(broadcast(store, solve))
+    def write(decision: Decision) -> None:
+        plan = decision.plan
         job.changes = apply_plan(
             cfg, plan, environment={} if launch.dry_run else None, assume_harmless=harmless
         )
-        job.decision = Decision(plan=plan, values={})
         variables = dict(os.environ)
         told = tuple(adapt(plan, variables))
         set_variables(dict(variables.items() - os.environ.items()))
-        if rank == 0:
+        if job.args.rank == 0:
             show(fields_report(plan, job.changes, (*notes, *told)))
         if launch.dry_run:
             sys.exit(OK)
-        require_equal(store, comparable_fields(cfg, "", launch.may_differ), what="configuration")
-        if store is not None:  # a script may start Python anew, and rank 0 may host the store
-            store.leave("end", None)
-            if rank == 0:
-                store.collect("end")
-    return job
+
+    def wait() -> None:  # a script may start Python anew, and rank 0 may host the store
+        if job.store is not None:
+            job.store.leave("end", None)
+            if job.args.rank == 0:
+                job.store.collect("end")
+
+    job.run(comparable, decide, write, wait, what="configuration")
 
 
 def begin_training(job: LaunchedJob, config: Any, *_: Any, **__: Any) -> None:
@@ -222,7 +185,7 @@ def begin_training(job: LaunchedJob, config: Any, *_: Any, **__: Any) -> None:
         if changed and job.args.rank == 0:
             why = "The script changed these fields after they were planned, and they are put back."
             show(fields_report(plan, changed, [why]))
-        begin_record(job)
+        job.begin_record()
 
 
 def adapt(plan: ParallelPlan, variables: MutableMapping[str, str]) -> Iterator[str]:

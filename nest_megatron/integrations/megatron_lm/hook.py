@@ -15,10 +15,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.boot import is_asked_for
-from nest_megatron.config.launch import Mode, read_launch, read_words, split_words
+from nest_megatron.config.launch import Mode, split_words
 from nest_megatron.errors import OK, NestError, UserInputError
-from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob, Watch, compare_groups
-from nest_megatron.integrations.process_variables import set_rank_variables
+from nest_megatron.integrations.megatron_lm.ranks import (
+    LaunchedJob,
+    Watch,
+    compare_groups,
+    launched_job,
+)
 from nest_megatron.layout.rulebook.facts import RELEASES
 from nest_megatron.report.failure import end, ending_on_errors
 
@@ -28,9 +32,6 @@ if TYPE_CHECKING:
 Function = Callable[..., Any]
 
 _job: LaunchedJob | None = None
-_bridge_job: LaunchedJob | None = None
-#: Its configuration was planned, or ``+nest=off`` asked for nothing.
-_bridge_is_settled = False
 
 
 def before_training() -> None:
@@ -44,21 +45,12 @@ def before_training() -> None:
         return  # its words are Hydra's
     ours, rest = split_words(sys.argv[1:])
     sys.argv[1:] = rest
-    with ending_on_errors():
-        words = read_words(ours)
-        launch = read_launch(words)
-        if words.mode is Mode.OFF:
-            return
-        if any(word.partition("=")[0] == "--yaml-cfg" for word in rest):
-            raise UserInputError(
-                "--yaml-cfg",
-                True,
-                "Megatron's own parser fails on files like its example, which lacks arguments "
-                "that it reads (enable_msc), in every release that was tried",
-                "Give the settings as flags, or launch without nest.",
-            )
-        set_rank_variables()
-        _job = LaunchedJob(words=words, launch=launch, script=sys.argv[0], argv=tuple(rest))
+    _job = launched_job(ours)
+    if _job is not None and any(word.partition("=")[0] == "--yaml-cfg" for word in rest):
+        limit = "Megatron's own parser fails on files like its example, which lacks arguments that "
+        limit += "it reads (enable_msc), in every release that was tried"
+        fix = "Give the settings as flags, or launch without nest."
+        end(UserInputError("--yaml-cfg", True, limit, fix))
 
 
 def _is_hydras_own() -> bool:
@@ -99,7 +91,7 @@ def _validate_args(
     job, defaults = _job, defaults or {}
     if job is None or job.decision is not None:
         return validate(args, defaults)
-    with job.rendezvous.ending_together():
+    with job.ending_together():
         from nest_megatron.integrations.megatron_lm.launch import dry_run, run
 
         job.args, job.defaults, job.validate = args, defaults, validate
@@ -113,12 +105,12 @@ def after_bridge_overrides(module: ModuleType) -> None:
     """Plan where Megatron-Bridge applies overrides."""
     from nest_megatron.integrations.megatron_bridge.hook import planning
 
-    def settled(job: LaunchedJob | None) -> None:
-        global _bridge_is_settled, _bridge_job
-        _bridge_is_settled, _bridge_job = True, job
+    def planned(job: LaunchedJob) -> None:
+        global _job  # noqa: PLW0603 - one process, one job
+        _job = job
 
     module.process_config_with_overrides = planning(  # type: ignore[attr-defined]
-        module.process_config_with_overrides, settled
+        module.process_config_with_overrides, planned
     )
 
 
@@ -126,14 +118,14 @@ def after_bridge_pretrain(module: ModuleType) -> None:
     """Train as planned, and watch Megatron-Bridge's loop as Megatron-LM's."""
     training = sys.modules.get("megatron.bridge.training.train")  # which it has imported
     if training is not None:
-        _watch(module, training, lambda: _bridge_job)
+        _watch(module, training)
 
     def pretrain(original: Function, *args: Any, **kwargs: Any) -> Any:
-        if _bridge_job is not None:
+        if _job is not None:
             from nest_megatron.integrations.megatron_bridge.hook import begin_training
 
-            with _bridge_job.rendezvous.ending_together():
-                begin_training(_bridge_job, *args, **kwargs)
+            with _job.ending_together():
+                begin_training(_job, *args, **kwargs)
         return original(*args, **kwargs)
 
     _wrap(module, "pretrain", pretrain)
@@ -153,14 +145,12 @@ def after_initialize(module: ModuleType) -> None:
 def after_training(module: ModuleType) -> None:
     """Compare the first steps with the prediction, and keep what became of the run."""
     if _job is not None:
-        _watch(module, module, lambda: _job)
+        _watch(module, module)
 
 
-def _watch(
-    module: ModuleType, training: ModuleType, job_of: Callable[[], LaunchedJob | None]
-) -> None:
+def _watch(module: ModuleType, training: ModuleType) -> None:
     """Watch the loop of ``training``, which ``module.pretrain`` runs."""
-    watch = Watch(training, job_of)
+    watch = Watch(training, lambda: _job)
     _wrap(module, "pretrain", watch.pretrain)
     _wrap(training, "train_step", watch.train_step)
 
@@ -216,7 +206,7 @@ def after_hydra(module: ModuleType) -> None:
 
 
 def _require_plan() -> None:
-    if _bridge_is_settled or _plan_of_hydra_application() is not None or _is_hydras_own():
+    if _plan_of_hydra_application() is not None or _is_hydras_own():
         return
     asked = is_asked_for([word for word in sys.argv if not word.endswith("=off")])
     if (asked and _job is None) or (_job is not None and _job.decision is None):

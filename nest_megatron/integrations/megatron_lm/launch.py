@@ -12,7 +12,6 @@ import contextlib
 import copy
 import io
 import os
-import sys
 import threading
 import traceback
 from argparse import Namespace
@@ -26,6 +25,7 @@ from nest_megatron.cluster.discovery import is_same_device, known_gpus, local_gp
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.cluster_detection import (
     JobCluster,
+    find_cluster,
     like_gpus,
     names_cluster,
     processes_per_host,
@@ -33,18 +33,22 @@ from nest_megatron.config.cluster_detection import (
 from nest_megatron.config.compose import compose
 from nest_megatron.config.job import Job, Requirement
 from nest_megatron.config.launch import MixedGpus, Mode
-from nest_megatron.errors import OK, NestError, RefusedByMegatronError, UserInputError
+from nest_megatron.errors import NestError, RefusedByMegatronError, UserInputError
 from nest_megatron.files import user_folder
-from nest_megatron.integrations.megatron_lm import agreement, attach, planning
+from nest_megatron.integrations.megatron_lm import attach, planning
+from nest_megatron.integrations.megatron_lm.agreement import Hosts
 from nest_megatron.integrations.megatron_lm.measure import measure_job
 from nest_megatron.integrations.megatron_lm.own_layers import stand_in_device
 from nest_megatron.integrations.megatron_lm.parser import load_arguments
-from nest_megatron.integrations.megatron_lm.planning import Decision, require_planned
+from nest_megatron.integrations.megatron_lm.planning import (
+    Decision,
+    LaunchPlan,
+    Searched,
+    require_planned,
+)
 from nest_megatron.integrations.megatron_lm.ranks import (
     LaunchedJob,
-    begin_record,
     check_permutation,
-    last_value,
     ranks_by_host,
 )
 from nest_megatron.integrations.megatron_lm.rendezvous import (
@@ -65,13 +69,11 @@ from nest_megatron.integrations.plan_output import (
 )
 from nest_megatron.integrations.process_variables import set_variables
 from nest_megatron.integrations.restore import restored_by_command
-from nest_megatron.integrations.run_record import auditing_refusals
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.plan import ParallelPlan, launch_words
 from nest_megatron.layout.policy import OnMismatch
 from nest_megatron.layout.rulebook.facts import known_release
-from nest_megatron.plain import from_plain
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.planner.pinned_job import ActualJob, Difference, differences, refusal
 from nest_megatron.planner.pins import PinnedPlan
@@ -81,59 +83,41 @@ from nest_megatron.report.console import command_lines, say, show
 
 
 def run(launched: LaunchedJob) -> Any:
-    """Plan on rank 0, rewrite the arguments on every rank, and let Megatron validate them.
+    """Plan the job, and let Megatron validate the arguments; errors as of ``LaunchedJob.run``."""
+    args, launch, version = launched.args, launched.launch, known_release(_installed())
+    measured: tuple[Job, JobCluster] | None = None
 
-    Raises:
-        NestError: if no plan can be made or applied; nothing has touched a GPU then.
-    """
-    args, launch, words = launched.args, launched.launch, launched.words
-    if args.world_size > 1 and not getattr(args, "fake_process_group", False):  # none in 0.15
-        launched.join(60.0 * (args.distributed_timeout_minutes or 10))
-    store = launched.store
-    measured = None
+    def comparable() -> dict[str, str]:
+        defaults = {"defaults of the script": comparable_text(launched.defaults)}
+        return defaults | comparable_arguments(args, version, launch.may_differ)
 
-    def own() -> dict[str, str]:
-        return comparable_arguments(args, _release(), launch.may_differ)
+    def measure() -> None:
+        nonlocal measured
+        measures = launched.last_value("profile.mode") == ProfileMode.MEASURE.value
+        if measures and launched.words.mode is Mode.AUTO:
+            measured = measure_job(
+                lambda: _job_and_place(launched),
+                store=launched.store,
+                defaults=launched.defaults,
+                free=launch.free,
+            )
 
-    def solve(hosts: agreement.Hosts) -> Decision:
-        audit = auditing_refusals(words.mode.value, launch.plan, args.world_size)
-        # what is not to train is no launch
-        with contextlib.nullcontext() if launch.stop_before_training else audit:
-            require_launch(words.mode, launch.free, _release())
-            found = _find_plan(launched, measured)
-        outcome = _with_ranks(launched, found, hosts)
-        launched.changes = tuple(outcome.changes)
-        show(launched_report(outcome.decision.plan, outcome.changes, outcome.notes))
-        say(_write_plan(launched, outcome.decision.plan))
+    def decide(hosts: Hosts) -> Decision:
+        require_launch(launched.words.mode, launch.free, version)
+        outcome = _with_ranks(launched, _find_plan(launched, measured), hosts)
+        launched.changes, plan = tuple(outcome.changes), outcome.decision.plan
+        show(launched_report(plan, outcome.changes, outcome.notes))
+        say(_write_plan(launched, plan))
         if outcome.searched is not None and outcome.searched.kept:
             threading.Thread(target=_print_costs, args=(outcome.searched,), daemon=True).start()
         return outcome.decision
 
-    with agreement.propagating_errors(store):
-        launched.require_same_command(
-            {
-                "defaults of the script": comparable_text(launched.defaults),
-                **own(),
-            }
-        )
-        measures = last_value(words, "profile.mode") == ProfileMode.MEASURE.value
-        if measures and words.mode is Mode.AUTO:
-            measured = measure_job(
-                lambda: _job_and_place(launched),
-                store=store,
-                defaults=launched.defaults,
-                free=launch.free,
-            )
-        decision = launched.decision = from_plain(Decision, agreement.broadcast(store, solve))
-        if launch.stop_before_training:
-            agreement.require_equal(
-                store, {"plan": plan_file.checksum(decision.plan)}, what="plan"
-            )  # no rank ends before the others
-            sys.exit(OK)
-        result = _apply_and_validate(launched, decision)
-        agreement.require_equal(store, own(), what="arguments")
-        begin_record(launched)
-        return result
+    def write(decision: Decision) -> Any:
+        return _apply_and_validate(launched, decision)
+
+    return launched.run(
+        comparable, decide, write, launched.begin_record, what="arguments", measure=measure
+    )
 
 
 def dry_run(launched: LaunchedJob) -> None:
@@ -229,20 +213,13 @@ def comparable_arguments(
     }
 
 
-def _release() -> str:
-    """The release whose options and rules stand for the installed one."""
-    return known_release(_installed())
-
-
 def _installed() -> str:
     from megatron.core import __version__ as release
 
     return str(release)
 
 
-def _find_plan(
-    launched: LaunchedJob, measured: tuple[Job, JobCluster] | None = None
-) -> planning.LaunchPlan:
+def _find_plan(launched: LaunchedJob, measured: tuple[Job, JobCluster] | None = None) -> LaunchPlan:
     """The plan; one that is searched, with the layer times that were measured for it, if any."""
     launch = launched.launch
     if launched.words.mode is Mode.PINNED:
@@ -252,7 +229,19 @@ def _find_plan(
 
 
 def _job_and_place(launched: LaunchedJob) -> tuple[Job, JobCluster]:
-    return _read(launched), launched.find_place(launched.args.world_size)
+    return _read(launched), find_place(launched, launched.args.world_size)
+
+
+def find_place(launched: LaunchedJob, num_ranks: int) -> JobCluster:
+    """Where a job runs: as ``nest.cluster`` names it, or as it is found."""
+    return find_cluster(
+        launched.words.job,
+        num_ranks,
+        os.environ,
+        dry_run=launched.launch.dry_run,
+        hosts=launched.hosts if launched.launch.ranks == "by_host" else launched.unordered_hosts,
+        mixed=MixedGpus(launched.launch.mixed_gpus),
+    )
 
 
 def _read(launched: LaunchedJob) -> Job:
@@ -262,9 +251,7 @@ def _read(launched: LaunchedJob) -> Job:
     )
 
 
-def _with_ranks(
-    launched: LaunchedJob, outcome: planning.LaunchPlan, hosts: agreement.Hosts
-) -> planning.LaunchPlan:
+def _with_ranks(launched: LaunchedJob, outcome: LaunchPlan, hosts: Hosts) -> LaunchPlan:
     """The outcome with the ranks that processes take: those of ``nest.ranks``, or by host."""
     ranks, asked = outcome.decision.ranks, launched.launch.ranks
     if isinstance(asked, list):
@@ -296,7 +283,7 @@ def apply(args: Namespace, decision: Decision) -> None:
         set_variables({"RANK": str(args.rank)})
 
 
-def _print_costs(searched: planning.Searched) -> None:
+def _print_costs(searched: Searched) -> None:
     """Print what the user's flags cost while training starts, which it must not disturb."""
     try:
         show(flag_cost_report(searched.best_s, planning.costs(searched)))
@@ -305,7 +292,7 @@ def _print_costs(searched: planning.Searched) -> None:
 
 
 def _output_file(launched: LaunchedJob) -> Path | None:
-    return plan_output(last_value(launched.words, "out"), [launched.launch.plan])
+    return plan_output(launched.last_value("out"), [launched.launch.plan])
 
 
 def _write_plan(launched: LaunchedJob, plan: ParallelPlan) -> str:
@@ -342,7 +329,7 @@ _KEPT = (
 _ALL = ("all",)
 
 
-def pinned_plan(launched: LaunchedJob, job: Job) -> planning.LaunchPlan:
+def pinned_plan(launched: LaunchedJob, job: Job) -> LaunchPlan:
     """The plan of ``nest.plan`` for a running job, or the one that takes its place.
 
     Raises:
@@ -355,7 +342,7 @@ def pinned_plan(launched: LaunchedJob, job: Job) -> planning.LaunchPlan:
     _refuse_search(launched, allowed)
     cluster, world_size = None, launched.args.world_size
     if names_cluster(launched.words.job):
-        cluster = launched.find_place(world_size).cluster
+        cluster = find_place(launched, world_size).cluster
         world_size = cluster.num_gpus
     unsized = cluster is None and dry_run and "WORLD_SIZE" not in os.environ
     pinned = read_launched(path, None if unsized else world_size)
@@ -413,7 +400,7 @@ def _refuse_search(launched: LaunchedJob, allowed: Sequence[OnMismatch]) -> None
         raise UserInputError(name, value, limit, fix)
 
 
-def _pinned_launch(job: Job, pinned: PinnedPlan) -> planning.LaunchPlan:
+def _pinned_launch(job: Job, pinned: PinnedPlan) -> LaunchPlan:
     assert job.command is not None
     if (restored := restored_by_command(job.command.values)) is not None:
         restored.check(pinned.plan, job.version)
@@ -432,7 +419,7 @@ def _replacement(
     actual: ActualJob,
     found: Sequence[Difference],
     allowed: Sequence[OnMismatch],
-) -> planning.LaunchPlan:
+) -> LaunchPlan:
     """The plan that the machines of the moment get, with the reason in its notes."""
     policy, free = allowed[0], launched.launch.free
     note = (
@@ -495,7 +482,7 @@ def _place(launched: LaunchedJob, planned: Cluster, actual: ActualJob) -> JobClu
     words = launched.words.job
     other = actual.gpus is not None and not is_same_device(planned.accelerator, actual.gpus)
     if names_cluster(words) or other:
-        return launched.find_place(actual.num_gpus)
+        return find_place(launched, actual.num_gpus)
     cluster, per_host = planned.resized(actual.num_gpus), actual.gpus_per_host
     if per_host not in (None, cluster.launch_gpus_per_host) and cluster.gpus_per_host is None:
         cluster = with_hosts_of(cluster, per_host)

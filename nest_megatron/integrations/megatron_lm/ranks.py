@@ -19,21 +19,25 @@ from typing import Any
 
 from nest_megatron.cluster.hosts import Host, this_host
 from nest_megatron.cluster.placement import network_order
-from nest_megatron.config.cluster_detection import JobCluster, find_cluster
-from nest_megatron.config.launch import LaunchWords, MixedGpus
+from nest_megatron.config.launch import LaunchWords, Mode, read_launch, read_words
 from nest_megatron.config.schema import LaunchConfig
-from nest_megatron.errors import NestError, UserInputError, exit_code_of, settings_typed_as
+from nest_megatron.errors import OK, NestError, UserInputError, exit_code_of, settings_typed_as
 from nest_megatron.history.records import Launch
 from nest_megatron.integrations.megatron_lm.agreement import (
+    Hosts,
     RendezvousStore,
+    broadcast,
     connect,
     gather,
+    propagating_errors,
     require_equal,
 )
 from nest_megatron.integrations.megatron_lm.planning import Decision
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext, versions
+from nest_megatron.integrations.process_variables import set_rank_variables
 from nest_megatron.integrations.recorder import Recorder
-from nest_megatron.integrations.run_record import changed_flags, figures
+from nest_megatron.integrations.run_record import auditing_refusals, changed_flags, figures
+from nest_megatron.layout import plan_file
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rank_order import GroupKind, group_of_rank
@@ -47,11 +51,107 @@ _PLANNING_S = 60.0
 _HOST_S: Seconds = 120.0
 
 
-@dataclass(slots=True, kw_only=True)
-class Rendezvous:
-    """Where this process meets the other ranks, once it does; kept, since rank 0 may host it."""
+def job_hosts(store: RendezvousStore | None) -> tuple[Host, ...]:
+    """The hosts of the job in the order of their first ranks, on rank 0; nothing elsewhere.
 
+    One rank of each host says what it has; a process without other ranks has nobody to tell.
+
+    Raises:
+        NoAgreementError: if a rank does not come.
+    """
+    if store is None:
+        return ()
+
+    # by the name that ranks have for their hosts
+    parts = gather(
+        store,
+        lambda: this_host(socket.gethostname()) if is_first_of_host() else None,
+        what="hosts",
+        limit_s=_HOST_S,
+    )
+    found = [from_plain(Host, part, "host:") for part in parts if part]
+    return tuple({host.name: host for host in reversed(found)}.values())[::-1]
+
+
+@dataclass(slots=True, kw_only=True)
+class LaunchedJob:
+    """This process's part in a job that plans itself.
+
+    Args:
+        args: Megatron's arguments once it has parsed them; of a recipe this rank and their number.
+        defaults: what the script sets where the user says nothing.
+        validate: Megatron's own ``validate_args``.
+        store: where the ranks have met, if there are several; kept, since rank 0 may host it.
+        decision: what rank 0 decided, once it has.
+        changes: what the plan changed of the job's flags or fields, on the rank that planned it.
+        signer: id of the trusted key that signed the plan, there.
+        recorder: of this rank, once training may begin.
+        hosts: of the job, on rank 0, where several ranks met.
+    """
+
+    words: LaunchWords
+    launch: LaunchConfig
+    script: str
+    argv: tuple[str, ...]
+    args: Namespace = field(default_factory=Namespace)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    validate: Callable[..., Any] | None = None
     store: RendezvousStore | None = None
+    decision: Decision | None = None
+    changes: tuple[Change, ...] = ()
+    signer: str | None = None
+    recorder: Recorder | None = None
+    hosts: tuple[Host, ...] = ()
+    groups_checked: bool = False
+
+    def run(
+        self,
+        comparable: Callable[[], Mapping[str, str]],
+        decide: Callable[[Hosts], Decision],
+        write: Callable[[Decision], Any],
+        finish: Callable[[], None],
+        *,
+        what: str,
+        measure: Callable[[], None] | None = None,
+    ) -> Any:
+        """Plan on rank 0, and write the plan into the job on every rank.
+
+        Args:
+            comparable: what must be the same on all ranks, by the name that a user knows.
+            decide: the plan, on the rank that decides for all.
+            write: writes it on this rank; what its framework's own function returns.
+            finish: what every rank does once all have the same.
+            what: what is compared, for errors.
+            measure: times layers, on every rank.
+
+        Raises:
+            NestError: if no plan can be made or written; nothing has touched a GPU then.
+        """
+        words, launch, args = self.words, self.launch, self.args
+        is_fake = getattr(args, "fake_process_group", False)  # none in 0.15
+        if args.world_size > 1 and "RANK" in os.environ and not (launch.dry_run or is_fake):
+            self.join(60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10))
+        store = self.store
+
+        def solve(hosts: Hosts) -> Decision:
+            # what is not to train is no launch
+            if launch.dry_run or launch.stop_before_training:
+                return decide(hosts)
+            with auditing_refusals(words.mode.value, launch.plan, args.world_size):
+                return decide(hosts)
+
+        with propagating_errors(store):
+            self.require_same_command(comparable())
+            if measure is not None:
+                measure()
+            self.decision = decision = from_plain(Decision, broadcast(store, solve))
+            if launch.stop_before_training:
+                require_equal(store, {"plan": plan_file.checksum(decision.plan)}, what="plan")
+                sys.exit(OK)  # no rank ends before the others
+            result = write(decision)
+            require_equal(store, comparable(), what=what)
+            finish()
+            return result
 
     def prints_errors(self) -> bool:
         """Whether this rank says why it ends: one of each host, or each that was started alone."""
@@ -81,83 +181,15 @@ class Rendezvous:
         if self.store is not None:
             self.store.stop_heartbeat()
 
-
-def job_hosts(store: RendezvousStore | None) -> tuple[Host, ...]:
-    """The hosts of the job in the order of their first ranks, on rank 0; nothing elsewhere.
-
-    One rank of each host says what it has; a process without other ranks has nobody to tell.
-
-    Raises:
-        NoAgreementError: if a rank does not come.
-    """
-    if store is None:
-        return ()
-
-    # by the name that ranks have for their hosts
-    parts = gather(
-        store,
-        lambda: this_host(socket.gethostname()) if is_first_of_host() else None,
-        what="hosts",
-        limit_s=_HOST_S,
-    )
-    found = [from_plain(Host, part, "host:") for part in parts if part]
-    return tuple({host.name: host for host in reversed(found)}.values())[::-1]
-
-
-def last_value(words: LaunchWords, key: str) -> str | None:
-    """What a command itself says of a setting of the planning job, so that all its ranks know."""
-    values = (each.value for each in reversed(words.job) if each.key == key)
-    return next((value for value in values if value is not None), None)
-
-
-@dataclass(slots=True, kw_only=True)
-class LaunchedJob:
-    """This process's part in it.
-
-    Args:
-        args: Megatron's arguments, once it has parsed them.
-        defaults: what the script sets where the user says nothing.
-        validate: Megatron's own ``validate_args``.
-        decision: what rank 0 decided, once it has.
-        changes: what the plan changed of the job's flags, on the rank that planned it.
-        signer: id of the trusted key that signed the plan, there.
-        recorder: of this rank, once training may begin.
-        hosts: of the job, on rank 0, where several ranks met.
-    """
-
-    words: LaunchWords
-    launch: LaunchConfig
-    script: str
-    argv: tuple[str, ...]
-    args: Namespace = field(default_factory=Namespace)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    validate: Callable[..., Any] | None = None
-    rendezvous: Rendezvous = field(default_factory=Rendezvous)
-    decision: Decision | None = None
-    changes: tuple[Change, ...] = ()
-    signer: str | None = None
-    recorder: Recorder | None = None
-    hosts: tuple[Host, ...] = ()
-    groups_checked: bool = False
-
-    def find_place(self, num_ranks: int) -> JobCluster:
-        """Where the job runs: as ``nest.cluster`` names it, or as it is found."""
-        hosts = self.hosts
-        if self.launch.ranks != "by_host":  # then it is not known which ranks are near
-            hosts = tuple(replace(host, groups=()) for host in hosts)
-        return find_cluster(
-            self.words.job,
-            num_ranks,
-            os.environ,
-            dry_run=self.launch.dry_run,
-            hosts=hosts,
-            mixed=MixedGpus(self.launch.mixed_gpus),
-        )
+    def last_value(self, key: str) -> str | None:
+        """What the command itself says of a setting, so that all its ranks know."""
+        values = (each.value for each in reversed(self.words.job) if each.key == key)
+        return next((value for value in values if value is not None), None)
 
     @property
-    def store(self) -> RendezvousStore | None:
-        """Where the ranks have met, if there are several."""
-        return self.rendezvous.store
+    def unordered_hosts(self) -> tuple[Host, ...]:
+        """The hosts where it is not known which of them are near."""
+        return tuple(replace(host, groups=()) for host in self.hosts)
 
     def require_same_command(self, own: Mapping[str, str]) -> None:
         """Return once all ranks have come with the same command and versions; rank 0 has the hosts.
@@ -179,8 +211,8 @@ class LaunchedJob:
         """Meet the other ranks, for at most ``timeout_s`` where the user names no other time."""
         planning_s = _PLANNING_S
         with contextlib.suppress(ValueError):  # rank 0 says what is wrong with it
-            planning_s = float((last_value(self.words, "search.max_seconds") or "").strip("'\""))
-        self.rendezvous.store = connect(
+            planning_s = float((self.last_value("search.max_seconds") or "").strip("'\""))
+        self.store = connect(
             RankContext(
                 rank=self.args.rank,
                 world_size=self.args.world_size,
@@ -192,27 +224,38 @@ class LaunchedJob:
             )
         )
 
+    def begin_record(self) -> None:
+        """Begin the record of a job that is about to train; every rank comes here.
 
-def begin_record(job: LaunchedJob) -> None:
-    """Begin the record of a job that is about to train; every rank comes here.
+        Raises:
+            PolicyError: where a policy has to have an audit, and it cannot be written.
+        """
+        decision = self.decision
+        assert decision is not None
+        self.recorder = Recorder(
+            steps=self.launch.watch.steps,
+            rank=self.args.rank,
+            num_ranks=self.args.world_size,
+            store=self.store,
+            plan=decision.plan,
+            prometheus=self.launch.watch.prometheus,
+        )
+        launch = Launch(
+            mode=self.words.mode.value, signer=self.signer, changes=changed_flags(self.changes)
+        )
+        self.recorder.begin(launch, what="word that the run may begin", order=decision.ranks)
 
-    Raises:
-        PolicyError: where a policy has to have an audit, and it cannot be written.
-    """
-    assert job.decision is not None
-    launch = Launch(
-        mode=job.words.mode.value, signer=job.signer, changes=changed_flags(job.changes)
-    )
-    recorder = Recorder(
-        steps=job.launch.watch.steps,
-        rank=job.args.rank,
-        num_ranks=job.args.world_size,
-        store=job.store,
-        plan=job.decision.plan,
-        prometheus=job.launch.watch.prometheus,
-    )
-    recorder.begin(launch, what="word that the run may begin", order=job.decision.ranks)
-    job.recorder = recorder
+
+def launched_job(words: Sequence[str]) -> LaunchedJob | None:
+    """The job of this process, whose command has these words; ``None`` for ``+nest=off``."""
+    with settings_typed_as("nest."), ending_on_errors():
+        read = read_words(words)
+        launch = read_launch(read)
+        if read.mode is Mode.OFF:
+            return None
+        set_rank_variables()
+        script, *argv = sys.argv
+        return LaunchedJob(words=read, launch=launch, script=script, argv=tuple(argv))
 
 
 class Watch:

@@ -12,7 +12,6 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from nest_megatron import Plan
-from nest_megatron.config.launch import read_words
 from nest_megatron.cost_model.target_defaults import TARGETS
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
@@ -26,6 +25,7 @@ from nest_megatron.integrations.megatron_bridge import (
     to_dotlist,
     to_yaml,
 )
+from nest_megatron.integrations.megatron_lm.ranks import launched_job
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.dims import RankOrder
@@ -326,8 +326,10 @@ def test_the_plan_is_kept_where_asked(tmp_path: Any) -> None:
 
 
 def test_a_pinned_plan_must_be_named() -> None:
+    job = launched_job(["+nest=pinned"])
+    assert job is not None
     with pytest.raises(UserInputError, match=r"nest\.plan"):
-        hook.run(llama(), read_words(["+nest=pinned"]), [])
+        hook.run(job, llama(), [])
 
 
 def test_without_a_size_it_is_asked_for() -> None:
