@@ -10,43 +10,37 @@ Nothing of NeMo, torch or Fiddle is loaded here: a recipe is read by the names o
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from nest_megatron.cluster.records import Cluster, Precision
-from nest_megatron.config.job import Job
+from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.target_defaults import NEMO, NEMO_LACKS
 from nest_megatron.errors import UserInputError, require_at_least
-from nest_megatron.integrations import recipe_plan
 from nest_megatron.integrations.fields import (
     ABSENT,
     ExecutionPlaces,
     FieldValue,
     changes,
     class_names,
-    set_fields,
     value_or,
 )
 from nest_megatron.integrations.megatron_lm.attach import is_blackwell
 from nest_megatron.integrations.megatron_lm.rendezvous import within
-from nest_megatron.integrations.recipe import Recipe, lightning_precision, memory_fields
+from nest_megatron.integrations.recipe import lightning_precision, memory_fields
 from nest_megatron.integrations.recipe_plan import (
     OVERLAPS,
-    Recorded,
+    PlannedRecipe,
     layout_fields,
     other_fields,
-    plan_into,
     planned_items,
 )
 from nest_megatron.integrations.restore import Restored, packed_sequence_size, restored_by_nemo
 from nest_megatron.integrations.vocabulary import hub_name, is_cached, rows_of_model, without_hub
 from nest_megatron.integrations.watching import STEPS
 from nest_megatron.layout import plan_file
-from nest_megatron.layout.diff import Change, reason
+from nest_megatron.layout.diff import reason
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.packages import install_command, installed_version
 
@@ -69,11 +63,16 @@ _DEEPEP = {
 }
 
 
-class NemoRecipe(Recipe, framework="nemo"):
+class NemoRecipe(PlannedRecipe, framework="nemo"):
     """A recipe of NeMo 2.x.
 
     Source: NeMo 2.7.3 ``nemo.lightning.MegatronStrategy``, which copies its own sizes over those of
     ``model.config`` before the model is built.
+
+    Args:
+        root: a Fiddle ``Partial`` or ``Config`` with ``model``, ``data``, ``trainer`` and
+            ``optim``, or an object with the same attributes.
+        assume_harmless: fields that are not known and are planned for all the same.
     """
 
     states_size = True
@@ -324,24 +323,6 @@ class NemoRecipe(Recipe, framework="nemo"):
         return "trainer.callbacks", [*self.callbacks, callback], why
 
 
-def read_recipe(
-    recipe: Any, *, vocab_size: int | None = None, assume_harmless: Collection[str] = ()
-) -> Job:
-    """Read model, batch, sequence, devices and layout from a recipe; nothing is changed.
-
-    Args:
-        recipe: a Fiddle ``Partial`` or ``Config`` with ``model``, ``data``, ``trainer``, ``optim``,
-            or an object with the same attributes.
-        vocab_size: of the tokenizer, where the recipe names one whose files are not here.
-        assume_harmless: fields that are not known and are planned for all the same.
-
-    Raises:
-        UnplannableModelError: if this planner does not support the model, naming what it lacks.
-        UserInputError: if a field is missing or wrong.
-    """
-    return NemoRecipe(recipe, assume_harmless).job(vocab_size)
-
-
 def turns_on_deepep(callback: Any) -> bool:
     """Whether it is the callback that turns DeepEP on."""
     return "DeepEPCallback" in class_names(callback)
@@ -400,87 +381,10 @@ def _vocabulary_error(value: str, limit: str) -> UserInputError:
     return UserInputError("recipe.data.tokenizer", value, limit, fix)
 
 
-def auto_recipe(
-    recipe: Any,
-    *,
-    cluster: str | os.PathLike[str] | Cluster | None = None,
-    overrides: Sequence[str] = (),
-    free: Sequence[str] | None = None,
-    keep: Sequence[str] = (),
-    vocab_size: int | None = None,
-) -> tuple[ParallelPlan, tuple[Change, ...]]:
-    """Plan a recipe and write the plan into it.
-
-    A recipe's factory sets every degree, and its defaults look like its user's settings,
-    so all of them are free unless they are kept (decision 006 of ``docs/decisions.md``).
-
-    Args:
-        recipe: as for ``read_recipe``; changed in place.
-        cluster: a name of the catalogue or a file, taken with the recipe's number of GPUs; a
-            record; or ``None`` for the GPUs of this host.
-        overrides: settings as ``nest-megatron plan`` takes them, the model and the batch apart.
-        free: the only choices that may change; ``None`` is all of them.
-        keep: choices that stay as the recipe states them, such as ``tensor_model_parallel_size``,
-            ``micro_batch_size``, ``recompute``, ``zero_stage``, ``stage_layout``.
-        vocab_size: of the tokenizer, where the recipe names one whose files are not here.
-
-    Returns:
-        The plan, and every field that has another value now, with the reason.
-
-    Raises:
-        NothingFitsError: if no plan fits in memory, naming the missing bytes.
-        SearchEndedError: if time ended the search before it had a plan.
-        UserInputError: for a recipe that cannot be planned, or a choice that cannot be kept.
-    """
-    return plan_into(
-        partial(NemoRecipe, recipe),
-        overrides,
-        cluster=cluster,
-        free=free,
-        keep=keep,
-        vocab_size=vocab_size,
-        may_change=("num_gpus",),
-    )
-
-
-def apply_plan(
-    recipe: Any,
-    plan: ParallelPlan | Recorded,
-    *,
-    free: Sequence[str] = (),
-    assume_harmless: Collection[str] = (),
-) -> tuple[Change, ...]:
-    """Write a plan into a recipe, in place; nothing is changed if any of it cannot be.
-
-    Degrees go to the strategy, which overwrites those of ``model.config``.
-
-    Args:
-        recipe: as for ``read_recipe``.
-        free: what else may change where it differs from the plan: ``global_batch_size``,
-            ``seq_length``, ``num_gpus``.
-        assume_harmless: as for ``read_recipe``.
-
-    Returns:
-        Every field that has another value now, in the order of the plan, with the reason.
-
-    Raises:
-        UserInputError: if the plan is for another model or job, breaks a rule of megatron-core, or
-            needs a field that this NeMo does not have.
-    """
-    return set_fields(
-        recipe, plan_changes(recipe, plan, free=free, assume_harmless=assume_harmless)
-    )
-
-
-def plan_changes(
-    recipe: Any,
-    plan: ParallelPlan | Recorded,
-    *,
-    free: Sequence[str] = (),
-    assume_harmless: Collection[str] = (),
-) -> tuple[Change, ...]:
-    """As ``apply_plan``, but the recipe stays as it is."""
-    return recipe_plan.plan_changes(NemoRecipe(recipe, assume_harmless), plan, free)
+read_recipe = NemoRecipe.read_recipe
+auto_recipe = NemoRecipe.auto_recipe
+apply_plan = NemoRecipe.apply_plan
+plan_changes = NemoRecipe.plan_changes
 
 
 def watch_recipe(recipe: Any, plan: ParallelPlan, *, steps: int = STEPS) -> None:

@@ -13,7 +13,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from nest_megatron.config.launch import Mode
+from nest_megatron.cluster.discovery import LocalGpus, known_gpus
+from nest_megatron.cluster.hosts import Host
+from nest_megatron.cluster.records import Cluster
+from nest_megatron.config.catalogue import read_cluster
+from nest_megatron.config.cluster_detection import like_gpus, names_cluster
+from nest_megatron.config.compose import compose
+from nest_megatron.config.job import Job
+from nest_megatron.config.launch import MixedGpus, Mode
+from nest_megatron.config.overrides import Setting
 from nest_megatron.config.policy import may_tune, read_policy, require_may_free
 from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM as MEGATRON_LM_TARGETS
@@ -29,6 +37,7 @@ from nest_megatron.layout.plan import MEGATRON_LM, ParallelPlan, launch_words
 from nest_megatron.layout.policy import OnMismatch, PolicyError, PolicyFile, require_allowed
 from nest_megatron.layout.rulebook import require_launchable
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
+from nest_megatron.planner.pinned_job import ActualJob, require_same_job
 from nest_megatron.planner.pins import (
     TUNE,
     Pin,
@@ -262,6 +271,63 @@ def read_launched(path: Path, num_gpus: int | None = None) -> PinnedPlan:
             found = replace(signed.pinned, signer=signed.signer.key_name)
     require_allowed(found.plan, policy)
     return found
+
+
+def pinned_recipe(
+    job: Job,
+    path: Path,
+    overrides: Sequence[Setting],
+    *,
+    hosts: Sequence[Host] = (),
+    mixed: MixedGpus = MixedGpus.REFUSE,
+) -> PinnedPlan:
+    """A pinned file, for the job that it was made for and no other.
+
+    What is not known where it is launched from (a login node has no GPUs) is not compared.
+
+    Args:
+        overrides: settings, of which those of the cluster count.
+        hosts, mixed: as for ``plan_recipe``.
+    """
+    pinned = read_launched(path, job.num_gpus)
+    num_gpus = job.num_gpus or pinned.plan.layout.num_gpus
+    of_cluster = [each for each in overrides if each.key.partition(".")[0] == "cluster"]
+    found = actual_job(
+        pinned,
+        job,
+        num_gpus=num_gpus,
+        cluster=read_cluster(compose(of_cluster), num_gpus) if names_cluster(of_cluster) else None,
+        gpus=like_gpus(hosts, known_gpus(), mixed)[0],
+        gpus_per_host=job.gpus_per_node,
+    )
+    require_same_job(pinned, found)
+    return pinned
+
+
+def actual_job(
+    pinned: PinnedPlan,
+    job: Job,
+    *,
+    num_gpus: int,
+    cluster: Cluster | None,
+    gpus: LocalGpus | None,
+    gpus_per_host: int | None,
+) -> ActualJob:
+    """The job that is about to run; a framework with recipes has a megatron-core of its own."""
+    tp, command = pinned.plan.layout.dims.tensor_model_parallel_size, job.command
+    return ActualJob(
+        spec=job.spec,
+        num_gpus=num_gpus,
+        cluster=cluster,
+        gpus=gpus,
+        gpus_per_host=gpus_per_host,
+        global_batch_size=job.final_batch_size,
+        batch_schedule=job.batch_schedule,
+        precision=job.precision,
+        tensor_model_parallel_size=command.values["tensor_model_parallel_size"] if command else tp,
+        megatron_lm=job.version if command else pinned.pin.megatron_lm,
+        memory_flags=job.memory_flags,
+    )
 
 
 def _is_outside(place: Path, file: PolicyFile) -> bool:

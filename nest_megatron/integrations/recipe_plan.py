@@ -11,19 +11,16 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
-from nest_megatron.cluster.discovery import LocalGpus, known_gpus, local_gpus
+from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.cluster.hosts import Host
 from nest_megatron.cluster.records import Cluster, Precision
-from nest_megatron.config.catalogue import read_cluster
 from nest_megatron.config.cluster_detection import (
     JobCluster,
     find_cluster,
-    like_gpus,
     names_cluster,
     node_notes,
 )
@@ -42,7 +39,6 @@ from nest_megatron.integrations.megatron_lm.planning import job_request, plan_to
 from nest_megatron.integrations.megatron_lm.search_space import for_optimizer, free_parameters
 from nest_megatron.integrations.megatron_lm.write import planned_values
 from nest_megatron.integrations.plan_job import with_origin
-from nest_megatron.integrations.plan_output import read_launched
 from nest_megatron.integrations.recipe import TAKEN_BACK, Recipe
 from nest_megatron.integrations.restore import differs_by_rank, finetuning_fields
 from nest_megatron.layout.diff import Change, plan_values, reason
@@ -52,8 +48,7 @@ from nest_megatron.layout.rulebook.devices import initializes_on_meta_device
 from nest_megatron.layout.rulebook.options import contradicted
 from nest_megatron.model.execution import FlexBackend
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.planner.pinned_job import ActualJob, other_numbers, require_same_job, resolved
-from nest_megatron.planner.pins import PinnedPlan
+from nest_megatron.planner.pinned_job import other_numbers, resolved
 from nest_megatron.solver.one_partition import check_partition
 
 #: What replicas exchange during the passes.
@@ -249,14 +244,6 @@ def _stale(
         yield deferral, False, _DEFERRED
 
 
-class Recorded(Protocol):
-    """What holds a plan, as ``nest_megatron.Plan`` does."""
-
-    @property
-    def record(self) -> ParallelPlan:
-        """The plan."""
-
-
 def plan_changes(
     recipe: Recipe, plan: ParallelPlan | Recorded, free: Collection[str]
 ) -> tuple[Change, ...]:
@@ -380,64 +367,6 @@ def fields_assumed_harmless(settings: Sequence[Setting]) -> tuple[str, ...]:
     return compose(named).assume_harmless if named else ()
 
 
-def pinned_recipe(
-    job: Job,
-    path: Path,
-    overrides: Sequence[Setting] = (),
-    *,
-    hosts: Sequence[Host] = (),
-    mixed: MixedGpus = MixedGpus.REFUSE,
-) -> PinnedPlan:
-    """A pinned file, for the job that it was made for and no other.
-
-    What is not known where it is launched from (a login node has no GPUs) is not compared.
-
-    Args:
-        overrides: settings, of which those of the cluster count.
-        hosts, mixed: as for ``plan_recipe``.
-    """
-    pinned = read_launched(path, job.num_gpus)
-    num_gpus = job.num_gpus or pinned.plan.layout.num_gpus
-    of_cluster = [each for each in overrides if each.key.partition(".")[0] == "cluster"]
-    cluster = read_cluster(compose(of_cluster), num_gpus) if names_cluster(of_cluster) else None
-    gpus, _ = like_gpus(hosts, known_gpus(), mixed)
-    require_pinned_for(
-        pinned,
-        job,
-        num_gpus=num_gpus,
-        gpus=gpus,
-        gpus_per_host=job.gpus_per_node,
-        cluster=cluster,
-    )
-    return pinned
-
-
-def require_pinned_for(
-    pinned: PinnedPlan,
-    job: Job,
-    *,
-    num_gpus: int,
-    gpus: LocalGpus | None,
-    gpus_per_host: int | None,
-    cluster: Cluster | None = None,
-) -> None:
-    """Refuse a pinned plan for another job, where a framework has a megatron-core of its own."""
-    found = ActualJob(
-        spec=job.spec,
-        num_gpus=num_gpus,
-        cluster=cluster,
-        gpus=gpus,
-        gpus_per_host=gpus_per_host,
-        global_batch_size=job.final_batch_size,
-        batch_schedule=job.batch_schedule,
-        precision=job.precision,
-        tensor_model_parallel_size=pinned.plan.layout.dims.tensor_model_parallel_size,
-        megatron_lm=pinned.pin.megatron_lm,
-        memory_flags=job.memory_flags,
-    )
-    require_same_job(pinned, found)
-
-
 def plan_recipe(
     job: Job,
     *,
@@ -523,24 +452,98 @@ def plan_recipe(
     return with_origin(found, job, "+nest=auto" if by_words else "auto_recipe"), request.notes
 
 
-def plan_into(
-    make: Callable[[Collection[str]], Recipe],
-    overrides: Sequence[str],
-    *,
-    cluster: str | os.PathLike[str] | Cluster | None,
-    free: Sequence[str] | None,
-    keep: Sequence[str],
-    vocab_size: int | None,
-    may_change: Collection[str] = (),
-) -> tuple[ParallelPlan, tuple[Change, ...]]:
-    """Plan a recipe and write the plan into it, as ``nemo.auto_recipe`` says.
+class Recorded(Protocol):
+    """What holds a plan, as ``nest_megatron.Plan`` does."""
 
-    Args:
-        make: the recipe, from the fields that are assumed to be harmless.
-        may_change: as of ``plan_changes``.
-    """
-    settings = parse(overrides)
-    recipe = make(fields_assumed_harmless(settings))
-    job = replace(recipe.job(vocab_size), free=free_parameters(free, keep), free_option="free")
-    plan, _ = plan_recipe(job, cluster=cluster, overrides=settings)
-    return plan, set_fields(recipe.root, plan_changes(recipe, plan, may_change))
+    @property
+    def record(self) -> ParallelPlan:
+        """The plan."""
+
+
+class PlannedRecipe(Recipe):
+    """A framework's configuration that is planned; ``known`` is what else its class takes."""
+
+    @classmethod
+    def read_recipe(cls, root: Any, *, vocab_size: int | None = None, **known: Any) -> Job:
+        """Read model, batch, sequence, devices and layout; nothing is changed.
+
+        Args:
+            root: the configuration, or an object with the same attributes.
+            vocab_size: of the tokenizer, where one is named whose files are not here.
+
+        Raises:
+            UnplannableModelError: if this planner does not support the model, naming what it lacks.
+            UserInputError: if a field is missing or wrong.
+        """
+        return cls(root, **known).job(vocab_size)
+
+    @classmethod
+    def auto_recipe(
+        cls,
+        root: Any,
+        *,
+        cluster: str | os.PathLike[str] | Cluster | None = None,
+        overrides: Sequence[str] = (),
+        free: Sequence[str] | None = None,
+        keep: Sequence[str] = (),
+        vocab_size: int | None = None,
+        **known: Any,
+    ) -> tuple[ParallelPlan, tuple[Change, ...]]:
+        """Plan a configuration and write the plan into it.
+
+        A recipe's factory sets every degree, and its defaults look like its user's settings,
+        so all of them are free unless they are kept (decision 006 of ``docs/decisions.md``).
+
+        Args:
+            root: as for ``read_recipe``; changed in place.
+            cluster: a name of the catalogue or a file, taken with the job's number of GPUs, which
+                ``cluster.num_gpus`` in ``overrides`` may say; a record; or ``None`` for the GPUs of
+                this host.
+            overrides: settings as ``nest-megatron plan`` takes them, the model and the batch apart.
+            free: the only choices that may change; ``None`` is all of them.
+            keep: choices that stay as the recipe states them, such as
+                ``tensor_model_parallel_size``, ``micro_batch_size``, ``recompute``, ``zero_stage``,
+                ``stage_layout``.
+            vocab_size: as for ``read_recipe``.
+
+        Returns:
+            The plan, and every field that has another value now, with the reason.
+
+        Raises:
+            NothingFitsError: if no plan fits in memory, naming the missing bytes.
+            SearchEndedError: if time ended the search before it had a plan.
+            UserInputError: for a job that cannot be planned, or a choice that cannot be kept.
+        """
+        settings = parse(overrides)
+        recipe = cls(root, assume_harmless=fields_assumed_harmless(settings), **known)
+        job = replace(recipe.job(vocab_size), free=free_parameters(free, keep), free_option="free")
+        plan, _ = plan_recipe(job, cluster=cluster, overrides=settings)
+        may_change = ("num_gpus",) if cls.states_size else ()
+        return plan, set_fields(root, plan_changes(recipe, plan, may_change))
+
+    @classmethod
+    def apply_plan(
+        cls, root: Any, plan: ParallelPlan | Recorded, *, free: Sequence[str] = (), **known: Any
+    ) -> tuple[Change, ...]:
+        """Write a plan into a configuration, in place; nothing is changed if any of it cannot be.
+
+        Args:
+            root: as for ``read_recipe``.
+            free: what else may change where it differs from the plan: ``global_batch_size``,
+                ``seq_length``, of NeMo also ``num_gpus``.
+
+        Returns:
+            Every field that has another value now, in the order of the plan, with the reason.
+
+        Raises:
+            UserInputError: if the plan is for another model or job, breaks a rule of megatron-core,
+                or needs a field that this framework does not have.
+        """
+        return set_fields(root, cls.plan_changes(root, plan, free=free, **known))
+
+    @classmethod
+    def plan_changes(
+        cls, root: Any, plan: ParallelPlan | Recorded, *, free: Sequence[str] = (), **known: Any
+    ) -> tuple[Change, ...]:
+        """As ``apply_plan``, but the configuration stays as it is."""
+        return plan_changes(cls(root, **known), plan, free)

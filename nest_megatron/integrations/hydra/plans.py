@@ -56,6 +56,7 @@ from nest_megatron.integrations.megatron_lm.rendezvous import (
 from nest_megatron.integrations.megatron_lm.search_space import freed_flags, job_space
 from nest_megatron.integrations.megatron_lm.write import planned_values
 from nest_megatron.integrations.plan_output import (
+    actual_job,
     pin_note,
     pinned_file,
     plan_file_note,
@@ -65,7 +66,7 @@ from nest_megatron.integrations.plan_output import (
     values_report,
 )
 from nest_megatron.integrations.process_variables import Environment, with_rank_variables
-from nest_megatron.integrations.recipe_plan import planned_items, require_pinned_for
+from nest_megatron.integrations.recipe_plan import planned_items
 from nest_megatron.integrations.run_record import auditing_refusals, changed_flags
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.diff import Change, plan_values, reason
@@ -73,6 +74,7 @@ from nest_megatron.layout.knobs import KNOBS
 from nest_megatron.layout.layout import LAYOUT_ARGUMENTS
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.plain import frozen
+from nest_megatron.planner.pinned_job import require_same_job
 from nest_megatron.report.console import say, show
 
 #: Longest wait for the agent's store.
@@ -247,7 +249,7 @@ def plan_app(view: AppView, environment: Environment) -> AppPlan:
             plan, notes, signer = pinned.plan, (pin_note(pinned.pin),), pinned.signer
             job = read_app(view, compose(settings.settings(None)))
             named = settings.cluster is not None
-            require_pinned_for(
+            actual = actual_job(
                 pinned,
                 job,
                 num_gpus=size,
@@ -255,6 +257,7 @@ def plan_app(view: AppView, environment: Environment) -> AppPlan:
                 gpus=local_gpus() if here and not named else None,
                 gpus_per_host=processes_per_host(environment) if here else None,
             )
+            require_same_job(pinned, actual)
     require_expressible(plan, view, job)
     planned = planned_values(launch_request(plan))
     values = {

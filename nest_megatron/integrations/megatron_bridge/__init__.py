@@ -14,32 +14,24 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nest_megatron.cluster.records import Cluster, Precision
+from nest_megatron.cluster.records import Precision
 from nest_megatron.config.cluster_detection import number_said, processes_per_host
-from nest_megatron.config.job import Job
 from nest_megatron.cost_model.target_defaults import installed_name, target_named
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.integrations import recipe_plan
 from nest_megatron.integrations.fields import (
     ABSENT,
     ExecutionPlaces,
     FieldValue,
-    set_fields,
     value_or,
 )
 from nest_megatron.integrations.process_variables import Environment
-from nest_megatron.integrations.recipe import Recipe, memory_fields
-from nest_megatron.integrations.recipe_plan import (
-    Recorded,
-    layout_fields,
-    other_fields,
-    plan_into,
-)
+from nest_megatron.integrations.recipe import memory_fields
+from nest_megatron.integrations.recipe_plan import PlannedRecipe, layout_fields, other_fields
 from nest_megatron.integrations.restore import (
     Restored,
     packed_sequence_size,
@@ -73,7 +65,7 @@ def needs_connections(plan: ParallelPlan) -> str:
     return "the token all-to-all overlaps" if overlaps else ""
 
 
-class BridgeConfig(Recipe, framework="megatron_bridge"):
+class BridgeConfig(PlannedRecipe, framework="megatron_bridge"):
     """A ``ConfigContainer``.
 
     Args:
@@ -303,89 +295,10 @@ class BridgeConfig(Recipe, framework="megatron_bridge"):
                 yield path, None, why
 
 
-def read_recipe(
-    cfg: Any,
-    *,
-    vocab_size: int | None = None,
-    environment: Environment | None = None,
-    assume_harmless: Collection[str] = (),
-) -> Job:
-    """Read model, batch, sequence and layout from a configuration; nothing is changed.
-
-    Args:
-        cfg: a ``ConfigContainer``, or an object with the same attributes.
-        vocab_size: of the tokenizer, where its files are not here.
-        environment: as of ``BridgeConfig``.
-        assume_harmless: as for ``nemo.read_recipe``.
-
-    Raises: as ``nemo.read_recipe``.
-    """
-    return BridgeConfig(cfg, environment, assume_harmless).job(vocab_size)
-
-
-def auto_recipe(
-    cfg: Any,
-    *,
-    cluster: str | os.PathLike[str] | Cluster | None = None,
-    overrides: Sequence[str] = (),
-    free: Sequence[str] | None = None,
-    keep: Sequence[str] = (),
-    vocab_size: int | None = None,
-    environment: Environment | None = None,
-) -> tuple[ParallelPlan, tuple[Change, ...]]:
-    """Plan a configuration and write the plan into it, as ``nemo.auto_recipe`` does a recipe.
-
-    Args:
-        cfg: as for ``read_recipe``; changed in place.
-        cluster: a name of the catalogue or a file; a record; or ``None`` for the GPUs of this host.
-            Its size is the launcher's number of ranks, or ``cluster.num_gpus`` in ``overrides``.
-        overrides, free, keep, vocab_size: as for ``nemo.auto_recipe``.
-        environment: the launcher's variables; those of this process if not given.
-
-    Returns, Raises: as ``nemo.auto_recipe``.
-    """
-    return plan_into(
-        partial(BridgeConfig, cfg, environment),
-        overrides,
-        cluster=cluster,
-        free=free,
-        keep=keep,
-        vocab_size=vocab_size,
-    )
-
-
-def apply_plan(
-    cfg: Any,
-    plan: ParallelPlan | Recorded,
-    *,
-    free: Sequence[str] = (),
-    environment: Environment | None = None,
-    assume_harmless: Collection[str] = (),
-) -> tuple[Change, ...]:
-    """Write a plan into a configuration, in place, as ``nemo.apply_plan`` does into a recipe.
-
-    Args:
-        cfg: as for ``read_recipe``.
-        free: ``global_batch_size``, ``seq_length``; the number of ranks is the launcher's.
-        environment: the launcher's variables; those of this process if not given.
-        assume_harmless: as for ``read_recipe``.
-    """
-    found = plan_changes(
-        cfg, plan, free=free, environment=environment, assume_harmless=assume_harmless
-    )
-    return set_fields(cfg, found)
-
-
-def plan_changes(
-    cfg: Any,
-    plan: ParallelPlan | Recorded,
-    *,
-    free: Sequence[str] = (),
-    environment: Environment | None = None,
-    assume_harmless: Collection[str] = (),
-) -> tuple[Change, ...]:
-    """As ``apply_plan``, but the configuration stays as it is."""
-    return recipe_plan.plan_changes(BridgeConfig(cfg, environment, assume_harmless), plan, free)
+read_recipe = BridgeConfig.read_recipe
+auto_recipe = BridgeConfig.auto_recipe
+apply_plan = BridgeConfig.apply_plan
+plan_changes = BridgeConfig.plan_changes
 
 
 #: A value that Hydra's grammar and YAML read alike; of other objects (torch types) the text.

@@ -36,13 +36,13 @@ from nest_megatron.integrations.megatron_lm.search_space import CHOICES, free_pa
 from nest_megatron.integrations.plan_output import (
     fields_report,
     pinned_file,
+    pinned_recipe,
     plan_output,
     require_launch,
 )
 from nest_megatron.integrations.process_variables import set_variables
 from nest_megatron.integrations.recipe_plan import (
     fields_assumed_harmless,
-    pinned_recipe,
     plan_recipe,
 )
 from nest_megatron.layout import plan_file

@@ -57,6 +57,7 @@ from nest_megatron.integrations.megatron_lm.rendezvous import (
     comparable_text,
 )
 from nest_megatron.integrations.plan_output import (
+    actual_job,
     allowed_on_mismatch,
     flag_cost_report,
     launched_report,
@@ -348,22 +349,16 @@ def pinned_plan(launched: LaunchedJob, job: Job) -> LaunchPlan:
     pinned = read_launched(path, None if unsized else world_size)
     if unsized:
         world_size = pinned.plan.layout.num_gpus
-    assert job.command is not None
     gpus = None
     if cluster is None and not dry_run:
         gpus, _ = like_gpus(launched.hosts, local_gpus(), MixedGpus(launched.launch.mixed_gpus))
-    actual = ActualJob(
-        spec=job.spec,
+    actual = actual_job(
+        pinned,
+        job,
         num_gpus=world_size,
         cluster=cluster,
         gpus=gpus,
         gpus_per_host=None if dry_run else processes_per_host(os.environ),
-        global_batch_size=job.final_batch_size,
-        batch_schedule=job.batch_schedule,
-        precision=job.precision,
-        tensor_model_parallel_size=job.command.values["tensor_model_parallel_size"],
-        megatron_lm=job.version,
-        memory_flags=job.memory_flags,
     )
     found = differences(pinned, actual)
     if not found:

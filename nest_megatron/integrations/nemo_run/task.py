@@ -27,8 +27,8 @@ from nest_megatron.integrations.nemo import (
     read_recipe,
     watch_recipe,
 )
-from nest_megatron.integrations.plan_output import pin_note
-from nest_megatron.integrations.recipe_plan import fields_assumed_harmless, pinned_recipe
+from nest_megatron.integrations.plan_output import pin_note, pinned_recipe
+from nest_megatron.integrations.recipe_plan import fields_assumed_harmless
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.dims import REPLICA_DEGREES
 from nest_megatron.layout.plan import ParallelPlan
