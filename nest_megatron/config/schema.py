@@ -203,7 +203,8 @@ class LaunchConfig:
         mixed_gpus: what happens where hosts have unlike GPUs: ``refuse`` ends the job, ``slower``
             plans with the slower kind's figures for all.
         watch: what is measured of the first steps.
-        port: for handing the plan to the other ranks where torchrun does not; found if not given.
+        port: for handing the plan to the other ranks where torchrun does not; ``MASTER_PORT`` if
+            not given.
         may_differ: arguments that may differ by rank, besides those that always may; of a nested
             configuration last names of fields, or dotted names.
         rendezvous_timeout_s: longest wait for other ranks beside the time for planning and

@@ -356,9 +356,8 @@ def explanation(
         yield f"Today is {plan.provenance.created[:10]}, when the plan was made.\n"
     yield explain_report(plan, differences)
     for name, launch in plan.launch.items():
-        variables = [(k, v) for k, v in launch.environment.items() if v is not None]
         yield f"\nLaunch with {name}\n"
-        yield command_lines(launch_words(plan, launch), variables)
+        yield command_lines(launch_words(plan, launch), [*launch.variables.items()])
         yield ""
         yield notes_report([*launch.notes, *launch.unset_notes()])
     yield notes_report(plan.notes)
@@ -390,13 +389,6 @@ def launched_report(
     return _report(
         plan, notes, Text(f"nest: changes to its {what}"), changes_table(rows, plan.model)
     )
-
-
-def fields_report(
-    plan: ParallelPlan, changes: Iterable[Change], notes: Sequence[str] = ()
-) -> RenderableType:
-    """The same for a job whose configuration has fields instead of flags."""
-    return launched_report(plan, changes, notes, "fields")
 
 
 def values_report(

@@ -169,8 +169,8 @@ def search_steps(search: SearchRecord) -> tuple[tuple[str, int], ...]:
 
 def _command(plan: ParallelPlan, command: LaunchCommand) -> str:
     """A shell command: what must not be set, the environment, torchrun, script and flags."""
-    unset = [f"unset {name}" for name, value in command.environment.items() if value is None]
-    given = [(name, value) for name, value in command.environment.items() if value is not None]
+    unset = [f"unset {name}" for name in command.unset]
+    given = [*command.variables.items()]
     words = launch_words(plan, command)
     return "\n".join([*unset, command_lines(words, given, indent="", width=LINE)])
 

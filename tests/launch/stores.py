@@ -19,8 +19,25 @@ from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore, co
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from tests.patience import LONG_S, wait_until
 
+
+def free_ports(count: int) -> tuple[int, ...]:
+    """Ports that nobody listens on, below those from which Linux connects."""
+    found: list[int] = []
+    for port in range(20_000 + os.getpid() % 4_000, 32_000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("localhost", port))
+            found.append(port)
+        if len(found) == count:
+            break
+    return tuple(found)
+
+
 #: What says where rank 0 is, and which job this is (``tests/launch/conftest.py``).
-HERE = {"MASTER_ADDR": "localhost", "SLURM_JOB_ID": str(os.getpid())}
+HERE = {
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": str(free_ports(1)[0]),
+    "SLURM_JOB_ID": str(os.getpid()),
+}
 #: Stores live as long as their processes; here, as long as the tests.
 STORES: list[RendezvousStore] = []
 
@@ -73,15 +90,3 @@ def give_up_soon(store: RendezvousStore, present: int, **limits: float) -> None:
         return collect(what, *arguments, **options)
 
     store.collect = collected  # type: ignore[method-assign]
-
-
-def free_ports(count: int) -> tuple[int, ...]:
-    """Ports that nobody listens on, below those from which Linux connects."""
-    found: list[int] = []
-    for port in range(20_000 + os.getpid() % 4_000, 32_000):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("localhost", port))
-            found.append(port)
-        if len(found) == count:
-            break
-    return tuple(found)

@@ -20,7 +20,7 @@ import pytest
 from nest_megatron.config.compose import compose
 from nest_megatron.config.launch import read_launch, read_words
 from nest_megatron.errors import NestError, UserInputError, exit_code_of
-from nest_megatron.integrations.megatron_lm import agreement, rendezvous
+from nest_megatron.integrations.megatron_lm import agreement
 from nest_megatron.integrations.megatron_lm.agreement import (
     RendezvousStore,
     broadcast,
@@ -28,7 +28,7 @@ from nest_megatron.integrations.megatron_lm.agreement import (
     require_equal,
 )
 from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob
-from nest_megatron.integrations.megatron_lm.rendezvous import NoAgreementError, ports
+from nest_megatron.integrations.megatron_lm.rendezvous import NoAgreementError
 from tests.cli.runs import environment
 from tests.launch.stores import (
     HERE,
@@ -199,7 +199,7 @@ broadcast(connect(context), solve)
 
 
 def test_rank_0_killed_while_solving_ends_the_others() -> None:
-    here = {**HERE}
+    here = {**HERE, "MASTER_PORT": str(free_ports(1)[0])}
     dying = subprocess.Popen([sys.executable, "-c", DYING.format(here=here)], env=environment())
     try:
         with pytest.raises(NoAgreementError, match=r"has ended|no heartbeat|did not appear"):
@@ -222,7 +222,7 @@ time.sleep(600)
 @pytest.mark.parametrize("joined", [True, False])
 def test_a_host_of_the_store_that_is_stopped_is_given_up(joined: bool) -> None:
     """Requests to it block in C without end; the deadline is the caller's own."""
-    here = {**HERE}
+    here = {**HERE, "MASTER_PORT": str(free_ports(1)[0])}
     code = STOPPED.format(here=here)
     stopped = subprocess.Popen(
         [sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE, text=True
@@ -305,13 +305,11 @@ def test_rank_0_may_come_later_than_a_heartbeat() -> None:
     del agent
 
 
-def test_two_jobs_on_one_host_find_their_own_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both want the same ports; each takes what is free and passes over the other's store."""
-    tried = free_ports(4)
-    monkeypatch.setattr(rendezvous, "ports", lambda _: tried)
+def test_two_jobs_on_one_host_find_their_own_rank_0() -> None:
+    """Each has a key of its own, even in one store."""
 
     def job(name: str) -> list[str]:
-        here = {**HERE, "MASTER_PORT": name}
+        here = {**HERE, "SLURM_STEP_ID": name}
         return on_all_ranks(
             lambda rank: broadcast(join(rank, environment=here), lambda _: f"plan {name}")
         )
@@ -320,13 +318,30 @@ def test_two_jobs_on_one_host_find_their_own_rank_0(monkeypatch: pytest.MonkeyPa
         assert list(pool.map(job, ["1", "2"])) == [["plan 1"] * 3, ["plan 2"] * 3]
 
 
-def test_ports_are_the_same_on_all_ranks_and_never_the_master_s() -> None:
-    tried = ports(context(0))
-    assert tried == ports(context(2))
-    assert len(set(tried)) == len(tried) >= 15
-    master = {**HERE, "MASTER_PORT": str(tried[0])}
-    assert tried[0] not in ports(context(0, environment=master))
-    assert ports(context(0, port=4242)) == (4242,)
+MEETING = """
+import sys
+import torch
+from nest_megatron.integrations.megatron_lm.agreement import broadcast, connect
+from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
+rank = int(sys.argv[1])
+context = RankContext(rank=rank, world_size=2, environment={here!r})
+store = connect(context)
+assert broadcast(store, lambda _: "the plan") == "the plan"
+torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+total = torch.ones(1)
+torch.distributed.all_reduce(total)
+assert total == 2
+"""
+
+
+def test_torch_finds_the_store_at_the_same_port_later() -> None:
+    here = {**HERE, "MASTER_PORT": str(free_ports(1)[0])}
+    code = MEETING.format(here=here)
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", code, rank], env={**environment(), **here})
+        for rank in "10"
+    ]
+    assert [rank.wait() for rank in ranks] == [0, 0]
 
 
 def test_an_agent_that_joined_late_counts_fewer_restarts() -> None:
@@ -345,18 +360,24 @@ def agents_store(is_there: str, restarts: str) -> dict[str, str]:
     return dict(zip(names, (is_there, restarts), strict=True))
 
 
-def test_no_free_port_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    only = free_ports(1)
-    monkeypatch.setattr(rendezvous, "ports", lambda _: only)
-    kept = join(0)
-    with pytest.raises(UserInputError, match=r"nest\.port"):
-        connect(context(0))
-    assert kept.store.call("get", "hello") == "yes"
+@pytest.mark.parametrize("name", ["MASTER_PORT", "nest.port"])
+def test_no_free_port_is_said(name: str) -> None:
+    with socket.socket() as other:
+        other.bind(("localhost", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        words: dict[str, Any] = {"environment": {**HERE, "MASTER_PORT": str(port)}}
+        if name == "nest.port":
+            words = {"port": port}
+        with pytest.raises(UserInputError, match=rf"^{name} = {port}: it is not free on rank 0"):
+            connect(context(0, **words))
 
 
-def test_without_an_address_it_is_said() -> None:
-    with pytest.raises(UserInputError, match="MASTER_ADDR"):
-        connect(context(1, environment={}))
+@pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
+def test_without_an_address_it_is_said(name: str) -> None:
+    there = {key: text for key, text in HERE.items() if key != name}
+    with pytest.raises(UserInputError, match=name):
+        connect(context(1, environment=there))
 
 
 def test_rank_0_may_search_longer_than_ranks_wait_for_each_other() -> None:

@@ -25,7 +25,7 @@ def test_one_rank_of_each_host_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "this_host", look)
 
     def act(rank: int) -> str:
-        found = job_hosts(join(rank, 3, environment={**HERE, "MASTER_PORT": attempt}))
+        found = job_hosts(join(rank, 3, environment={**HERE, "SLURM_STEP_ID": attempt}))
         return " ".join(f"{host.name}:{host.groups[0]}" for host in found)
 
     attempt = "1"

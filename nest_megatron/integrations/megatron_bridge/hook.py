@@ -34,7 +34,7 @@ from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob, launched_j
 from nest_megatron.integrations.megatron_lm.rendezvous import comparable_fields
 from nest_megatron.integrations.megatron_lm.search_space import CHOICES, free_parameters
 from nest_megatron.integrations.plan_output import (
-    fields_report,
+    launched_report,
     pinned_file,
     pinned_recipe,
     plan_output,
@@ -159,7 +159,7 @@ def run(job: LaunchedJob, cfg: Any, stated: Iterable[str]) -> None:
         told = tuple(adapt(plan, variables))
         set_variables(dict(variables.items() - os.environ.items()))
         if job.args.rank == 0:
-            show(fields_report(plan, job.changes, (*notes, *told)))
+            show(launched_report(plan, job.changes, (*notes, *told), "fields"))
         if launch.dry_run:
             sys.exit(OK)
 

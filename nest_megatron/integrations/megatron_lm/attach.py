@@ -212,14 +212,10 @@ def with_command(
     num_nodes, per_node = launch_size(plan)
     if ranks.num_nodes and ranks.num_ranks == per_node * ranks.num_nodes:
         words = tuple(with_num_nodes(words, num_nodes))
-    chosen, unset = dict[str, str](), dict[str, None]()
-    for name, text in launch.environment.items():
-        if text is None:
-            unset[name] = text
-        else:
-            chosen[name] = text
-    launcher, before = with_variables(words, without_secrets(command.environment), chosen)
-    launch = replace(launch, launcher=tuple(launcher), environment={**before, **unset})
+    launcher, before = with_variables(words, without_secrets(command.environment), launch.variables)
+    launch = replace(
+        launch, launcher=tuple(launcher), environment={**before, **dict.fromkeys(launch.unset)}
+    )
     origin, launches = plan.provenance, {**plan.launch, LAUNCHER: launch}
     if made_by is not None:
         origin = origin.made_for(MEGATRON_LM, command.version, made_by)

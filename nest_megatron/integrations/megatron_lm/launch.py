@@ -51,11 +51,7 @@ from nest_megatron.integrations.megatron_lm.ranks import (
     check_permutation,
     ranks_by_host,
 )
-from nest_megatron.integrations.megatron_lm.rendezvous import (
-    MAY_DIFFER,
-    RankContext,
-    comparable_text,
-)
+from nest_megatron.integrations.megatron_lm.rendezvous import MAY_DIFFER, comparable_text
 from nest_megatron.integrations.plan_output import (
     actual_job,
     allowed_on_mismatch,
@@ -109,8 +105,7 @@ def run(launched: LaunchedJob) -> Any:
         launched.changes, plan = tuple(outcome.changes), outcome.decision.plan
         show(launched_report(plan, outcome.changes, outcome.notes))
         say(_write_plan(launched, plan))
-        if outcome.searched is not None and outcome.searched.kept:
-            threading.Thread(target=_print_costs, args=(outcome.searched,), daemon=True).start()
+        threading.Thread(target=_print_costs, args=(outcome.searched,), daemon=True).start()
         return outcome.decision
 
     def write(decision: Decision) -> Any:
@@ -134,16 +129,13 @@ def dry_run(launched: LaunchedJob) -> None:
     say("nest: Megatron's own validation accepts this.\n")
     launch = plan.launch[attach.LAUNCHER]
     say("nest: the same without nest\n")
-    wanted = [(name, text) for name, text in launch.environment.items() if text is not None]
-    say(command_lines(launch_words(plan, launch, launched.script), wanted))
-    for name, text in launch.environment.items():
-        if text is None:
-            say(f"  with {name} unset")
+    say(command_lines(launch_words(plan, launch, launched.script), [*launch.variables.items()]))
+    for name in launch.unset:
+        say(f"  with {name} unset")
     say()
     if _output_file(launched) is not None:
         say(_write_plan(launched, plan))
-    if outcome.searched is not None and outcome.searched.kept:
-        _print_costs(outcome.searched)
+    _print_costs(outcome.searched)
     say("nest: dry run; nothing was started.")
 
 
@@ -261,8 +253,8 @@ def _with_ranks(launched: LaunchedJob, outcome: LaunchPlan, hosts: Hosts) -> Lau
         ranks = ranks_by_host(hosts(), {host.name: host.groups for host in launched.hosts})
     if ranks is None:
         return outcome
-    context = RankContext(rank=0, world_size=len(hosts()), environment=dict(os.environ))
-    check_permutation(ranks, context.world_size, zero_may_move=context.agent_hosts_store)
+    may_move = launched.store is not None and launched.store.context.agent_hosts_store
+    check_permutation(ranks, len(hosts()), zero_may_move=may_move)
     plan = outcome.decision.plan
     note = "Ranks are numbered anew so that each host's are together, and hosts of one switch."
     if isinstance(asked, list) or outcome.decision.ranks is not None:
@@ -284,8 +276,10 @@ def apply(args: Namespace, decision: Decision) -> None:
         set_variables({"RANK": str(args.rank)})
 
 
-def _print_costs(searched: Searched) -> None:
+def _print_costs(searched: Searched | None) -> None:
     """Print what the user's flags cost while training starts, which it must not disturb."""
+    if searched is None or not searched.kept:
+        return
     try:
         show(flag_cost_report(searched.best_s, planning.costs(searched)))
     except NestError as error:

@@ -1,13 +1,12 @@
 """The key-value store where the ranks of a job meet, and what must be the same on all of them.
 
 Each operation of the store ends. Under torchrun the store is the agent's, which is there already;
-elsewhere rank 0 hosts one on a port of its own, because Megatron will want ``MASTER_PORT`` later.
+elsewhere rank 0 hosts one where torch wants its own, which then is the same.
 What must be the same is text that can be compared and shown.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import functools
@@ -186,11 +185,6 @@ def rank_words(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(runs)}{there}"
 
 
-#: Ports tried for a store of our own, below Linux's ephemeral range.
-_FIRST_PORT, _NUM_PORTS, _NUM_TRIES, _STRIDE = 25_000, 7_000, 16, 97
-#: Longest wait for one port's answer; the pause between two rounds over all ports, and how many
-#: rounds in one second all ranks take at most once they have waited a while.
-_PROBE_S, _PAUSE_S, _ROUNDS_PER_S = 5.0, 0.5, 2_000.0
 #: Within this the store says that the time of a blocking request is over.
 _ANSWER_S = 2.0
 #: Variables that tell one attempt of one job from all others. Each agent counts restarts for
@@ -224,7 +218,7 @@ class RankContext:
         planning_s: how long rank 0 may plan meanwhile.
         heartbeat_timeout_s: longest time without a heartbeat of a rank that is awaited, or without
             an answer of the store.
-        port: of the store, where torchrun hosts none; several are tried if not given.
+        port: of the store, where torchrun hosts none; ``MASTER_PORT`` if not given.
     """
 
     rank: int
@@ -334,89 +328,53 @@ class TimedStore:
 def connect_store(context: RankContext) -> TimedStore:
     """Join the store of this process's job; its keys are the job's own.
 
+    Where rank 0 hosts it, torch finds it at the same port later (``multi_tenant``).
+
     Raises:
         NoAgreementError: if rank 0's store cannot be found in time.
-        UserInputError: if no port is left for it, or nothing says where rank 0 is.
+        UserInputError: if the port is not free on its host, or nothing says where that is.
     """
-    if context.agent_hosts_store:
-        port = int(context.environment["MASTER_PORT"])
-        return _connect(context, port, context.rendezvous_timeout_s)
-    if "MASTER_ADDR" not in context.environment:
-        limit = f"{context.world_size} ranks meet there"
-        fix = "Export it with rank 0's host, as for any launch without torchrun."
-        raise UserInputError("MASTER_ADDR", None, limit, fix)
-    if context.rank:
-        return _find_store(context)
-    for port in ports(context):
-        with contextlib.suppress(LostStoreError):
-            store = _connect(context, port, context.heartbeat_timeout_s, is_master=True)
-            store.call("set", "hello", "yes")
-            return store
-    tried = ", ".join(map(str, ports(context)))
-    limit = f"none of the ports {tried} is free on rank 0's host ({socket.gethostname()})"
-    fix = "Give a free one with nest.port, or launch with torchrun."
-    raise UserInputError("nest.port", context.port, limit, fix)
-
-
-def ports(context: RankContext) -> tuple[int, ...]:
-    """Ports to try for a store of our own, in order, the same on all ranks."""
-    if context.port is not None:
-        return (context.port,)
-    start, master = int(context.key, 16), context.environment.get("MASTER_PORT")
-    tried = (_FIRST_PORT + (start + _STRIDE * i) % _NUM_PORTS for i in range(_NUM_TRIES))
-    return tuple(port for port in tried if str(port) != master)
-
-
-def _find_store(context: RankContext) -> TimedStore:
-    """The store of this job among those that may answer: another job may hold a port of ours."""
-    host = context.environment["MASTER_ADDR"]
-    ended = time.monotonic() + context.rendezvous_timeout_s
-    strange: dict[int, float] = {}
-    pause_s, longest_s = _PAUSE_S, max(_PAUSE_S, context.world_size / _ROUNDS_PER_S)
-    while time.monotonic() < ended:
-        for port in ports(context):
-            if time.monotonic() < strange.get(port, 0.0):
-                continue
-            try:
-                socket.create_connection((host, port), timeout=_PROBE_S).close()
-                store = _connect(context, port, _PROBE_S)
-                if store.call("check", ["hello"]):
-                    return store
-            except LostStoreError as error:  # one that says nothing is not asked all the time
-                pause = context.heartbeat_timeout_s if isinstance(error, SilentStoreError) else 0.0
-                strange[port] = time.monotonic() + pause
-            except OSError:
-                continue
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, longest_s)
-    taken = f"; port {', '.join(map(str, strange))} belongs to another program there, or rank 0 is "
-    raise NoAgreementError(
-        f"rank 0 did not appear at {host} within "
-        f"{context.rendezvous_timeout_s:g} s{f'{taken}stopped' if strange else ''}. Look at rank "
-        "0's own output: it may have ended, or was started without +nest or with another "
-        "nest.port, MASTER_ADDR or MASTER_PORT"
-    )
-
-
-def _connect(
-    context: RankContext, port: int, connect_s: Seconds, *, is_master: bool = False
-) -> TimedStore:
     import torch
 
-    address = context.environment["MASTER_ADDR"]
-    host = "torchrun's agent" if context.agent_hosts_store else "rank 0"
+    agent, limit_s = context.agent_hosts_store, context.rendezvous_timeout_s
+    places: dict[str, Any] = {"nest.port": None if agent else context.port, **context.environment}
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in places:
+            limit = f"{context.world_size} ranks meet there"
+            fix = "Export rank 0's host and a free port there, as for any launch without torchrun."
+            raise UserInputError(name, None, limit, fix)
+    name = "MASTER_PORT" if places["nest.port"] is None else "nest.port"
+    address, port = places["MASTER_ADDR"], int(places[name])
+    is_host = not (agent or context.rank)
 
     def make() -> Any:
         store = torch.distributed.TCPStore(
             address,
             port,
             world_size=context.world_size,
-            is_master=is_master,
+            is_master=is_host,
             wait_for_workers=False,
-            timeout=timedelta(seconds=connect_s),
+            multi_tenant=True,
+            timeout=timedelta(seconds=limit_s),
         )
         return torch.distributed.PrefixStore(f"nest/{context.key}", store)
 
-    # torch's own end of a connection comes first
+    host = "torchrun's agent" if agent else "rank 0"
     server = f"the store of {host} at {address}:{port}"
-    return TimedStore(make, context.heartbeat_timeout_s, connect_s + 1.0, server)
+    try:
+        # torch's own end of a connection comes first
+        return TimedStore(make, context.heartbeat_timeout_s, limit_s + 1.0, server)
+    except LostStoreError as error:
+        if agent:
+            raise
+        if is_host:
+            limit = f"it is not free on rank 0's host ({socket.gethostname()})"
+            fix = "Give a free one with nest.port, or launch with torchrun."
+            raise UserInputError(name, port, limit, fix) from error
+        taken = f"; port {port} belongs to another program there, or rank 0 is stopped"
+        raise NoAgreementError(
+            f"rank 0 did not appear at {address} within {limit_s:g} s"
+            f"{taken if isinstance(error, SilentStoreError) else ''}. Look at rank "
+            "0's own output: it may have ended, or was started without +nest or with another "
+            "nest.port, MASTER_ADDR or MASTER_PORT"
+        ) from error

@@ -16,7 +16,7 @@ import nemo_run as run
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.nemo_run.plugin import NestPlugin
 from nest_megatron.integrations.nemo_run.task import TaskOptions, plan_recipe
-from nest_megatron.integrations.plan_output import fields_report
+from nest_megatron.integrations.plan_output import launched_report
 from nest_megatron.report.console import show
 
 _RECIPES = "nemo.collections.llm.recipes"
@@ -63,5 +63,5 @@ def nest_auto(
     )
     plan, changes, notes = plan_recipe(task, options, None)
     with contextlib.redirect_stdout(sys.stderr):  # the task's own YAML may go to standard output
-        show(fields_report(plan, changes, notes))
+        show(launched_report(plan, changes, notes, "fields"))
     return task

@@ -23,7 +23,7 @@ from nest_megatron.integrations.nemo_run.task import (
     size_of,
 )
 from nest_megatron.integrations.plan_output import (
-    fields_report,
+    launched_report,
     plan_file_note,
     require_launch,
 )
@@ -68,7 +68,7 @@ class NestPlugin(TaskOptions, run.Plugin):
         before = divided_ranks(task)
         plan, changes, notes = plan_recipe(task, self, size_of(executor))
         variables = getattr(executor, "env_vars", None)
-        show(fields_report(plan, changes, notes))
+        show(launched_report(plan, changes, notes, "fields"))
         for sentence in () if variables is None else adapt(variables, before, plan):
             say(f"nest: {sentence}")
         # the experiment's own folder does not exist yet, and NeMo-Run makes it only where none is
