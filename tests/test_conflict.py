@@ -16,6 +16,7 @@ from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
+from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
@@ -46,7 +47,7 @@ ONE = COMMAND + (
 
 def asked(command: str) -> Request:
     composed = compose(parse(["cluster=dgx_h100"]))
-    return read_request(command, composed, free=[], version="0.16")[1]
+    return read_request(TypedCommand(text=command, version="0.16"), composed)[1]
 
 
 @pytest.mark.parametrize(("command", "count"), [(FIVE, 5), (ONE, 1)])

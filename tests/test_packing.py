@@ -11,6 +11,7 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import nemo
+from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
@@ -31,7 +32,7 @@ LENGTHS = ("train.sequence_length_mean=500", "train.sequence_length_std=600")
 def asked(flags: str, *settings: str, version: str = "0.16") -> tuple[Any, Any]:
     composed = compose(parse(["cluster=dgx_h100", *settings]))
     text = JOB.format(script="pretrain_gpt.py") + flags
-    return read_request(text, composed, free=(), version=version)
+    return read_request(TypedCommand(text=text, version=version), composed)
 
 
 def planned(*settings: str) -> ParallelPlan:

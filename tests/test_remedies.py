@@ -10,6 +10,7 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
 from nest_megatron.deadline import Deadline
+from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.zero import ZeroStage
@@ -84,13 +85,14 @@ def test_a_job_is_offered_what_it_lacks_and_its_framework_has() -> None:
     assert "optimizer.optimizer_cpu_offload=True" in " ".join(bridge)
     assert not any(word.startswith("--") for word in bridge)
     _, request = read_request(
-        LLAMA3_8B, compose(parse(["cluster=dgx_h100"]), None), free=(), version="0.16"
+        TypedCommand(text=LLAMA3_8B, version="0.16"), compose(parse(["cluster=dgx_h100"]), None)
     )
     said = {word for words in memory_changes(request) for word in words}
     assert GRADIENTS not in said
     assert not any("fp8-param" in word for word in said)
     _, request = read_request(
-        f"{BASE} --bf16", compose(parse(["cluster=dgx_h100"]), None), free=(), version="0.16"
+        TypedCommand(text=f"{BASE} --bf16", version="0.16"),
+        compose(parse(["cluster=dgx_h100"]), None),
     )
     words = ("ZeRO-2 or ZeRO-3 through Megatron-FSDP (--free use_megatron_fsdp)",)
     zero = memory_changes(request)[words]

@@ -13,7 +13,14 @@ from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING
 
-from nest_megatron.api.jobs import estimate_job, outcome, plan_job, typed_command
+from nest_megatron.api.jobs import (
+    estimate_job,
+    estimate_typed,
+    outcome,
+    plan_job,
+    plan_typed,
+    typed_command,
+)
 from nest_megatron.api.results import Catalogue, Explanation, Plan, PlanTable, Scaling
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.catalogue import named_cluster, named_model
@@ -175,7 +182,7 @@ def plan_command(
     require_function("on_progress", on_progress)
     typed = typed_command(command, free, megatron_version, strict=strict)
     composed = compose_keywords(None, cluster, settings, config_dir, *sizes)
-    found = typed.planned(composed, time.monotonic(), on_progress, shortlist=shortlist)
+    found = plan_typed(typed, composed, time.monotonic(), on_progress, shortlist=shortlist)
     return planned_command(found, composed)
 
 
@@ -246,7 +253,7 @@ def estimate_command(
     """
     typed = typed_command(command, version=megatron_version, strict=strict)
     composed = compose_keywords(None, cluster, settings, config_dir, num_gpus)
-    return Plan(record=typed.typed(composed))
+    return estimate_typed(typed, composed)
 
 
 def plan_table(

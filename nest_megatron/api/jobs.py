@@ -34,8 +34,7 @@ from nest_megatron.documents import read_json
 from nest_megatron.errors import BAD_INPUT, ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import expanded, write_text
 from nest_megatron.integrations.megatron_lm.attach import with_launch
-from nest_megatron.integrations.plan_job import RecipeJob
-from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.integrations.plan_job import RecipeJob, TypedCommand
 from nest_megatron.plain import from_plain, frozen, to_plain
 from nest_megatron.planner import Progress
 from nest_megatron.planner import plan as find_plan
@@ -108,69 +107,38 @@ def typed_command(
     return TypedCommand(text=words, free=words_of("free", free), version=version, strict=strict)
 
 
-@frozen
-class TypedCommand:
-    """A user's command, of Megatron-LM or of a recipe, for one job or for each of a sweep.
+def plan_typed(
+    typed: TypedCommand,
+    composed: Settings,
+    begun_s: Seconds | None,
+    on_progress: Progress | None = None,
+    *,
+    shortlist: bool = False,
+) -> CommandPlan:
+    """The plan of a command under the settings of a job, with what it becomes."""
+    from nest_megatron.integrations.typed_command import plan_command
 
-    Args:
-        text: the command.
-        free: flags of it that may change, or ``all``.
-        version: the Megatron release whose flags it uses.
-        strict: refuse flags that Megatron-LM does not have.
-        notes: of the script that it was read from, one sentence each.
-    """
+    return plan_command(
+        typed, composed, begun_s=begun_s, shortlist=shortlist, on_progress=on_progress
+    )
 
-    text: str | tuple[str, ...]
-    free: tuple[str, ...]
-    version: str | None
-    strict: bool
-    notes: tuple[str, ...] = ()
 
-    def planned(
-        self,
-        composed: Settings,
-        begun_s: Seconds | None,
-        on_progress: Progress | None = None,
-        *,
-        shortlist: bool = False,
-    ) -> CommandPlan:
-        """Its plan under the settings of a job, with what it becomes."""
-        from nest_megatron.integrations.typed_command import plan_command
+def estimate_typed(typed: TypedCommand, composed: Settings) -> Plan:
+    """What a command is as it is typed, under the settings of a job."""
+    from nest_megatron.integrations.typed_command import estimate_command
 
-        return plan_command(
-            self.text,
-            composed,
-            free=self.free,
-            version=self.version,
-            strict=self.strict,
-            begun_s=begun_s,
-            shortlist=shortlist,
-            on_progress=on_progress,
-        )
+    return Plan(record=estimate_command(typed, composed))
 
-    def recorded(self, composed: Settings) -> TypedCommand:
-        """What its script launches, where it is one, so that the script runs once."""
-        from nest_megatron.integrations.typed_command import kept_command
 
-        kept = kept_command(self.text, composed, self.version)
-        return dataclasses.replace(self, text=kept.text, version=kept.version, notes=kept.notes)
+def command_content(typed: TypedCommand, composed: Settings) -> object:
+    """What a command consists of."""
+    from nest_megatron.integrations.typed_command import read_typed
 
-    def typed(self, composed: Settings) -> ParallelPlan:
-        """What it is as it is typed, under the settings of a job."""
-        from nest_megatron.integrations.typed_command import estimate_command
-
-        found = estimate_command(self.text, composed, version=self.version, strict=self.strict)
-        return found.plan
-
-    def content(self, composed: Settings) -> object:
-        """What it consists of."""
-        from nest_megatron.integrations.typed_command import read_typed
-
-        job, _ = read_typed(self.text, composed, version=self.version, strict=self.strict)
-        said: tuple[object, ...] = (job.spec, job.values, job.memory_flags)
-        if (command := job.command) is not None:
-            said = (command.environment, command.launcher, command.script, command.argv)
-        return to_plain((said, self.free, self.version, self.strict))
+    job, _ = read_typed(typed, composed)
+    said: tuple[object, ...] = (job.spec, job.values, job.memory_flags)
+    if (command := job.command) is not None:
+        said = (command.environment, command.launcher, command.script, command.argv)
+    return to_plain((said, typed.free, typed.version, typed.strict))
 
 
 @frozen
@@ -201,7 +169,7 @@ class SweepJob:
     def plan(self, begun_s: Seconds, on_progress: Progress | None = None) -> Plan:
         """Its plan; raises as ``plan_job``."""
         if (command := self.command) is not None:
-            found = command.planned(self.composed(), begun_s, on_progress).plan
+            found = plan_typed(command, self.composed(), begun_s, on_progress).plan
             notes = (*command.notes, *found.notes)
             return Plan(record=dataclasses.replace(found, notes=notes))
         composed, source_job = self.composed(), self.source_job
@@ -235,7 +203,7 @@ def sweep_job(
         composed = job.composed()
         said = {each.name: getattr(composed, each.name) for each in dataclasses.fields(PlanConfig)}
         values: list[object] = [to_plain(said)]
-        values += [] if command is None else [command.content(composed)]
+        values += [] if command is None else [command_content(command, composed)]
         values += [] if source_job is None else [to_plain(source_job)]
     except UserInputError as error:  # its result is the error, and is never kept
         values = [str(error), *map(str, settings)]

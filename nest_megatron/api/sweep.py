@@ -18,8 +18,9 @@ from nest_megatron.api.jobs import (
     ON_JOB,
     Result,
     SweepJob,
-    TypedCommand,
     code_of,
+    command_content,
+    estimate_typed,
     is_done,
     launch,
     launcher_of,
@@ -42,6 +43,7 @@ from nest_megatron.config.keywords import (
 from nest_megatron.config.overrides import Setting, expand, parse, swept, value_text
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.files import check_output, expanded, write_bytes, write_text
+from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.packages import install_command
@@ -399,15 +401,17 @@ def command_variants(
             "For example cluster.levels.node.bandwidth=450GB/s,900GB/s or gpus=256,512.",
         )
     held = [setting for setting in changes if setting.key not in keys]
-    command = command.recorded(compose(with_defaults(held)))
+    from nest_megatron.integrations.typed_command import kept_command
+
+    command = kept_command(command, compose(with_defaults(held)))
     print_notes(command.notes if options.tell else ())
     jobs = _jobs((), changes, keys, options, command)
-    command.content(jobs[0].composed())  # what cannot be read is so in all
+    command_content(command, jobs[0].composed())  # what cannot be read is so in all
 
     def typed(job: SweepJob) -> ParallelPlan:
         of_layout = ("parallel.", "train.micro_batch_size")  # which the command says itself
         kept = tuple(each for each in job.settings if not each.key.startswith(of_layout))
-        return command.typed(replace(job, settings=kept).composed())
+        return estimate_typed(command, replace(job, settings=kept).composed()).record
 
     return _compared(None, jobs, typed, options)
 

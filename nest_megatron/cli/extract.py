@@ -148,7 +148,7 @@ def extract(
     refuse_sweeps(settings)
     composed = compose(settings, config_dir)
     text = sys.stdin.read() if from_command == "-" else from_command
-    spec, flags = read_model(composed, text, megatron_version)
+    spec, flags = read_model(text, megatron_version, composed)
     CostInputs(composed, Job(spec=spec)).costs()  # refuses what the cost model would
     shard = read_shard(composed, spec, flags)
     shard = dataclasses.replace(shard, flash_attention=not unfused)

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from nest_megatron.api import PlanTable, table_job
-from nest_megatron.api.jobs import sweep_job
+from nest_megatron.api.jobs import command_content, sweep_job
 from nest_megatron.api.results import Scaling
 from nest_megatron.api.sweep import (
     SweepOptions,
@@ -40,7 +40,11 @@ from nest_megatron.integrations.megatron_lm.node_counts import (
     plan_for_nodes,
     settings_for_nodes,
 )
-from nest_megatron.integrations.typed_command import command_of_plan, read_request
+from nest_megatron.integrations.typed_command import (
+    command_of_plan,
+    kept_command,
+    read_request,
+)
 from nest_megatron.plain import frozen
 from nest_megatron.report.console import print_notes, progress, say, show, show_json
 from nest_megatron.report.plan_rows import (
@@ -64,13 +68,7 @@ def run_plan_table(options: PlanOptions, nodes: str) -> int:
         if (command := options.command()) is None:
             job = table_job(composed)
         else:
-            own, request = read_request(
-                command.text,
-                composed,
-                free=command.free,
-                version=command.version,
-                strict=command.strict,
-            )
+            own, request = read_request(command, composed)
             job = TableJob(
                 request=request,
                 version=own.version,
@@ -139,11 +137,11 @@ def run_scaling(options: PlanOptions, gpus: str) -> int:
     each = [(*same, Setting(key=_SIZE, value=str(size))) for size in sizes]
     command = options.command()
     if command is not None:
-        command = command.recorded(compose(with_defaults(each[0]), options.config_dir))
+        command = kept_command(command, compose(with_defaults(each[0]), options.config_dir))
         print_notes(command.notes)
     jobs = [sweep_job(job, [_SIZE], options.config_dir, command) for job in each]
     if command is not None:
-        command.content(jobs[0].composed())  # what cannot be read is so in all
+        command_content(command, jobs[0].composed())  # what cannot be read is so in all
     swept_jobs = run_jobs(jobs, _sweep_options(settings, launcher))
     found, job = Scaling(rows=tuple(swept_jobs.rows)), " ".join(map(str, same))
     if options.html is not None:

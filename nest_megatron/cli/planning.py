@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nest_megatron.api import Plan, planned_command
-from nest_megatron.api.jobs import TypedCommand, estimate_job, plan_job
+from nest_megatron.api.jobs import estimate_job, estimate_typed, plan_job, plan_typed
 from nest_megatron.cli.command_kinds import forced
 from nest_megatron.cluster.placement import (
     Launcher,
@@ -32,6 +32,7 @@ from nest_megatron.cost_model.memory import within_error
 from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import check_output, is_standard_output, write_text
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
+from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan, script_words
 from nest_megatron.plain import frozen, to_plain
@@ -158,8 +159,7 @@ class CommandOptions:
         if text is None:
             return None
         free = tuple(name for name in self.free.split(",") if name.strip())
-        version = self.megatron_version
-        return TypedCommand(text=text, free=free, version=version, strict=self.strict)
+        return TypedCommand(text=text, free=free, version=self.megatron_version, strict=self.strict)
 
     def require_command(self) -> None:
         """Refuse options that go with --from alone."""
@@ -274,7 +274,7 @@ def run_estimate(options: EstimateOptions) -> int:
     options.require_command()
     composed = composed_settings(parse(options.overrides), options.config_dir)
     command = options.command()
-    found = estimate_job(composed) if command is None else Plan(record=command.typed(composed))
+    found = estimate_job(composed) if command is None else estimate_typed(command, composed)
     _tell(found, composed, options)
     predicted = found.predicted
     may_fit = within_error(predicted.peak_memory_bytes, predicted.capacity_bytes)
@@ -303,7 +303,9 @@ def _planned(
                 composed, begun_s=options.begun_s, shortlist=options.shortlist, on_progress=report
             )
             return found, []
-        planned = command.planned(composed, options.begun_s, report, shortlist=options.shortlist)
+        planned = plan_typed(
+            command, composed, options.begun_s, report, shortlist=options.shortlist
+        )
     return planned_command(planned, composed), _command_parts(planned, with_reasons=options.full)
 
 
@@ -319,8 +321,7 @@ def _command_parts(found: CommandPlan, *, with_reasons: bool) -> list[Renderable
         return [*changed, ""] if changes else ["The recipe is already the plan.\n"]
     launch = found.plan.launch[LAUNCHER]
     secret = {name: text for name, text in command.environment.items() if is_secret(name)}
-    given = {**secret, **launch.environment}
-    before = [(name, value) for name, value in given.items() if value is not None]
+    before = {**secret, **launch.variables}.items()
     return [
         *(changed if changes else ["Your command is already the plan."]),
         "\nThe command\n",

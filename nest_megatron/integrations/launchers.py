@@ -105,9 +105,6 @@ class LaunchPlace:
     gpus_per_node: int | None = None
 
 
-NOWHERE = LaunchPlace()
-
-
 #: Names of variables that should be in no log.
 _SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)
 
@@ -178,7 +175,7 @@ def with_num_nodes(words: Sequence[str], num_nodes: int) -> list[str]:
     return found
 
 
-def launched_ranks(words: Sequence[str], place: LaunchPlace = NOWHERE) -> LaunchedRanks:
+def launched_ranks(words: Sequence[str], place: LaunchPlace | None = None) -> LaunchedRanks:
     """How many ranks a launch has.
 
     Args:
@@ -191,7 +188,7 @@ def launched_ranks(words: Sequence[str], place: LaunchPlace = NOWHERE) -> Launch
     >>> found.num_ranks, found.num_nodes, found.notes
     (16, 2, ('--nnodes 1:2 is a range; its largest, 2 nodes, is planned.',))
     """
-    return _Launch(words, place).read()
+    return _Launch(words, place or LaunchPlace()).read()
 
 
 def header_options(script: str) -> tuple[str, ...]:

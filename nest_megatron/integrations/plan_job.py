@@ -1,4 +1,4 @@
-"""The job of a plan file, as its fields and settings state it, to be planned again."""
+"""Jobs that are read later: of a command as typed, and of a plan file, to be planned again."""
 
 from __future__ import annotations
 
@@ -32,6 +32,29 @@ from nest_megatron.planner import Request
 from nest_megatron.planner.layouts import describe_space
 from nest_megatron.profile.records import ANALYTIC_NAME, ProfileMode
 from nest_megatron.solver.space import DEGREES
+
+
+@frozen
+class TypedCommand:
+    """A command as a user types it, of Megatron-LM or of a recipe.
+
+    Args:
+        text: the command, or its words; those of a script's launch once that was run.
+        free: parallel flags that the search may change, or ``all``; of a recipe what leaves the
+            format of its checkpoints, where nothing is named.
+        version: the release whose flags it uses, as of ``megatron_version``.
+        strict: refuse flags that Megatron-LM does not have.
+        folder: in which its script starts it; ``""`` where that is not known.
+        notes: what was assumed of the script, one sentence each.
+    """
+
+    text: str | tuple[str, ...]
+    free: tuple[str, ...] = ()
+    version: str | None = None
+    strict: bool = False
+    folder: str = ""
+    notes: tuple[str, ...] = ()
+
 
 _PLAIN = (bool, int, float, str, list, dict, type(None))
 #: Fields of a job that the plan's file does not say elsewhere, and that are not of the process

@@ -63,7 +63,7 @@ from nest_megatron.version import __version__
 
 
 def pin_plan(
-    path: Path, *, by: str | None = None, note: str = "", release: str | None = None
+    path: Path, *, by: str | None, note: str, release: str | None
 ) -> PinnedPlan | PinnedTable:
     """The contents of a pinned file, of plans that fit and that Megatron launches.
 
@@ -340,7 +340,7 @@ def explanation(
     plan: ParallelPlan,
     times: LayerTimes | None,
     differences: Sequence[Mapping[str, Seconds] | None],
-    pin: Pin | None = None,
+    pin: Pin | None,
 ) -> Iterator[RenderableType]:
     """The parts of the report; a text is to be shown as it stands.
 
@@ -380,7 +380,7 @@ def explanation(
 
 
 def launched_report(
-    plan: ParallelPlan, changes: Iterable[Change], notes: Sequence[str] = (), what: str = "flags"
+    plan: ParallelPlan, changes: Iterable[Change], notes: Sequence[str], what: str = "flags"
 ) -> RenderableType:
     """The plan in a few lines, what it changes in a job's flags or fields, and what was assumed."""
     rows = change_rows(changes)

@@ -22,7 +22,7 @@ from nest_megatron.config.job import Job
 from nest_megatron.config.overrides import first_line
 from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.integrations import megatron_bridge, nemo
-from nest_megatron.integrations.launchers import NOWHERE, LaunchPlace
+from nest_megatron.integrations.launchers import LaunchPlace
 from nest_megatron.integrations.megatron_lm.parser import (
     CommandText,
     SplitCommand,
@@ -43,7 +43,7 @@ _SWITCHES = (
 
 def read_recipe(
     text: CommandText,
-    place: LaunchPlace = NOWHERE,
+    place: LaunchPlace | None = None,
     *,
     assume_harmless: Sequence[str] = (),
     vocab_size: int | None = None,

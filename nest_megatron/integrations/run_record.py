@@ -63,7 +63,7 @@ def new_run(
     plan: ParallelPlan,
     hosts: Sequence[str],
     environment: Mapping[str, str],
-    launch: Launch | None = None,
+    launch: Launch | None,
 ) -> RunRecord:
     """The record of a run that begins.
 

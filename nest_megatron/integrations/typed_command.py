@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from nest_megatron.cluster.placement import torchrun_words
 from nest_megatron.cluster.records import Cluster
@@ -53,7 +52,7 @@ from nest_megatron.integrations.megatron_lm.present_layout import (
 )
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters, kept_flags
-from nest_megatron.integrations.plan_job import with_origin
+from nest_megatron.integrations.plan_job import TypedCommand, with_origin
 from nest_megatron.integrations.restore import restored_by_command
 from nest_megatron.integrations.vocabulary import is_assumed
 from nest_megatron.layout.diff import Change
@@ -72,31 +71,17 @@ from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Seconds
 
 
-def read_request(
-    text: CommandText,
-    composed: Settings,
-    *,
-    free: Collection[str],
-    version: str | None,
-    strict: bool = False,
-) -> tuple[Job, Request]:
+def read_request(typed: TypedCommand, composed: Settings) -> tuple[Job, Request]:
     """Read a command; settings on our own command line win over it.
-
-    Args:
-        free: parallel flags of the command that the search may change, or ``all``; of a recipe what
-            leaves the format of its checkpoints, where nothing is named.
-        version: the release whose flags it uses, as of ``megatron_version``.
-        strict: refuse flags that Megatron-LM does not have.
 
     Raises:
         UserInputError: for a command that cannot be read, or a setting that cannot be kept.
     """
-    job, cluster = read_typed(text, composed, version=version, strict=strict)
+    job, cluster = read_typed(typed, composed)
     if (command := job.command) is None:
-        job = replace(job, free=free_parameters(free or None))
+        job = replace(job, free=free_parameters(typed.free or None))
     else:
-        names = (free,) if isinstance(free, str) else tuple(free)
-        job = replace(job, free=names)
+        job = replace(job, free=typed.free)
         if (restored := restored_by_command(command.values)) is not None:
             job = replace(
                 job,
@@ -107,14 +92,12 @@ def read_request(
     return job, job_request(job, cluster, composed)
 
 
-def read_typed(
-    text: CommandText, composed: Settings, *, version: str | None, strict: bool = False
-) -> tuple[Job, Cluster]:
+def read_typed(typed: TypedCommand, composed: Settings) -> tuple[Job, Cluster]:
     """The job of a command, and where it runs; errors as of ``read_request``."""
-    job = _read(composed, text, version)
+    job = _read(typed, composed)
     command = job.command
     flags = [word for word in job.passthrough if word.startswith("--")]  # a recipe has none
-    if strict and flags:
+    if typed.strict and flags:
         said = [note for note in job.notes if note.endswith("?")]  # Did you mean ...
         raise UserInputError(
             "--from",
@@ -149,7 +132,7 @@ def read_typed(
 
 
 def read_model(
-    composed: Settings, text: CommandText | None, version: str | None
+    text: str | tuple[str, ...] | None, version: str | None, composed: Settings
 ) -> tuple[TransformerSpec, Values]:
     """The model, and the values of the command's flags.
 
@@ -161,11 +144,11 @@ def read_model(
     """
     if text is None:
         return read_spec(composed), {}
-    job = _read(composed, text, version)
+    job = _read(TypedCommand(text=text, version=version), composed)
     return job.spec, job.values
 
 
-def _read(composed: Settings, text: CommandText, version: str | None) -> Job:
+def _read(typed: TypedCommand, composed: Settings) -> Job:
     """The job of a command, its embedding padded by its own tensor-parallel size; a recipe's."""
     model = composed.model
     if model is not None:
@@ -175,6 +158,7 @@ def _read(composed: Settings, text: CommandText, version: str | None) -> Job:
             "with --from the model comes from the command",
             "Leave model out, or change the command.",
         )
+    text = typed.text
     launch = _launch(text, composed)
     place = LaunchPlace(
         environment=launch.environment,
@@ -184,7 +168,7 @@ def _read(composed: Settings, text: CommandText, version: str | None) -> Job:
     if not launch.notes and (recipe := _read_recipe(composed, text, place)) is not None:
         return recipe
     try:
-        version, notes = _release_of_tree(launch, composed, version)
+        version, notes = _release_of_tree(launch, composed, typed.version)
         command = read_command(launch.words, megatron_version(composed, version), place)
         if not command.argv:
             raise UserInputError(
@@ -288,29 +272,19 @@ def _launch(text: CommandText, composed: Settings) -> RecordedLaunch:
     return script_launch(words, None if composed.cluster is None else read_cluster(composed))
 
 
-class KeptCommand(NamedTuple):
-    """A command that is read again and again, so that its script runs once.
-
-    Args:
-        version: the release whose flags it uses, if it is said or its program lies in a tree.
-        folder: in which the script starts it; ``""`` where that is not known.
-        notes: what was assumed for it.
-    """
-
-    text: str | tuple[str, ...]
-    version: str | None
-    folder: str
-    notes: tuple[str, ...]
-
-
-def kept_command(text: CommandText, composed: Settings, version: str | None) -> KeptCommand:
-    """What words come to, which bash runs where they start a script."""
-    launch = _launch(text, composed)
-    version, notes = _release_of_tree(launch, composed, version)
+def kept_command(typed: TypedCommand, composed: Settings) -> TypedCommand:
+    """What words come to, which bash runs where they start a script, so that it runs once."""
+    launch = _launch(typed.text, composed)
+    version, notes = _release_of_tree(launch, composed, typed.version)
     sizes = slurm_options(launch.header).items()
     said = (f"{SLURM_VARIABLES[option][0]}={value}" for option, value in sizes)
-    words = text if isinstance(text, str) else (*said, *launch.words)
-    return KeptCommand(words, version, launch.folder, (*launch.notes, *notes))
+    return replace(
+        typed,
+        text=typed.text if isinstance(typed.text, str) else (*said, *launch.words),
+        version=version,
+        folder=launch.folder,
+        notes=(*launch.notes, *notes),
+    )
 
 
 @frozen
@@ -329,12 +303,9 @@ class CommandPlan:
 
 
 def plan_command(
-    text: CommandText,
+    typed: TypedCommand,
     composed: Settings,
     *,
-    free: Collection[str],
-    version: str | None,
-    strict: bool = False,
     begun_s: Seconds | None = None,
     shortlist: bool = False,
     on_progress: Progress | None = None,
@@ -342,7 +313,6 @@ def plan_command(
     """Plan a command, or the script that launches it; settings win over its flags.
 
     Args:
-        free, strict: as for ``read_request``.
         begun_s: when ``search.max_seconds`` began (``time.monotonic``).
 
     Raises:
@@ -350,7 +320,7 @@ def plan_command(
         SearchEndedError: if time ended the search before it had a plan.
         UserInputError: for a command that cannot be read, or a setting that cannot be kept.
     """
-    job, request = read_request(text, composed, free=free, version=version, strict=strict)
+    job, request = read_request(typed, composed)
     request = replace(request, begun_s=begun_s, shortlist=shortlist)
     found = require_plan(find_plan(request, on_progress), request.notes)
     return command_of_plan(job, request, composed, found)
@@ -391,19 +361,14 @@ def _with_size_note(plan: ParallelPlan, command: ReadCommand) -> ParallelPlan:
     return replace(plan, notes=(*plan.notes, note))
 
 
-def estimate_command(
-    text: CommandText, composed: Settings, *, version: str | None, strict: bool = False
-) -> CommandPlan:
+def estimate_command(typed: TypedCommand, composed: Settings) -> ParallelPlan:
     """Price a command, or the script that launches it, as it is typed.
-
-    Args:
-        strict: refuse flags that Megatron-LM does not have.
 
     Raises:
         UserInputError: for a command that cannot be read, that Megatron refuses, with its rule, or
             a setting of the layout, which is the command's.
     """
-    job, cluster = read_typed(text, composed, version=version, strict=strict)
+    job, cluster = read_typed(typed, composed)
     for name in sorted(composed.given):
         if name.startswith("parallel."):
             limit, fix = "the layout is that of the command", "Give its flag with --set."
@@ -422,7 +387,7 @@ def estimate_command(
             launcher=tuple(without_secret_values(command.launcher)),
         )
         found = replace(_with_size_note(found, command), launch={LAUNCHER: launch})
-    return CommandPlan(job=job, request=request, plan=found, changes=())
+    return found
 
 
 def before_and_after(found: CommandPlan, composed: Settings) -> BeforeAfter:

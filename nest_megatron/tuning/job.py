@@ -16,6 +16,7 @@ from nest_megatron.history.store import VARIABLE
 from nest_megatron.integrations.launchers import TORCHRUN
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.megatron_lm.changed_command import short_run
+from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.typed_command import command_of_plan, read_request
 from nest_megatron.layout.plan import ParallelPlan, launch_size, script_words
 from nest_megatron.layout.policy import require_allowed
@@ -198,10 +199,9 @@ def read_tuned(
         NothingFitsError: if no plan is predicted to fit in memory.
         UserInputError: for a command that cannot be read or planned.
     """
-    names = [name for name in started.free.split(",") if name.strip()]
-    job, request = read_request(
-        started.command, composed, free=names, version=started.megatron_version
-    )
+    names = tuple(name for name in started.free.split(",") if name.strip())
+    typed = TypedCommand(text=started.command, free=names, version=started.megatron_version)
+    job, request = read_request(typed, composed)
     if job.command is None:
         raise UserInputError(
             "--from",

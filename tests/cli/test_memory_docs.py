@@ -20,6 +20,7 @@ from nest_megatron.cost_model.memory import capacity_bytes
 from nest_megatron.cost_model.memory_flags import NOT_MODELLED, READ
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
@@ -53,7 +54,7 @@ ROWS = {
 def memory_gib(command: str, context_ranks: int = 1) -> list[float]:
     """Terms of the memory of one GPU, and their sum, in the layout of the script."""
     composed = compose(parse(["cluster=dgx_h100"]), None)
-    _, inputs = read_request(command, composed, free=(), version="0.16")
+    _, inputs = read_request(TypedCommand(text=command, version="0.16"), composed)
     grid = PartialLayout(
         dims=ParallelDims(
             context_parallel_size=context_ranks, data_parallel_size=8 // context_ranks

@@ -15,6 +15,7 @@ from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.cost_model.memory import PEAK_ERROR
 from nest_megatron.cost_model.traits import ExecutionTraits
+from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
@@ -44,12 +45,12 @@ def composed(*settings: str) -> Settings:
 
 
 def searched(command: str, *settings: str) -> ParallelPlan | NoPlan:
-    _, wanted = read_request(command, composed(*settings), free=(), version="0.16")
+    _, wanted = read_request(TypedCommand(text=command, version="0.16"), composed(*settings))
     return find_plan(dataclasses.replace(wanted, num_alternatives=0))
 
 
 def traits_of(command: str) -> ExecutionTraits:
-    _, request = read_request(command, composed(), free=(), version="0.16")
+    _, request = read_request(TypedCommand(text=command, version="0.16"), composed())
     return request.settings.traits
 
 

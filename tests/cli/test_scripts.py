@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.api.jobs import TypedCommand
+from nest_megatron.api.jobs import estimate_typed
 from nest_megatron.cli.tuning import TuneOptions
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.integrations import dry_run as dry
+from nest_megatron.integrations.plan_job import TypedCommand
+from nest_megatron.integrations.typed_command import kept_command
 from tests.cli.runs import run
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
@@ -107,10 +109,9 @@ def test_a_script_of_several_plans_runs_once(
     words = ("sbatch", str(script))
     settings = (CLUSTER, "model.vocab_size=131072")
     composed = compose(parse(settings))
-    typed: dict[str, Any] = {"free": (), "version": "0.16", "strict": False}
-    command = TypedCommand(text=words, **typed).recorded(composed)
-    assert command.recorded(composed).text == command.text
-    assert command.typed(composed).layout.num_gpus == 16
+    command = kept_command(TypedCommand(text=words, version="0.16"), composed)
+    assert kept_command(command, composed).text == command.text
+    assert estimate_typed(command, composed).layout.num_gpus == 16
     options: dict[str, Any] = dict.fromkeys(TuneOptions.__dataclass_fields__)
     options |= {"launcher": "auto", "launcher_options": (), "run_timeout_minutes": 1.0}
     options |= {"overrides": settings, "from_command": words}

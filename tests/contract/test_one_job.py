@@ -17,6 +17,7 @@ from nest_megatron.integrations.megatron_lm.planning import job_request
 from nest_megatron.integrations.megatron_lm.read import job_from_values, read_job
 from nest_megatron.integrations.megatron_lm.write import model_argv
 from nest_megatron.integrations.nemo import read_recipe as read_nemo
+from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Request
@@ -83,7 +84,9 @@ def test_every_job_becomes_the_planners_request_in_one_way() -> None:
 def test_a_command_keeps_what_it_was_read_from() -> None:
     composed = compose(parse(["cluster=dgx_h100"]))
     text = "torchrun --nproc-per-node 8 pretrain_gpt.py " + " ".join(model_argv(LLAMA))
-    job, request = read_request(f"{text} --bf16", composed, free=("all",), version="0.16")
+    job, request = read_request(
+        TypedCommand(text=f"{text} --bf16", free=("all",), version="0.16"), composed
+    )
     assert job.command is not None
     assert job.command.script == "pretrain_gpt.py"
     assert (job.free, job.free_option) == (("all",), "--free")

@@ -27,6 +27,7 @@ from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm import parser
 from nest_megatron.integrations.megatron_lm.attach import with_launch
+from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.recipe_plan import require_plannable
 from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, RELEASES
@@ -186,7 +187,9 @@ def test_a_newer_release_is_the_newest_known_and_a_plan_says_so(release: str) ->
     assert f"megatron_lm_{release} is newer" in said
     assert "megatron_lm_0.20" in said
     assert target_named("megatron_lm_0.19.2") is TARGETS["megatron_lm_0.19"]
-    job, _ = read_request(FLAGS, compose(parse(["cluster=dgx_h100"])), free=(), version=release)
+    job, _ = read_request(
+        TypedCommand(text=FLAGS, version=release), compose(parse(["cluster=dgx_h100"]))
+    )
     assert [note for note in job.notes if f"megatron_lm_{release} is newer" in note]
 
 
@@ -221,7 +224,7 @@ FLAGS = (
 
 def read_flags(flags: str, version: str = "0.16") -> Job:
     composed = compose(parse(["cluster=dgx_h100"]))
-    return read_request(f"{FLAGS} {flags}", composed, free=(), version=version)[0]
+    return read_request(TypedCommand(text=f"{FLAGS} {flags}", version=version), composed)[0]
 
 
 def execution_of_job(flags: str) -> Execution:
@@ -245,11 +248,11 @@ def test_a_command_that_names_no_dispatcher_gets_the_one_that_a_plan_writes() ->
 
 def test_a_command_runs_on_its_own_release() -> None:
     composed = compose(parse(["cluster=dgx_h100"]))
-    _, request = read_request(FLAGS, composed, free=(), version="0.20")
+    _, request = read_request(TypedCommand(text=FLAGS, version="0.20"), composed)
     assert request.settings.target == "megatron_lm_0.20"
     composed = compose(parse(["cluster=dgx_h100", "target=nemo_2.7"]))
     with pytest.raises(UserInputError, match="the job runs on Megatron-LM"):
-        read_request(FLAGS, composed, free=(), version="0.16")
+        read_request(TypedCommand(text=FLAGS, version="0.16"), composed)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from nest_megatron.api.results import Plan
 from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.typed_command import (
     CommandPlan,
     before_and_after,
@@ -44,12 +45,12 @@ def settings(*words: str) -> Settings:
 
 
 def typed(command: str, *words: str) -> ParallelPlan:
-    return estimate_command(command, settings(*words), version="0.16").plan
+    return estimate_command(TypedCommand(text=command, version="0.16"), settings(*words))
 
 
 def compared(command: str, *words: str) -> tuple[CommandPlan, BeforeAfter]:
     composed = settings("search.num_alternatives=1", *words)
-    found = plan_command(command, composed, free=["all"], version="0.16")
+    found = plan_command(TypedCommand(text=command, free=("all",), version="0.16"), composed)
     return found, before_and_after(found, composed)
 
 
@@ -234,11 +235,11 @@ def test_what_one_flag_alone_breaks_is_changed_together_with_its_rule() -> None:
 
 def test_a_command_that_is_the_plan_has_no_changes() -> None:
     composed = settings("search.num_alternatives=1")
-    found = plan_command(DENSE, composed, free=["all"], version="0.16")
+    found = plan_command(TypedCommand(text=DENSE, free=("all",), version="0.16"), composed)
     command = found.job.command
     assert command is not None
     words = [*command.launcher, command.script, *found.plan.launch["megatron_lm"].argv]
-    again = plan_command(words, composed, free=[], version="0.16")
+    again = plan_command(TypedCommand(text=words, version="0.16"), composed)
     both = before_and_after(again, composed)
     assert both.changes is not None
     assert both.before is not None

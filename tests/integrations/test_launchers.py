@@ -18,6 +18,7 @@ from nest_megatron.integrations.launchers import (
     launched_ranks,
     with_variables,
 )
+from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.typed_command import read_typed
 
 NODE = LaunchPlace(gpus_per_node=8)
@@ -99,7 +100,9 @@ def test_what_is_not_said_is_not_assumed(launch: str, why: str) -> None:
     found = launched_ranks(launch.split(), NODE)
     assert found.num_ranks is None
     with pytest.raises(UserInputError, match=why) as raised:
-        read_typed(f"{launch} {JOB}", composed(["cluster=dgx_h100"]), version="0.16")
+        read_typed(
+            TypedCommand(text=f"{launch} {JOB}", version="0.16"), composed(["cluster=dgx_h100"])
+        )
     assert "cluster.num_gpus=" in raised.value.fix
 
 
@@ -163,28 +166,30 @@ def test_count_that_is_no_number_is_refused(value: str) -> None:
 
 def test_size_of_a_described_cluster_is_taken_and_told(tmp_path: Path) -> None:
     catalogue = composed(["cluster=dgx_h100", "cluster.num_gpus=24"])
-    _, cluster = read_typed(JOB, catalogue, version="0.16")
+    _, cluster = read_typed(TypedCommand(text=JOB, version="0.16"), catalogue)
     assert cluster.num_gpus == 24
     path = tmp_path / "mine.yaml"
     path.write_text("defaults: [dgx_h100]\nname: mine\nnum_gpus: 24\n", encoding="utf-8")
-    job, cluster = read_typed(JOB, composed([f"cluster={path}"]), version="0.16")
+    job, cluster = read_typed(TypedCommand(text=JOB, version="0.16"), composed([f"cluster={path}"]))
     assert (cluster.num_gpus, job.num_gpus) == (24, 24)
     assert "Nothing says how many ranks there are; cluster mine has 24 GPUs" in job.notes[-1]
-    _, cluster = read_typed(f"torchrun {JOB}", composed([f"cluster={path}"]), version="0.16")
+    _, cluster = read_typed(
+        TypedCommand(text=f"torchrun {JOB}", version="0.16"), composed([f"cluster={path}"])
+    )
     assert cluster.num_gpus == 1
 
 
 def test_nodes_that_are_not_the_clusters_are_told() -> None:
     words = ["cluster=dgx_h100"]
     launch = "deepspeed --num_gpus 4 --num_nodes 4"
-    job, cluster = read_typed(f"{launch} {JOB}", composed(words), version="0.16")
+    job, cluster = read_typed(TypedCommand(text=f"{launch} {JOB}", version="0.16"), composed(words))
     assert cluster.num_gpus == 16
     assert job.notes[-1] == (
         "The job has 4 ranks on each of 4 nodes; those of dgx_h100 have 8 GPUs, and the "
         "plan takes whole nodes."
     )
     for launch in ("deepspeed --num_gpus 4", "torchrun --nnodes 2 --nproc-per-node 8"):
-        job, _ = read_typed(f"{launch} {JOB}", composed(words), version="0.16")
+        job, _ = read_typed(TypedCommand(text=f"{launch} {JOB}", version="0.16"), composed(words))
         assert not any("whole nodes" in note for note in job.notes)
 
 

@@ -14,6 +14,7 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
+from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.typed_command import estimate_command, plan_command
 from nest_megatron.layout.rulebook.facts import RELEASES
 from nest_megatron.model.execution import Execution
@@ -37,7 +38,7 @@ ALSO = {
 
 def is_legal(command: str, version: str) -> bool:
     try:
-        estimate_command(command, compose(parse(NODE)), version=version)
+        estimate_command(TypedCommand(text=command, version=version), compose(parse(NODE)))
     except UserInputError:
         return False
     return True
@@ -54,7 +55,7 @@ def named_but_not_typed(error: UserInputError, flags: Mapping[str, Sequence[str]
 def refusal(command: str, version: str) -> UserInputError | None:
     """Why there is no plan; ``None`` for a plan, and for one that does not fit."""
     try:
-        plan_command(command, compose(parse([*NODE, *NOMINAL])), free=[], version=version)
+        plan_command(TypedCommand(text=command, version=version), compose(parse([*NODE, *NOMINAL])))
     except NothingFitsError:
         return None
     except UserInputError as error:
@@ -145,7 +146,9 @@ def test_a_typed_round_of_virtual_stages_stays(group: str, batch: str) -> None:
     flags = {**ROUNDS, "--global-batch-size": [batch], flag: [group]}
     command = command_of(flags)
     assert is_legal(command, "0.16")
-    found = plan_command(command, compose(parse([*NODE, *NOMINAL])), free=[], version="0.16").plan
+    found = plan_command(
+        TypedCommand(text=command, version="0.16"), compose(parse([*NODE, *NOMINAL]))
+    ).plan
     assert found.arguments["virtual_pipeline_model_parallel_size"] == 3
     argv = found.launch[LAUNCHER].argv
     assert argv[argv.index(flag) + 1] == group

@@ -20,6 +20,7 @@ from nest_megatron.integrations import nemo, recipe_command
 from nest_megatron.integrations.megatron_lm.planning import job_request
 from nest_megatron.integrations.megatron_lm.present_layout import typed_plan
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters
+from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.layout.recompute import NO_RECOMPUTE, RecomputeGranularity
 from nest_megatron.model.spec import TransformerSpec
@@ -53,7 +54,7 @@ def of_job(job: Job, *settings: str) -> Request:
 
 def of_command(text: str, *settings: str) -> Request:
     composed = compose(parse(["cluster=dgx_h100", *settings]))
-    return read_request(text, composed, free=["all"], version="0.16")[1]
+    return read_request(TypedCommand(text=text, free=("all",), version="0.16"), composed)[1]
 
 
 def micro_batches(request: Request) -> set[int]:
@@ -219,7 +220,9 @@ def test_a_recipe_says_every_field_and_a_command_those_that_are_typed() -> None:
     assert len(kept.rank_orders) == 1
     free = of_recipe(llama()).space
     assert (free.recompute, free.even_stages, free.fixed) == (None, False, {})
-    typed = read_request(WORDS, compose(parse(["cluster=dgx_h100"])), free=[], version="0.16")[1]
+    typed = read_request(
+        TypedCommand(text=WORDS, version="0.16"), compose(parse(["cluster=dgx_h100"]))
+    )[1]
     assert (typed.space.recompute, typed.space.even_stages) == (None, False)
     assert "virtual_pipeline_model_parallel_size" not in typed.space.fixed
 

@@ -7,6 +7,7 @@ import pytest
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.typed_command import estimate_command
 from tests.integrations.legal_commands import command_of
 from tests.integrations.test_legal_commands import BASE, NODE, is_legal, refusal
@@ -75,5 +76,5 @@ def test_local_layers_have_no_context_parallelism() -> None:
 
 def as_typed(command: str) -> str:
     with pytest.raises(UserInputError) as caught:
-        estimate_command(command, compose(parse(NODE)), version="0.16")
+        estimate_command(TypedCommand(text=command, version="0.16"), compose(parse(NODE)))
     return str(caught.value)

@@ -11,6 +11,7 @@ from nest_megatron.config.launch import read_words
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
+from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.typed_command import read_typed
 from tests.cli.runs import run
 
@@ -25,7 +26,7 @@ VOCABULARY = "flags=--vocab-size=131072"
 
 def read(*settings: str, command: str = COMMAND) -> ReadCommand:
     composed = compose(parse(["cluster=dgx_h100", *settings]))
-    job, _ = read_typed(command, composed, version="0.16")
+    job, _ = read_typed(TypedCommand(text=command, version="0.16"), composed)
     assert job.command is not None
     return job.command
 

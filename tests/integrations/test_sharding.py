@@ -19,6 +19,7 @@ from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.planning import require_planned
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.search_space import free_parameters
+from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.typed_command import plan_command, read_request
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
@@ -48,7 +49,9 @@ def planned(
 ) -> tuple[ParallelPlan, Mapping[str, object]]:
     composed = compose(parse(["cluster=dgx_h100", "search.num_alternatives=0", *settings]))
     names = free.split(",") if free else []
-    read, request = read_request(command, composed, free=names, version=version)
+    read, request = read_request(
+        TypedCommand(text=command, free=tuple(names), version=version), composed
+    )
     found = plan(request)
     assert isinstance(found, ParallelPlan)
     assert read.command is not None
@@ -303,7 +306,9 @@ def test_gradients_are_priced_and_written_as_the_optimizer_reduces_them(
 ) -> None:
     command = job(f"--optimizer {optimizer}")
     composed = compose(parse(["cluster=dgx_h100", "search.num_alternatives=0"]))
-    found = plan_command(command, composed, free=["zero_stage"], version=version)
+    found = plan_command(
+        TypedCommand(text=command, free=("zero_stage",), version=version), composed
+    )
     settings = restored_settings(found.plan.provenance.settings)
     argv = found.plan.launch["megatron_lm"].argv
     told = (found.plan.arguments["overlap_grad_reduce"], "--overlap-grad-reduce" in argv)

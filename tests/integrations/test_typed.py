@@ -15,6 +15,7 @@ from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.integrations.megatron_lm.attach import require_kept, rewrite_command
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.search_space import kept_flags
+from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.typed_command import kept_command, read_request
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import NO_RECOMPUTE
@@ -46,7 +47,9 @@ def asked(flags: str, free: str = "") -> tuple[ReadCommand, frozenset[str], Para
     """A command, its flags that stay, and its plan."""
     composed = compose(parse(["cluster=dgx_h100", "search.num_alternatives=0"]))
     names = free.split(",") if free else []
-    read, request = read_request(job(flags), composed, free=names, version="0.16")
+    read, request = read_request(
+        TypedCommand(text=job(flags), free=tuple(names), version="0.16"), composed
+    )
     found = plan(request)
     assert isinstance(found, ParallelPlan)
     assert read.command is not None
@@ -135,21 +138,24 @@ def test_a_program_in_a_tree_of_megatron_has_the_release_of_the_tree(
     command = job("")
     (tmp_path / "pretrain_gpt.py").touch()
     composed = compose(parse(["cluster=dgx_h100"]))
-    assert read_request(command, composed, free=(), version=None)[0].version == "0.19"
+    assert read_request(TypedCommand(text=command), composed)[0].version == "0.19"
     script = tmp_path / "train.sh"
     script.write_text(f"cd {tmp_path}\n{command}\n")
-    found = read_request(["bash", str(script)], composed, free=(), version=None)[0]
+    found = read_request(TypedCommand(text=("bash", str(script))), composed)[0]
     assert found.version == planned
-    kept = kept_command(["bash", str(script)], composed, None)
-    assert read_request(kept.text, composed, free=(), version=kept.version)[0].version == planned
+    kept = kept_command(TypedCommand(text=("bash", str(script))), composed)
+    assert (
+        read_request(TypedCommand(text=kept.text, version=kept.version), composed)[0].version
+        == planned
+    )
     done = run("tune", "cluster=dgx_h100", "--", "bash", str(script))
     assert (done.code, f"cd {tmp_path}" in done.err) == (2, True)
     monkeypatch.chdir(tmp_path)
-    found = read_request(command, composed, free=(), version=None)[0]
+    found = read_request(TypedCommand(text=command), composed)[0]
     assert found.version == planned
     assert any(str(tmp_path) in note for note in (found.command and found.command.notes) or ())
     named = compose(parse(["cluster=dgx_h100", "target=megatron_lm_0.18"]))
-    assert read_request(command, named, free=(), version=None)[0].version == "0.18"
+    assert read_request(TypedCommand(text=command), named)[0].version == "0.18"
 
 
 def test_rows_that_are_only_assumed_are_not_written() -> None:

@@ -24,6 +24,7 @@ from nest_megatron.integrations.megatron_lm.attach import (
     with_launch,
 )
 from nest_megatron.integrations.megatron_lm.parser import read_command
+from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.batch_schedule import BatchSchedule, read_schedule
@@ -112,7 +113,7 @@ FIXED = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stag
 def planned(version: str) -> ParallelPlan:
     composed = compose(parse(["cluster=dgx_h100"]))
     flags = FIXED + GROWING[version][0]
-    job, request = read_request(JOB + flags, composed, free=(), version=version)
+    job, request = read_request(TypedCommand(text=JOB + flags, version=version), composed)
     assert not job.capturable
     found = plan(request)
     assert isinstance(found, ParallelPlan)
@@ -235,7 +236,9 @@ def test_settings_that_a_target_does_not_have(settings: tuple[str, ...], limit: 
 
 def test_0_20_takes_no_notice_of_a_ramp() -> None:
     composed = compose(parse(["cluster=dgx_h100"]))
-    job, request = read_request(JOB + GROWING["0.16"][0], composed, free=(), version="0.20")
+    job, request = read_request(
+        TypedCommand(text=JOB + GROWING["0.16"][0], version="0.20"), composed
+    )
     assert job.batch_schedule is None
     assert request.space.batch_unit is None
     assert any("ignores --rampup-batch-size" in note for note in job.notes)

@@ -11,6 +11,7 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
+from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.layout.cuda_graphs import CudaGraphs, cuda_graphs, kept_modules
 from nest_megatron.layout.dims import ParallelDims
@@ -111,7 +112,7 @@ def test_a_search_keeps_to_them() -> None:
     flags = "--global-batch-size 64 --cuda-graph-impl local --num-experts 8 --disable-bias-linear"
     expert_sizes = {}
     for version in ("0.16", "0.20"):
-        _, request = read_request(COMMAND + flags, composed, free=[], version=version)
+        _, request = read_request(TypedCommand(text=COMMAND + flags, version=version), composed)
         grids = GridSpace(request.cost_model(), request.global_batch_size, request.space)
         tried = {kind for grid in families(grids) for kind in grids.recompute_settings(grid)}
         assert tried

@@ -19,6 +19,7 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.integrations.megatron_lm.changed_command import with_checkpoint_arguments
 from nest_megatron.integrations.megatron_lm.parser import read_argv
+from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.typed_command import read_request
 from tests.megatron_lm.ask import checkout_version
 from tests.megatron_lm.training import DENSE, HOME, ON_CPU, TRAINING, alone, run
@@ -123,5 +124,7 @@ def test_a_job_is_planned_from_its_checkpoint_before_it_and_inside_it(tmp_path: 
     assert inside.code == 0, inside.out[-2000:]
     assert "Megatron's own validation accepts this" in inside.out
     text = f"torchrun --nproc-per-node 8 pretrain_gpt.py {shlex.join(words)}"
-    request = read_request(text, compose(parse(cluster)), free=(), version=checkout_version())[1]
+    request = read_request(
+        TypedCommand(text=text, version=checkout_version()), compose(parse(cluster))
+    )[1]
     assert (request.spec.num_layers, request.spec.hidden_size) == (8, 64)

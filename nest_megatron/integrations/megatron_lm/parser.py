@@ -315,12 +315,7 @@ def split_command(command: CommandText, place: LaunchPlace | None = None) -> Spl
     >>> parts.script, parts.argv, parts.ranks.num_ranks
     ('pretrain_gpt.py', ('--bf16',), 32)
     """
-    from nest_megatron.integrations.launchers import (
-        NOWHERE,
-        assignment,
-        launched_ranks,
-        typed_variables,
-    )
+    from nest_megatron.integrations.launchers import assignment, launched_ranks, typed_variables
 
     words = tokens(command)
     for at, (shell, flags, text) in enumerate(zip(words, words[1:], words[2:], strict=False)):
@@ -337,7 +332,7 @@ def split_command(command: CommandText, place: LaunchPlace | None = None) -> Spl
         launcher=tuple(launcher),
         script=script,
         argv=tuple(argv),
-        ranks=launched_ranks(before, place or NOWHERE),
+        ranks=launched_ranks(before, place),
     )
 
 

@@ -175,7 +175,7 @@ def refusal(request: Request, job: Job, asked: Execution | None = None) -> Refus
         asked: how layers are to run, where not as the layout says.
     """
     but = () if job.command else OF_THE_COMMAND_LINE
-    return lambda variant: refusal_text(request, variant, job.values, job.version, asked, but)
+    return lambda variant: refusal_text(request, variant, job.values, job.version, asked, but=but)
 
 
 def refusal_text(
@@ -184,7 +184,8 @@ def refusal_text(
     values: Values,
     version: str,
     asked: Execution | None = None,
-    but: Collection[str] = (),
+    *,
+    but: Collection[str],
 ) -> str:
     """Who refuses a layout of a job, with the first rule that it breaks; empty for none.
 
