@@ -29,7 +29,7 @@ from nest_megatron.integrations.megatron_lm.agreement import (
     gather,
     propagating_errors,
 )
-from nest_megatron.integrations.megatron_lm.rendezvous import RankContext, TimedStore
+from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 
 SIZES = (64, 1_024, 16_384)
 START_S, WATCHED_S = 2.0, 15.0
@@ -94,6 +94,17 @@ class Client:
             self.memory.changed.notify_all()
 
 
+class Simulated(RendezvousStore):
+    """A rank of the simulation."""
+
+    def __init__(self, context: RankContext, client: Client) -> None:
+        self._client = client
+        super().__init__(context)
+
+    def _connect(self) -> Client:
+        return self._client
+
+
 class EndedError(NestError):
     """The phase was watched for long enough."""
 
@@ -106,13 +117,10 @@ def ranks(world_size: int) -> tuple[list[RendezvousStore], list[Client]]:
         Client(memory).append("roll", json.dumps([rank, "host"]) + "\n")
         Client(memory).add("roll/count", 1)
     clients = [Client(memory), Client(memory)]
-    stores = [
-        RendezvousStore(
-            TimedStore(lambda client=client: client, 20.0, 20.0, "the store"),  # type: ignore[misc]
-            RankContext(rank=rank, world_size=world_size, environment={}),
-        )
-        for rank, client in zip((0, world_size - 1), clients, strict=True)
-    ]
+    stores: list[RendezvousStore] = []
+    for rank, client in zip((0, world_size - 1), clients, strict=True):
+        context = RankContext(rank=rank, world_size=world_size, environment={})
+        stores.append(Simulated(context, client))
     return stores, clients
 
 
@@ -131,7 +139,7 @@ def waits(store: RendezvousStore, ended: threading.Event) -> None:
     world_size, others = store.context.world_size, range(1, store.context.world_size - 2)
     if store.context.rank == 0:
         for rank in others:
-            store.store.call("append", "parts", json.dumps([rank, ""]) + "\n")
+            store.call("append", "parts", json.dumps([rank, ""]) + "\n")
         store.count("parts/count", len(others))
         assert len(others) == world_size - 3
 

@@ -133,10 +133,10 @@ def other_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
     )
     virtual = plan.layout.dims.virtual_pipeline_model_parallel_size > 1
     links = {"overlap_p2p_comm": virtual, "batch_p2p_comm": not virtual}  # ``schedules.py``
-    for path in overlaps:
+    for path in (*overlaps, recipe.model):
         yield from _stale(recipe, plan, path, same_shapes=same_shapes)
-        yield from _overlap(recipe, plan, path, links)
-    yield from _stale(recipe, plan, recipe.model, same_shapes=same_shapes)
+        if path in overlaps:
+            yield from _overlap(recipe, plan, path, links)
     if not overlaps and plan.layout.dims.pipeline_model_parallel_size > 1:
         for name, value in links.items():
             yield f"{recipe.model}.{name}", value, _LINKS

@@ -19,7 +19,7 @@ from typing import Any
 
 from nest_megatron.errors import NestError, UserInputError, require_at_least
 from nest_megatron.history.records import Launch, RunRecord
-from nest_megatron.integrations.megatron_lm.agreement import connect, propagating_errors
+from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore, propagating_errors
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from nest_megatron.integrations.process_variables import with_rank_variables
 from nest_megatron.integrations.recorder import Recorder
@@ -73,7 +73,7 @@ class WatchedLoop:
         )
         try:
             with contextlib.ExitStack() as meeting:
-                store = connect(context) if num_ranks > 1 else None
+                store = RendezvousStore(context) if num_ranks > 1 else None
                 if store is not None:
                     meeting.callback(store.stop_heartbeat)
                 with propagating_errors(store):

@@ -14,7 +14,7 @@ import time
 import torch
 
 from nest_megatron.integrations import recorder as recording
-from nest_megatron.integrations.megatron_lm.agreement import connect
+from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from tests.launch.test_watch import started
 from tests.patience import LONG_S, wait_until
@@ -27,7 +27,9 @@ clock_s = [0.0]
 time.perf_counter = lambda: clock_s[0]
 store = None
 if num_ranks > 1:
-    store = connect(RankContext(rank=rank, world_size=num_ranks, environment=dict(os.environ)))
+    store = RendezvousStore(
+        RankContext(rank=rank, world_size=num_ranks, environment=dict(os.environ))
+    )
     store.stop_heartbeat()
 run = started(num_ranks, id=os.environ.get("NEST_TEST_RUN", "run"), end=None)
 if rank == 0:

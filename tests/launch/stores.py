@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from nest_megatron.errors import NestError
-from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore, connect
+from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from tests.patience import LONG_S, wait_until
 
@@ -53,7 +53,7 @@ def context(rank: int, world_size: int = 3, **changes: Any) -> RankContext:
 
 
 def join(*arguments: Any, **changes: Any) -> RendezvousStore:
-    STORES.append(connect(context(*arguments, **changes)))
+    STORES.append(RendezvousStore(context(*arguments, **changes)))
     return STORES[-1]
 
 

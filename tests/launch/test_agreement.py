@@ -24,7 +24,6 @@ from nest_megatron.integrations.megatron_lm import agreement
 from nest_megatron.integrations.megatron_lm.agreement import (
     RendezvousStore,
     broadcast,
-    connect,
     require_equal,
 )
 from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob
@@ -187,14 +186,14 @@ def test_a_rank_that_falls_silent_after_it_came_is_given_up() -> None:
 
 DYING = """
 import os, signal, sys
-from nest_megatron.integrations.megatron_lm.agreement import broadcast, connect
+from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore, broadcast
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 context = RankContext(rank=0, world_size=2, environment={here!r})
 def solve(hosts):
     hosts()
     print("solving", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
-broadcast(connect(context), solve)
+broadcast(RendezvousStore(context), solve)
 """
 
 
@@ -211,9 +210,9 @@ def test_rank_0_killed_while_solving_ends_the_others() -> None:
 
 STOPPED = """
 import time
-from nest_megatron.integrations.megatron_lm.agreement import connect
+from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
-store = connect(RankContext(rank=0, world_size=2, environment={here!r}))
+store = RendezvousStore(RankContext(rank=0, world_size=2, environment={here!r}))
 print("hosts", flush=True)
 time.sleep(600)
 """
@@ -238,7 +237,7 @@ def test_a_host_of_the_store_that_is_stopped_is_given_up(joined: bool) -> None:
                 join(1, 2, environment=here, rendezvous_timeout_s=8.0)
         else:
             shorten(store, heartbeat_timeout_s=1.0)
-            store.store._limit_s = 1.0
+            store._limit_s = 1.0
             with pytest.raises(NoAgreementError, match="has not answered for 1 s"):
                 require_equal(store, {"--lr": "1"})
     finally:
@@ -251,13 +250,13 @@ def test_a_rank_that_waits_calls_the_store_once_for_each_entry() -> None:
     calls: list[str] = []
 
     def counted(store: RendezvousStore) -> RendezvousStore:
-        original = store.store._answer
+        original = store._answer
 
         def answer(*arguments: Any) -> Any:
             calls.append("call")
             return original(*arguments)
 
-        store.store._answer = answer  # type: ignore[method-assign]
+        store._answer = answer  # type: ignore[method-assign]
         return store
 
     def act(rank: int) -> str:
@@ -290,7 +289,7 @@ def test_rank_0_may_come_later_than_a_heartbeat() -> None:
         if rank == 0:
             waited.wait(LONG_S)
         store = join(rank, 2, environment=here)
-        wait_for = store.store.wait_for
+        wait_for = store.wait_for
 
         def waiting(key: str, limit_s: float) -> str | None:
             if next(number) < 2:  # the time of a heartbeat is over, and rank 0 is not there
@@ -298,7 +297,7 @@ def test_rank_0_may_come_later_than_a_heartbeat() -> None:
             waited.set()
             return wait_for(key, limit_s)
 
-        store.store.wait_for = waiting  # type: ignore[method-assign]
+        store.wait_for = waiting  # type: ignore[method-assign]
         return broadcast(store, lambda _: "the plan")
 
     assert on_all_ranks(act, 2) == ["the plan"] * 2
@@ -321,11 +320,11 @@ def test_two_jobs_on_one_host_find_their_own_rank_0() -> None:
 MEETING = """
 import sys
 import torch
-from nest_megatron.integrations.megatron_lm.agreement import broadcast, connect
+from nest_megatron.integrations.megatron_lm.agreement import RendezvousStore, broadcast
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 rank = int(sys.argv[1])
 context = RankContext(rank=rank, world_size=2, environment={here!r})
-store = connect(context)
+store = RendezvousStore(context)
 assert broadcast(store, lambda _: "the plan") == "the plan"
 torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
 total = torch.ones(1)
@@ -370,14 +369,14 @@ def test_no_free_port_is_said(name: str) -> None:
         if name == "nest.port":
             words = {"port": port}
         with pytest.raises(UserInputError, match=rf"^{name} = {port}: it is not free on rank 0"):
-            connect(context(0, **words))
+            RendezvousStore(context(0, **words))
 
 
 @pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
 def test_without_an_address_it_is_said(name: str) -> None:
     there = {key: text for key, text in HERE.items() if key != name}
     with pytest.raises(UserInputError, match=name):
-        connect(context(1, environment=there))
+        RendezvousStore(context(1, environment=there))
 
 
 def test_rank_0_may_search_longer_than_ranks_wait_for_each_other() -> None:

@@ -48,8 +48,8 @@ from nest_megatron.integrations.megatron_lm.planning import plan_to_launch
 from nest_megatron.integrations.megatron_lm.rendezvous import (
     NoAgreementError,
     RankContext,
+    TimedStore,
     comparable_fields,
-    connect_store,
     differences,
     versions,
 )
@@ -182,7 +182,7 @@ def _compare_ranks(
     )
     if not context.agent_hosts_store:
         return False
-    store, own, host = connect_store(context), plan_file.digest(dict(mine)), socket.gethostname()
+    store, own, host = TimedStore(context), plan_file.digest(dict(mine)), socket.gethostname()
     if not store.call("check", [f"{name}/{own}"]):
         note = {"rank": context.rank, "host": host, "values": dict(mine)}
         store.call("compare_set", f"{name}/{own}", "", json.dumps(note))

@@ -27,7 +27,6 @@ from nest_megatron.integrations.megatron_lm.rendezvous import (
     NoAgreementError,
     RankContext,
     TimedStore,
-    connect_store,
     differences,
     rank_words,
 )
@@ -50,17 +49,14 @@ _ROLL = "roll"
 Hosts = Callable[[], Sequence[str]]
 
 
-class RendezvousStore:
+class RendezvousStore(TimedStore):
     """This rank's side of the log, and its heartbeat until it is stopped.
 
     Rank 0 keeps it for as long as others may read: its end is the end of the store.
-
-    Raises:
-        NoAgreementError: from every method, if the store is lost or does not answer.
     """
 
-    def __init__(self, store: TimedStore, context: RankContext) -> None:
-        self.store, self.context = store, context
+    def __init__(self, context: RankContext) -> None:
+        super().__init__(context)
         self._entry, self._waits = 0, False
         self._writing, self._stopped = threading.Lock(), threading.Event()
         self.count(f"heartbeat/{context.rank}")
@@ -78,12 +74,12 @@ class RendezvousStore:
 
     def count(self, name: str, step: int = 1) -> int:
         """Raise a counter, and say where it stands."""
-        return int(self.store.call("add", name, step))
+        return int(self.call("add", name, step))
 
     def leave(self, name: str, part: object) -> None:
         """Leave this rank's part of a list, to which every rank adds one at most."""
         text = json.dumps([self.context.rank, to_plain(part)])
-        self.store.call("append", name, f"{text}\n")
+        self.call("append", name, f"{text}\n")
         self.count(f"{name}/count")
 
     def num_parts(self, name: str) -> int:
@@ -92,7 +88,7 @@ class RendezvousStore:
 
     def parts(self, name: str) -> dict[int, Any]:
         """The parts of a list as plain data, in the order of the ranks of launched processes."""
-        lines = self.store.call("get", name).splitlines() if self.num_parts(name) else ()
+        lines = self.call("get", name).splitlines() if self.num_parts(name) else ()
         return dict(sorted(map(json.loads, lines)))
 
     def named(self, ranks: Iterable[int]) -> str:
@@ -119,7 +115,7 @@ class RendezvousStore:
         while (left_s := ended - time.monotonic()) > 0:
             timeout_s = self.context.heartbeat_timeout_s
             self._waits = True
-            entry = self.store.wait_for(f"log/{self._entry}", min(left_s, timeout_s))
+            entry = self.wait_for(f"log/{self._entry}", min(left_s, timeout_s))
             self._waits = False
             if entry is not None:
                 _raise_failure(entry)
@@ -168,7 +164,7 @@ class RendezvousStore:
                 next_check = now + self.interval_s
                 # ranks that are awaited are alive: the last heartbeat of each, and when it came
                 keys = [f"heartbeat/{rank}" for rank in late]
-                heartbeats = self.store.call("multi_get", keys) if keys else ()
+                heartbeats = self.call("multi_get", keys) if keys else ()
                 for rank, heartbeat in zip(late, heartbeats, strict=True):
                     if rank not in seen or seen[rank][0] != heartbeat:
                         seen[rank] = heartbeat, time.monotonic()
@@ -180,8 +176,8 @@ class RendezvousStore:
     def raise_failure(self) -> None:
         """Raise what another rank has failed with, to end with the exit code that it ends with."""
         with self._writing:
-            while self.store.call("check", [f"log/{self._entry}"]):
-                _raise_failure(self.store.call("get", f"log/{self._entry}"))
+            while self.call("check", [f"log/{self._entry}"]):
+                _raise_failure(self.call("get", f"log/{self._entry}"))
                 self._entry += 1
 
     def tell(self, error: BaseException) -> None:
@@ -229,7 +225,7 @@ class RendezvousStore:
         with self._writing:
             found = None
             while found != entry:
-                found = self.store.call("compare_set", f"log/{self._entry}", "", entry)
+                found = self.call("compare_set", f"log/{self._entry}", "", entry)
                 _raise_failure(found)
                 self._entry += 1
 
@@ -270,11 +266,6 @@ def _raise_failure(entry: str) -> None:
         error = NoAgreementError(message)
         error.exit_code = int(code)
         raise error
-
-
-def connect(context: RankContext) -> RendezvousStore:
-    """Join the other ranks of the job; see ``connect_store`` for errors."""
-    return RendezvousStore(connect_store(context), context)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,6 @@ from nest_megatron.integrations.megatron_lm.agreement import (
     Hosts,
     RendezvousStore,
     broadcast,
-    connect,
     gather,
     propagating_errors,
     require_equal,
@@ -173,7 +172,7 @@ class LaunchedJob:
         except SystemExit as end:
             if self.store is not None:
                 self.store.exit_together()
-                if self.store.store.is_silent:  # its thread is in C++, and must not come back now
+                if self.store.is_silent:  # its thread is in C++, and must not come back now
                     for stream in (sys.stdout, sys.stderr):
                         stream.flush()
                     os._exit(exit_code_of(end))
@@ -212,7 +211,7 @@ class LaunchedJob:
         planning_s = _PLANNING_S
         with contextlib.suppress(ValueError):  # rank 0 says what is wrong with it
             planning_s = float((self.last_value("search.max_seconds") or "").strip("'\""))
-        self.store = connect(
+        self.store = RendezvousStore(
             RankContext(
                 rank=self.args.rank,
                 world_size=self.args.world_size,

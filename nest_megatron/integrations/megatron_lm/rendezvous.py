@@ -261,26 +261,85 @@ def within(limit_s: Seconds, work: Callable[[], Result]) -> Result:
 
 
 class TimedStore:
-    """A ``torch.distributed.Store`` of which each operation has a deadline.
+    """The store of a job, a ``torch.distributed.Store``, of which each operation has a deadline.
 
     A client of torch's ``TCPStore`` waits without end for a server that is stopped (SIGSTOP, a
     frozen host): its own timeout does not cover the answer to a request. Operations therefore run
     in threads of their own, one after another as they do on the client's one socket anyway, and
     whoever calls stops waiting.
 
-    Args:
-        server: who hosts the store and where, for errors.
-
     Attributes:
+        server: who hosts the store and where, for errors.
         is_silent: an operation is still waiting for its answer.
+
+    Raises:
+        NoAgreementError: if rank 0's store cannot be found in time; from every method, if the store
+            is lost or does not answer.
+        UserInputError: if the port is not free on its host, or nothing says where that is.
     """
 
-    def __init__(
-        self, make: Callable[[], Any], limit_s: Seconds, connect_s: Seconds, server: str
-    ) -> None:
-        self.server, self._limit_s, self.is_silent = server, limit_s, False
-        self._socket = threading.Lock()
-        self._store = self._answer(make, connect_s)
+    server = "the store"
+
+    def __init__(self, context: RankContext) -> None:
+        self.context, self.is_silent = context, False
+        self._limit_s, self._socket = context.heartbeat_timeout_s, threading.Lock()
+        self._store = self._connect()
+
+    def _connect(self) -> Any:
+        """Torch's store under the job's own keys; where rank 0 hosts it, torch finds it later."""
+        import torch
+
+        context = self.context
+        agent, limit_s = context.agent_hosts_store, context.rendezvous_timeout_s
+        places: dict[str, Any] = {
+            "nest.port": None if agent else context.port,
+            **context.environment,
+        }
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if name not in places:
+                raise UserInputError(
+                    name,
+                    None,
+                    f"{context.world_size} ranks meet there",
+                    "Export rank 0's host and a free port there, as for any launch without "
+                    "torchrun.",
+                )
+        name = "MASTER_PORT" if places["nest.port"] is None else "nest.port"
+        address, port = places["MASTER_ADDR"], int(places[name])
+        is_host, host = not (agent or context.rank), "torchrun's agent" if agent else "rank 0"
+        self.server = f"the store of {host} at {address}:{port}"
+
+        def make() -> Any:
+            store = torch.distributed.TCPStore(
+                address,
+                port,
+                world_size=context.world_size,
+                is_master=is_host,
+                wait_for_workers=False,
+                multi_tenant=True,
+                timeout=timedelta(seconds=limit_s),
+            )
+            return torch.distributed.PrefixStore(f"nest/{context.key}", store)
+
+        try:
+            return self._answer(make, limit_s + 1.0)  # torch's own end of a connection comes first
+        except LostStoreError as error:
+            if agent:
+                raise
+            if is_host:
+                raise UserInputError(
+                    name,
+                    port,
+                    f"it is not free on rank 0's host ({socket.gethostname()})",
+                    "Give a free one with nest.port, or launch with torchrun.",
+                ) from error
+            taken = f"; port {port} belongs to another program there, or rank 0 is stopped"
+            raise NoAgreementError(
+                f"rank 0 did not appear at {address} within {limit_s:g} s"
+                f"{taken if isinstance(error, SilentStoreError) else ''}. Look at rank "
+                "0's own output: it may have ended, or was started without +nest or with another "
+                "nest.port, MASTER_ADDR or MASTER_PORT"
+            ) from error
 
     def call(self, method: str, *arguments: Any) -> Any:
         """What a method of the store returns; bytes come as text."""
@@ -323,58 +382,3 @@ class TimedStore:
                 "output says why"
             ) from error
         return found.decode() if isinstance(found, bytes) else found
-
-
-def connect_store(context: RankContext) -> TimedStore:
-    """Join the store of this process's job; its keys are the job's own.
-
-    Where rank 0 hosts it, torch finds it at the same port later (``multi_tenant``).
-
-    Raises:
-        NoAgreementError: if rank 0's store cannot be found in time.
-        UserInputError: if the port is not free on its host, or nothing says where that is.
-    """
-    import torch
-
-    agent, limit_s = context.agent_hosts_store, context.rendezvous_timeout_s
-    places: dict[str, Any] = {"nest.port": None if agent else context.port, **context.environment}
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if name not in places:
-            limit = f"{context.world_size} ranks meet there"
-            fix = "Export rank 0's host and a free port there, as for any launch without torchrun."
-            raise UserInputError(name, None, limit, fix)
-    name = "MASTER_PORT" if places["nest.port"] is None else "nest.port"
-    address, port = places["MASTER_ADDR"], int(places[name])
-    is_host = not (agent or context.rank)
-
-    def make() -> Any:
-        store = torch.distributed.TCPStore(
-            address,
-            port,
-            world_size=context.world_size,
-            is_master=is_host,
-            wait_for_workers=False,
-            multi_tenant=True,
-            timeout=timedelta(seconds=limit_s),
-        )
-        return torch.distributed.PrefixStore(f"nest/{context.key}", store)
-
-    host = "torchrun's agent" if agent else "rank 0"
-    server = f"the store of {host} at {address}:{port}"
-    try:
-        # torch's own end of a connection comes first
-        return TimedStore(make, context.heartbeat_timeout_s, limit_s + 1.0, server)
-    except LostStoreError as error:
-        if agent:
-            raise
-        if is_host:
-            limit = f"it is not free on rank 0's host ({socket.gethostname()})"
-            fix = "Give a free one with nest.port, or launch with torchrun."
-            raise UserInputError(name, port, limit, fix) from error
-        taken = f"; port {port} belongs to another program there, or rank 0 is stopped"
-        raise NoAgreementError(
-            f"rank 0 did not appear at {address} within {limit_s:g} s"
-            f"{taken if isinstance(error, SilentStoreError) else ''}. Look at rank "
-            "0's own output: it may have ended, or was started without +nest or with another "
-            "nest.port, MASTER_ADDR or MASTER_PORT"
-        ) from error
