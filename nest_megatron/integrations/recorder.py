@@ -107,7 +107,6 @@ class Recorder:
         self,
         launch: Launch | None,
         *,
-        what: str,
         order: Sequence[int] | None = None,
         run: RunRecord | None = None,
     ) -> None:
@@ -115,7 +114,6 @@ class Recorder:
 
         Args:
             launch: how it was launched, where that is known.
-            what: what the others wait for while rank 0 writes, for errors.
             order: the global rank that each launched rank has now.
             run: the record, where an audit has it already.
 
@@ -135,7 +133,7 @@ class Recorder:
                     self.plan, named, launch, store=self._store, is_watched=is_watched
                 )
 
-        broadcast(self._store, keep, what=what)
+        broadcast(self._store, keep, what="word that the run may begin")
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:

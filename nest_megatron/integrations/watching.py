@@ -81,7 +81,7 @@ class WatchedLoop:
                 recorder = Recorder(
                     steps=self._steps, rank=rank, num_ranks=num_ranks, store=store, plan=self.plan
                 )
-                recorder.begin(self._launch, what="record of the run", run=self._run)
+                recorder.begin(self._launch, run=self._run)
                 self._recorder = recorder
         except Exception as error:
             if isinstance(error, NestError) and error.exit_code == PolicyError.exit_code:

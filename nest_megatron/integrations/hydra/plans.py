@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from nest_megatron.config.cluster_detection import (
 from nest_megatron.config.compose import compose
 from nest_megatron.config.launch import Mode
 from nest_megatron.config.overrides import value_text
-from nest_megatron.config.request import request_for
 from nest_megatron.errors import OneRankError, UserInputError
 from nest_megatron.history.records import Launch, RunRecord
 from nest_megatron.integrations import recorder
@@ -44,7 +44,7 @@ from nest_megatron.integrations.hydra.read import (
 )
 from nest_megatron.integrations.hydra.view import AppView, view_of
 from nest_megatron.integrations.megatron_lm.attach import launch_request
-from nest_megatron.integrations.megatron_lm.planning import plan_to_launch
+from nest_megatron.integrations.megatron_lm.planning import job_request, plan_to_launch
 from nest_megatron.integrations.megatron_lm.rendezvous import (
     NoAgreementError,
     RankContext,
@@ -53,7 +53,6 @@ from nest_megatron.integrations.megatron_lm.rendezvous import (
     differences,
     versions,
 )
-from nest_megatron.integrations.megatron_lm.search_space import freed_flags, job_space
 from nest_megatron.integrations.megatron_lm.write import planned_values
 from nest_megatron.integrations.plan_output import (
     actual_job,
@@ -233,11 +232,8 @@ def plan_app(view: AppView, environment: Environment) -> AppPlan:
             job = replace(
                 job, free=_FREE, can_state=planned_execution(view), notes=(*job.notes, *found.notes)
             )
-            own, offer = job_space(job, found.settings)
-            request = request_for(
-                *(job, found.cluster, found.settings, space_of(own, view, job)),
-                offer=offer,
-                freed=freed_flags(job),
+            request = job_request(
+                job, found.cluster, found.settings, narrow=partial(space_of, view, job)
             )
             plan, notes = plan_to_launch(request, found.settings), request.notes
             require_decided(plan, request.max_seconds)

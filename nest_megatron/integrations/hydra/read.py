@@ -287,7 +287,7 @@ _UNKNOWN = {
 _DEFAULTS: tuple[object, ...] = (None, False, 1, "no_shard", "", [])
 
 
-def space_of(own: SearchSpace, view: AppView, job: Job) -> SearchSpace:
+def space_of(view: AppView, job: Job, own: SearchSpace) -> SearchSpace:
     """The part of the user's search space that an application's fields can state.
 
     A choice without a field is fixed at what Megatron does by itself; one that is given by hand is

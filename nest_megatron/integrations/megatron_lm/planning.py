@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from argparse import Namespace
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +48,7 @@ from nest_megatron.planner import Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.profile.installed import installed_versions
 from nest_megatron.report.failure import require_plan
+from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Seconds
 
 
@@ -57,10 +58,12 @@ def job_request(
     composed: Settings,
     *,
     versions: Mapping[str, str] | None = None,
+    narrow: Callable[[SearchSpace], SearchSpace] = lambda space: space,
 ) -> Request:
     """What to plan for a job, wherever it was read from.
 
     Args:
+        narrow: leaves of the space what the job can be told.
         versions: of the running job; ``None`` on a laptop, where none are known.
 
     Raises:
@@ -70,7 +73,7 @@ def job_request(
     with naming_fields({flag_of(name): path for name, path in job.fields.items()}):
         space, offer = job_space(job, composed)
         request = request_for(
-            *(job, cluster, composed, space),
+            *(job, cluster, composed, narrow(space)),
             offer=offer,
             freed=freed_flags(job),
             versions=versions,

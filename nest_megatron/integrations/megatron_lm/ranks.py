@@ -242,7 +242,7 @@ class LaunchedJob:
         launch = Launch(
             mode=self.words.mode.value, signer=self.signer, changes=changed_flags(self.changes)
         )
-        self.recorder.begin(launch, what="word that the run may begin", order=decision.ranks)
+        self.recorder.begin(launch, order=decision.ranks)
 
 
 def launched_job(words: Sequence[str]) -> LaunchedJob | None:
