@@ -321,7 +321,7 @@ def _command_parts(found: CommandPlan, *, with_reasons: bool) -> list[Renderable
         return [*changed, ""] if changes else ["The recipe is already the plan.\n"]
     launch = found.plan.launch[LAUNCHER]
     secret = {name: text for name, text in command.environment.items() if is_secret(name)}
-    before = {**secret, **launch.variables}.items()
+    before = {**secret, **launch.environment}.items()
     return [
         *(changed if changes else ["Your command is already the plan."]),
         "\nThe command\n",

@@ -357,7 +357,7 @@ def explanation(
     yield explain_report(plan, differences)
     for name, launch in plan.launch.items():
         yield f"\nLaunch with {name}\n"
-        yield command_lines(launch_words(plan, launch), [*launch.variables.items()])
+        yield command_lines(launch_words(plan, launch), launch.environment.items())
         yield ""
         yield notes_report([*launch.notes, *launch.unset_notes()])
     yield notes_report(plan.notes)

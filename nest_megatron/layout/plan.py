@@ -183,19 +183,10 @@ class LaunchCommand:
     notes: tuple[str, ...] = ()
     launcher: tuple[str, ...] = added(())
 
-    @property
-    def variables(self) -> dict[str, str]:
-        """The variables to set."""
-        return {name: text for name, text in self.environment.items() if text is not None}
-
-    @property
-    def unset(self) -> tuple[str, ...]:
-        """The variables that must be unset."""
-        return tuple(name for name, text in self.environment.items() if text is None)
-
     def unset_notes(self) -> tuple[str, ...]:
-        """A sentence for each of them."""
-        return tuple(f"{name} must not be set." for name in self.unset)
+        """A sentence for each variable that must be unset."""
+        unset = (name for name, value in self.environment.items() if value is None)
+        return tuple(f"{name} must not be set." for name in unset)
 
 
 @frozen

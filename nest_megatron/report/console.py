@@ -219,20 +219,22 @@ def _finite(value: Any) -> Any:
 
 def command_lines(
     words: Sequence[str],
-    environment: Iterable[tuple[str, str]] = (),
+    environment: Iterable[tuple[str, str | None]] = (),
     indent: str = "  ",
     width: int | None = None,
 ) -> str:
     """A command to copy: broken before flags, with backslashes.
 
     Args:
+        environment: variables before it; one that is ``None`` is left out.
         width: of its lines; of the terminal, and no more than is read with ease, if not given.
 
     >>> print(command_lines(["torchrun", "x.py", "--layout", "Et|tL"], [("A", "1")]))
       A=1 torchrun x.py --layout 'Et|tL'
     """
     width = width or min(LINE, shutil.get_terminal_size().columns - len(indent))
-    pieces: list[str] = [f"{name}={shlex.quote(value)}" for name, value in environment]
+    variables = ((name, text) for name, text in environment if text is not None)
+    pieces: list[str] = [f"{name}={shlex.quote(text)}" for name, text in variables]
     for before, word in pairwise(["", *words]):
         if before.startswith("--") and not word.startswith("--"):
             pieces[-1] += f" {shlex.quote(word)}"

@@ -169,10 +169,11 @@ def search_steps(search: SearchRecord) -> tuple[tuple[str, int], ...]:
 
 def _command(plan: ParallelPlan, command: LaunchCommand) -> str:
     """A shell command: what must not be set, the environment, torchrun, script and flags."""
-    unset = [f"unset {name}" for name in command.unset]
-    given = [*command.variables.items()]
+    unset = [f"unset {name}" for name, value in command.environment.items() if value is None]
     words = launch_words(plan, command)
-    return "\n".join([*unset, command_lines(words, given, indent="", width=LINE)])
+    return "\n".join(
+        [*unset, command_lines(words, command.environment.items(), indent="", width=LINE)]
+    )
 
 
 def setting_meanings() -> dict[str, str]:

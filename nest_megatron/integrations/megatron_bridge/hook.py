@@ -184,7 +184,7 @@ def begin_training(job: LaunchedJob, config: Any, *_: Any, **__: Any) -> None:
         changed = apply_plan(config, plan, free=["global_batch_size"], assume_harmless=harmless)
         if changed and job.args.rank == 0:
             why = "The script changed these fields after they were planned, and they are put back."
-            show(fields_report(plan, changed, [why]))
+            show(launched_report(plan, changed, [why], "fields"))
         job.begin_record()
 
 

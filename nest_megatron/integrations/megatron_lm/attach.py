@@ -212,10 +212,11 @@ def with_command(
     num_nodes, per_node = launch_size(plan)
     if ranks.num_nodes and ranks.num_ranks == per_node * ranks.num_nodes:
         words = tuple(with_num_nodes(words, num_nodes))
-    launcher, before = with_variables(words, without_secrets(command.environment), launch.variables)
-    launch = replace(
-        launch, launcher=tuple(launcher), environment={**before, **dict.fromkeys(launch.unset)}
-    )
+    variables = launch.environment
+    chosen = {name: text for name, text in variables.items() if text is not None}
+    launcher, before = with_variables(words, without_secrets(command.environment), chosen)
+    unset = {name: None for name in variables if name not in chosen}
+    launch = replace(launch, launcher=tuple(launcher), environment={**before, **unset})
     origin, launches = plan.provenance, {**plan.launch, LAUNCHER: launch}
     if made_by is not None:
         origin = origin.made_for(MEGATRON_LM, command.version, made_by)

@@ -129,9 +129,10 @@ def dry_run(launched: LaunchedJob) -> None:
     say("nest: Megatron's own validation accepts this.\n")
     launch = plan.launch[attach.LAUNCHER]
     say("nest: the same without nest\n")
-    say(command_lines(launch_words(plan, launch, launched.script), [*launch.variables.items()]))
-    for name in launch.unset:
-        say(f"  with {name} unset")
+    say(command_lines(launch_words(plan, launch, launched.script), launch.environment.items()))
+    for name, text in launch.environment.items():
+        if text is None:
+            say(f"  with {name} unset")
     say()
     if _output_file(launched) is not None:
         say(_write_plan(launched, plan))

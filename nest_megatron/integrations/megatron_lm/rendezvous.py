@@ -310,16 +310,29 @@ class TimedStore:
         self.server = f"the store of {host} at {address}:{port}"
 
         def make() -> Any:
-            store = torch.distributed.TCPStore(
-                address,
-                port,
-                world_size=context.world_size,
-                is_master=is_host,
-                wait_for_workers=False,
-                multi_tenant=True,
-                timeout=timedelta(seconds=limit_s),
-            )
-            return torch.distributed.PrefixStore(f"nest/{context.key}", store)
+            ended = time.monotonic() + limit_s
+            while True:
+                left = timedelta(seconds=max(1.0, ended - time.monotonic()))
+                server = torch.distributed.TCPStore(
+                    address,
+                    port,
+                    world_size=context.world_size,
+                    is_master=is_host,
+                    wait_for_workers=False,
+                    multi_tenant=True,
+                    timeout=left,
+                )
+                store = torch.distributed.PrefixStore(f"nest/{context.key}", server)
+                if is_host:
+                    store.set("hello", "yes")
+                if is_host or agent:
+                    return store
+                try:
+                    store.wait(["hello"], left)
+                    return store
+                except torch.distributed.DistError:  # of an attempt that ends: the next one comes
+                    if time.monotonic() > ended:
+                        raise
 
         try:
             return self._answer(make, limit_s + 1.0)  # torch's own end of a connection comes first
