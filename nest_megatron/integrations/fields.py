@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, field
 from typing import Any
 
+from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.execution_flags import execution_of
 from nest_megatron.cost_model.target_defaults import (
     GRAPHS_OF_THE_JOB,
@@ -148,6 +149,17 @@ def megatron_arguments(items: Mapping[str, Any]) -> dict[str, Any]:
     if found.get(virtual) == 1 or found[layout] is not None:
         found.pop(virtual, None)
     return {ARGUMENTS.get(item, item): value for item, value in found.items()}
+
+
+def lightning_precision(stated: object, where: str) -> Precision:
+    """The number format that Lightning's word for one (``bf16-mixed``) means, if there is one."""
+    short = str(stated).removesuffix("-mixed").removesuffix("-true")
+    short = {"16": "fp16", "32": "fp32"}.get(short, short)
+    if short not in ("bf16", "fp16", "fp32"):
+        raise UserInputError(
+            where, stated, "number formats of training are bf16, fp16 and 32", "Use bf16-mixed."
+        )
+    return Precision(short)
 
 
 def attribute(holder: Any, name: str) -> Any:

@@ -24,11 +24,12 @@ from nest_megatron.integrations.fields import (
     FieldValue,
     changes,
     class_names,
+    lightning_precision,
     value_or,
 )
 from nest_megatron.integrations.megatron_lm.attach import is_blackwell
 from nest_megatron.integrations.megatron_lm.rendezvous import within
-from nest_megatron.integrations.recipe import lightning_precision, memory_fields
+from nest_megatron.integrations.recipe import memory_fields
 from nest_megatron.integrations.recipe_plan import (
     OVERLAPS,
     PlannedRecipe,

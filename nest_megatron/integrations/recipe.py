@@ -439,17 +439,6 @@ class Recipe(Configuration, ABC):
         return megatron_arguments(stated)
 
 
-def lightning_precision(stated: object, where: str) -> Precision:
-    """The number format that Lightning's word for one (``bf16-mixed``) means, if there is one."""
-    short = str(stated).removesuffix("-mixed").removesuffix("-true")
-    short = {"16": "fp16", "32": "fp32"}.get(short, short)
-    if short not in ("bf16", "fp16", "fp32"):
-        raise UserInputError(
-            where, stated, "number formats of training are bf16, fp16 and 32", "Use bf16-mixed."
-        )
-    return Precision(short)
-
-
 def memory_fields(*holders: Any) -> Mapping[str, Any]:
     """Settings besides the layout that memory depends on, by Megatron's names.
 
