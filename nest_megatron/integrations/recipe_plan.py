@@ -496,14 +496,12 @@ class PlannedRecipe(Recipe):
 
         Args:
             root: as for ``read_recipe``; changed in place.
-            cluster: a name of the catalogue or a file, taken with the job's number of GPUs, which
-                ``cluster.num_gpus`` in ``overrides`` may say; a record; or ``None`` for the GPUs of
-                this host.
+            cluster: a name of the catalogue or a file, of the job's number of GPUs, which
+                ``overrides`` may say; a record; or ``None`` for the GPUs of this host.
             overrides: settings as ``nest-megatron plan`` takes them, the model and the batch apart.
             free: the only choices that may change; ``None`` is all of them.
-            keep: choices that stay as the recipe states them, such as
-                ``tensor_model_parallel_size``, ``micro_batch_size``, ``recompute``, ``zero_stage``,
-                ``stage_layout``.
+            keep: choices that stay as stated, such as ``tensor_model_parallel_size``,
+                ``micro_batch_size``, ``recompute``, ``zero_stage``, ``stage_layout``.
             vocab_size: as for ``read_recipe``.
 
         Returns:
