@@ -380,7 +380,7 @@ def explanation(
 
 
 def launched_report(
-    plan: ParallelPlan, changes: Iterable[Change], notes: Sequence[str], what: str = "flags"
+    plan: ParallelPlan, changes: Iterable[Change], notes: Sequence[str] = (), what: str = "flags"
 ) -> RenderableType:
     """The plan in a few lines, what it changes in a job's flags or fields, and what was assumed."""
     rows = change_rows(changes)

@@ -11,11 +11,11 @@ from megatron.bridge.recipes.gpt.gpt3_175b import gpt3_175b_pretrain_config
 from rich.console import Console
 
 from nest_megatron.integrations.megatron_bridge import auto_recipe, to_dotlist, to_yaml
-from nest_megatron.integrations.plan_output import fields_report
+from nest_megatron.integrations.plan_output import launched_report
 
 cfg = gpt3_175b_pretrain_config()
 plan, changes = auto_recipe(cfg, cluster="dgx_h100", overrides=["cluster.num_gpus=512"])
-Console().print(fields_report(plan, changes))
+Console().print(launched_report(plan, changes, what="fields"))
 print("\nAs words behind run_recipe.py:", *to_dotlist(changes), sep="\n  ")
 print("\nAs a YAML overlay:\n" + to_yaml(changes))
 

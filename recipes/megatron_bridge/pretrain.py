@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from nest_megatron.integrations.megatron_bridge import apply_plan, to_dotlist
-from nest_megatron.integrations.plan_output import fields_report
+from nest_megatron.integrations.plan_output import launched_report
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.pins import read_pinned
@@ -39,7 +39,7 @@ def main(words: list[str]) -> None:
     if "_".join(words) not in known or len(words) != 2:
         sys.exit(f"usage: python pretrain.py RECIPE CLUSTER, of plans/: {', '.join(known)}")
     _, plan, changes = planned(*words)
-    Console().print(fields_report(plan, changes))
+    Console().print(launched_report(plan, changes, what="fields"))
     print("\nAs words behind run_recipe.py:", *to_dotlist(changes), sep="\n  ")
 
 

@@ -9,7 +9,7 @@ from nemo.collections import llm
 from rich.console import Console
 
 from nest_megatron.integrations.nemo import apply_plan, auto_recipe
-from nest_megatron.integrations.plan_output import fields_report
+from nest_megatron.integrations.plan_output import launched_report
 from nest_megatron.layout import plan_file
 
 recipe = llm.recipes.mixtral_8x7b.pretrain_recipe(
@@ -21,7 +21,7 @@ plan, changes = auto_recipe(
     keep=["micro_batch_size"],
     overrides=["search.max_context_parallel_size=1"],
 )
-Console().print(fields_report(plan, changes))
+Console().print(launched_report(plan, changes, what="fields"))
 
 # A plan can be kept, reviewed, and applied to a fresh recipe later.
 text = plan_file.dump(plan)
