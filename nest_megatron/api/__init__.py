@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from nest_megatron.api.jobs import (
     estimate_job,
     estimate_typed,
+    job_of_settings,
     outcome,
     plan_job,
     plan_typed,
@@ -35,7 +36,6 @@ from nest_megatron.config.keywords import (
 from nest_megatron.config.overrides import Setting
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import with_launch
-from nest_megatron.integrations.plan_job import RecipeJob
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Progress
 from nest_megatron.units import Seconds
@@ -354,7 +354,7 @@ def table_job(composed: Settings) -> TableJob:
     """A composed job, to be planned for several numbers of nodes."""
     from nest_megatron.integrations.megatron_lm.node_counts import TableJob
 
-    request = RecipeJob().request(composed)
+    request = job_of_settings(composed)
     return TableJob(
         request=request,
         version=request.space.version,

@@ -25,6 +25,7 @@ from nest_megatron.api.results import Plan
 from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.defaults import with_defaults
+from nest_megatron.config.job import read_target
 from nest_megatron.config.keywords import StrPath, require_function, require_release, words_of
 from nest_megatron.config.overrides import Setting, first_line, type_limit
 from nest_megatron.config.request import request_of
@@ -33,10 +34,10 @@ from nest_megatron.config.space import estimate_layout
 from nest_megatron.documents import read_json
 from nest_megatron.errors import BAD_INPUT, ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import expanded, write_text
-from nest_megatron.integrations.megatron_lm.attach import with_launch
+from nest_megatron.integrations.megatron_lm.attach import require_launchable_model, with_launch
 from nest_megatron.integrations.plan_job import RecipeJob, TypedCommand
 from nest_megatron.plain import from_plain, frozen, to_plain
-from nest_megatron.planner import Progress
+from nest_megatron.planner import Progress, Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import error_fields, progress
@@ -50,6 +51,17 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from nest_megatron.integrations.typed_command import CommandPlan
+
+
+def job_of_settings(composed: Settings, **how: Any) -> Request:
+    """What to plan for a job that settings say whole; ``how`` as ``request_of`` takes it.
+
+    Raises:
+        UserInputError: for a setting that is wrong, or a model that no command states.
+    """
+    request = request_of(composed, choose_execution=True, **how)
+    require_launchable_model(request.spec, read_target(composed))
+    return request
 
 
 def plan_job(
@@ -69,8 +81,11 @@ def plan_job(
     """
     begun_s = time.monotonic() if begun_s is None else begun_s
     require_function("on_progress", on_progress)
-    request = (source_job or RecipeJob()).request(settings)
-    request = dataclasses.replace(request, begun_s=begun_s, shortlist=shortlist)
+    how: dict[str, Any] = {"begun_s": begun_s, "shortlist": shortlist}
+    if source_job is None:
+        request = job_of_settings(settings, **how)
+    else:
+        request = dataclasses.replace(source_job.request(settings), **how)
     found = require_plan(find_plan(request, on_progress), request.notes)
     return Plan(record=with_launch(found))
 

@@ -484,5 +484,6 @@ def read_rates(settings: Settings, seq_length: int, schedule: BatchSchedule | No
     if (samples := train.train_samples) is not None:
         require_at_least("train.train_samples", samples, 1, "Give the sequences of the whole run.")
         tokens = samples * seq_length
-    rates = Rates(gpu_hour=cost.gpu_hour, gpu_watts=cost.gpu_watts, tokens=tokens)
-    return None if rates == Rates() else rates
+    if (cost.gpu_hour, cost.gpu_watts, tokens) == (None, None, None):
+        return None
+    return Rates(gpu_hour=cost.gpu_hour, gpu_watts=cost.gpu_watts, tokens=tokens)

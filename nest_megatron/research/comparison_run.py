@@ -11,12 +11,12 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from nest_megatron.api.jobs import job_of_settings
 from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import require_folder, write_text
-from nest_megatron.integrations.plan_job import RecipeJob
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.plain import to_plain
 from nest_megatron.planner import Request
@@ -122,7 +122,7 @@ def compare_composed(
     on_planner: Callable[[str], None] = lambda name: None,
 ) -> PlannerComparison:
     """Compare planners on a composed job; arguments as of ``compare``."""
-    request = RecipeJob().request(composed)  # as plan asks for it
+    request = job_of_settings(composed)  # as plan asks for it
     if (site := request.site) is not None:  # every planner searches by the catalogue's constants
         note = f"Planners are compared without the calibration of this site ({site.name})."
         request = replace(request, site=None, notes=(*request.notes, note))

@@ -11,6 +11,7 @@ from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.search_space import for_optimizer
+from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.typed_command import CommandPlan, plan_command
 from nest_megatron.layout.rulebook.facts import RELEASES
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
@@ -151,9 +152,8 @@ NODE = "torchrun --nproc-per-node 8 "
 
 
 def planned(flags: str, version: str = "0.19") -> CommandPlan:
-    return plan_command(
-        NODE + job(flags), compose(parse(["cluster=dgx_h100"])), free=[], version=version
-    )
+    typed = TypedCommand(text=NODE + job(flags), free=(), version=version)
+    return plan_command(typed, compose(parse(["cluster=dgx_h100"])))
 
 
 def test_parameters_are_saved_without_gathers_beside_forward_passes() -> None:

@@ -75,7 +75,7 @@ def test_the_step_function_of_a_script_is_no_field_of_its_recipe(
     """Models that see images are trained with ``--step_func vlm_step``."""
     found = []
 
-    def made(name: str, fields: list[str]) -> Any:
+    def made(name: str, _: object, fields: list[str]) -> Any:
         found.append((name, fields))
         return frameworks.bridge_config(catalogue.model("llama3_8b"))
 
