@@ -36,6 +36,13 @@ def umask_027() -> Iterator[None]:
     os.umask(before)
 
 
+@pytest.fixture(params=["unnamed", "named"])
+def _while_written(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether files have names while they are written, as where a file system needs that."""
+    if request.param == "named":
+        monkeypatch.setattr(files, "_unnamed_file", lambda *_: os.open("/nonexistent/x", 0))
+
+
 @pytest.mark.usefixtures("umask_027")
 def test_a_file_gets_the_rights_of_any_new_file(tmp_path: Path) -> None:
     write_text(tmp_path / "plan.yaml", "tp: 2\n")
@@ -79,12 +86,8 @@ def test_a_killed_writer_leaves_nothing(
     assert (path.read_text(), [each.name for each in tmp_path.iterdir()]) == ("tp: 8", [path.name])
 
 
-@pytest.mark.parametrize("kind", ["unnamed", "named"])
-def test_many_write_one_file_at_once(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if kind == "named":
-        monkeypatch.setattr(files, "_unnamed_file", lambda *_: os.open("/nonexistent/x", 0))
+@pytest.mark.usefixtures("_while_written")
+def test_many_write_one_file_at_once(tmp_path: Path) -> None:
     path, failed = tmp_path / "plan.yaml", []
 
     def write(number: int) -> None:
@@ -118,13 +121,9 @@ def test_a_home_that_is_not_there_is_named(name: str, words: str) -> None:
         expanded(Path(name), "nest.out")
 
 
-@pytest.mark.parametrize("kind", ["unnamed", "named"])
-def test_a_file_that_appears_after_the_check_is_kept(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("_while_written")
+def test_a_file_that_appears_after_the_check_is_kept(tmp_path: Path) -> None:
     """Of two programs with one output the later does not replace what the earlier has written."""
-    if kind == "named":
-        monkeypatch.setattr(files, "_unnamed_file", lambda *_: os.open("/nonexistent/x", 0))
     path = tmp_path / "plan.yaml"
     check_output("out", path, force=False)
     path.write_text("theirs")

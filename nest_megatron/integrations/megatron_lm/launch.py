@@ -223,10 +223,10 @@ def _find_plan(launched: LaunchedJob, measured: tuple[Job, JobCluster] | None = 
 
 
 def _job_and_place(launched: LaunchedJob) -> tuple[Job, JobCluster]:
-    return _read(launched), find_place(launched, launched.args.world_size)
+    return _read(launched), _find_place(launched, launched.args.world_size)
 
 
-def find_place(launched: LaunchedJob, num_ranks: int) -> JobCluster:
+def _find_place(launched: LaunchedJob, num_ranks: int) -> JobCluster:
     """Where a job runs: as ``nest.cluster`` names it, or as it is found."""
     return find_cluster(
         launched.words.job,
@@ -338,7 +338,7 @@ def pinned_plan(launched: LaunchedJob, job: Job) -> LaunchPlan:
     _refuse_search(launched, allowed)
     cluster, world_size = None, launched.args.world_size
     if names_cluster(launched.words.job):
-        cluster = find_place(launched, world_size).cluster
+        cluster = _find_place(launched, world_size).cluster
         world_size = cluster.num_gpus
     unsized = cluster is None and dry_run and "WORLD_SIZE" not in os.environ
     pinned = read_launched(path, None if unsized else world_size)
@@ -472,7 +472,7 @@ def _place(launched: LaunchedJob, planned: Cluster, actual: ActualJob) -> JobClu
     words = launched.words.job
     other = actual.gpus is not None and not is_same_device(planned.accelerator, actual.gpus)
     if names_cluster(words) or other:
-        return find_place(launched, actual.num_gpus)
+        return _find_place(launched, actual.num_gpus)
     cluster, per_host = planned.resized(actual.num_gpus), actual.gpus_per_host
     if per_host not in (None, cluster.launch_gpus_per_host) and cluster.gpus_per_host is None:
         cluster = with_hosts_of(cluster, per_host)
