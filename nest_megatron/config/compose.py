@@ -107,6 +107,7 @@ def compose(
                 if setting is not each:
                     given[setting.key] = given.pop(each.key)
                 _update(config, setting)
+            _keep_left_bandwidth(config, given, entries.get("cluster", {}))
             OmegaConf.set_readonly(config, True)
             plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         plain["assume_harmless"] = tuple(plain["assume_harmless"])
@@ -287,15 +288,12 @@ def _with_model_as_flags(settings: Sequence[Setting]) -> Sequence[Setting]:
 def _with_undivided_levels(overrides: Sequence[Setting]) -> Sequence[Setting]:
     """The catalogue's cluster in the place of a plan file's, where its oversubscription is given.
 
-    A plan file holds what the oversubscription of its cluster leaves of the bandwidth.
-
-    Raises:
-        UserInputError: for a cluster that is not as the catalogue has it: what was divided is not
-            known.
+    A plan file holds what that of its cluster leaves of the bandwidth. It stays where its cluster
+    is not as the catalogue has it: what was divided is not known.
     """
     given = {setting.key: setting.value for setting in overrides}
-    asked, source = given.get("cluster.oversubscription"), given.get("cluster")
-    if asked is None or source is None or not is_path(source):
+    source = given.get("cluster")
+    if "cluster.oversubscription" not in given or source is None or not is_path(source):
         return overrides
     path = expanded(Path(source.strip("'\"")), "cluster")
     loaded = _loaded("cluster", path)
@@ -303,16 +301,38 @@ def _with_undivided_levels(overrides: Sequence[Setting]) -> Sequence[Setting]:
         return overrides
     of_plan = cluster_from_mapping(_of_own_file("cluster", path, loaded))
     name, size = of_plan.name, of_plan.num_gpus
-    if name in catalogue_names("cluster") and catalogue_cluster(name, size) == of_plan:
-        own = {"cluster": name, "cluster.num_gpus": str(size)}
-        kept = (setting for setting in overrides if setting.key != "cluster")
-        return [*(Setting(key=key, value=value) for key, value in own.items()), *kept]
-    raise UserInputError(
-        "cluster.oversubscription",
-        asked,
-        "the plan's file holds the bandwidth that its cluster's oversubscription leaves",
-        "Change the bandwidth of the level, or name the cluster (cluster=NAME, or its own file).",
-    )
+    if name not in catalogue_names("cluster") or catalogue_cluster(name, size) != of_plan:
+        return overrides
+    sized = Setting(key="cluster.num_gpus", value=str(size))
+    kept = (setting for setting in overrides if setting.key != "cluster")
+    return [Setting(key="cluster", value=name), sized, *kept]
+
+
+def _keep_left_bandwidth(
+    config: DictConfig, given: Mapping[str, str | None], described: Fields
+) -> None:
+    """Have no oversubscription divide a bandwidth of the outermost level that is typed.
+
+    Args:
+        given: settings, with levels by number.
+        described: the cluster before them; of a record or a plan its oversubscription is ``None``.
+
+    Raises:
+        UserInputError: for an oversubscription of a bandwidth that is what one leaves.
+    """
+    level = f"cluster.levels.{len((config.cluster or {}).get('levels') or ()) - 1}"
+    rates = ("cluster.levels", level, f"{level}.bandwidth_bytes_per_s")
+    asked = given.get("cluster.oversubscription")
+    typed = given.keys() & rates
+    if asked and (typed or described.get("oversubscription", 1) is None):
+        raise UserInputError(
+            "cluster.oversubscription",
+            asked,
+            "the bandwidth of the outermost level is given as what an oversubscription leaves",
+            "Give that bandwidth alone, or name the cluster (cluster=NAME, or its own file).",
+        )
+    if typed:
+        config.cluster.oversubscription = None
 
 
 def catalogue_cluster(name: str, num_gpus: int | None = None) -> Cluster:
@@ -414,6 +434,8 @@ def _of_hugging_face(parsed: Fields, name: str, where: str, notes: list[str]) ->
 def record_fields(record: object) -> Fields:
     """A model's or a cluster's record, or its fields in a file, as those of its description."""
     fields = to_plain(record)
+    if "levels" in fields:
+        return {**fields, "oversubscription": None}
     pattern = fields.pop("moe_layer_pattern", None)
     return {**fields, "moe_layer_freq": pattern} if pattern else fields
 

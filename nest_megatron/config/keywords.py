@@ -114,14 +114,6 @@ def compose_keywords(
     own = {key: value for key, value in {**named, **sizes}.items() if value is not None}
     given = parse([*(f"{key}={value}" for key, value in own.items()), *texts])
     parsed = with_defaults(given, names_cluster="cluster" in described)
-    for setting in parsed if isinstance(cluster, Cluster) else ():
-        if setting.key == "cluster.oversubscription":
-            raise UserInputError(
-                setting.key,
-                setting.value,
-                "a record holds the bandwidth that its own oversubscription leaves",
-                "Give the cluster by its name or as the fields of its file.",
-            )
     refuse_sweeps(parsed)
     return compose(parsed, folder, described=described)
 

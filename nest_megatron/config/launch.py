@@ -9,6 +9,7 @@ from typing import Any
 from nest_megatron.config.defaults import naming_defaults, with_defaults
 from nest_megatron.config.overrides import (
     Setting,
+    choice,
     parse,
     refuse_resolvers,
     refuse_sweeps,
@@ -20,7 +21,6 @@ from nest_megatron.errors import (
     UserInputError,
     nearest,
     require_at_least,
-    require_known,
     require_seconds,
 )
 from nest_megatron.layout.policy import OnMismatch
@@ -83,8 +83,7 @@ def read_words(words: Iterable[str]) -> LaunchWords:
                     "a rank of a job that has started cannot start others on its GPUs",
                     _TUNE,
                 )
-            require_known("+nest", name, [mode.value for mode in Mode])
-            mode = Mode(name)
+            mode = choice("+nest", name, Mode)
             continue
         text = text.removeprefix("nest.")
         key, equals, value = text.partition("=")
@@ -184,8 +183,8 @@ def _check(launch: LaunchConfig) -> None:
         if (seconds := getattr(launch, name)) is not None:
             require_seconds(f"nest.{name}", seconds)
     if launch.on_mismatch is not None:
-        require_known("nest.on_mismatch", launch.on_mismatch, [each.value for each in OnMismatch])
-    require_known("nest.mixed_gpus", launch.mixed_gpus, [each.value for each in MixedGpus])
+        choice("nest.on_mismatch", launch.on_mismatch, OnMismatch)
+    choice("nest.mixed_gpus", launch.mixed_gpus, MixedGpus)
     ranks = launch.ranks
     is_list = isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks)
     if ranks not in ("by_host", "launched") and not is_list:

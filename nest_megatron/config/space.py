@@ -94,11 +94,11 @@ def fixed_degrees(settings: Settings) -> dict[str, int]:
 
 def read_rank_order(parallel: ParallelConfig) -> RankOrder | None:
     """The rank order, if fixed."""
-    return _named("rank_order", parallel.rank_order, RankOrder)
+    return _named("parallel.rank_order", parallel.rank_order, RankOrder)
 
 
 def _named(name: str, value: str | None, kind: type[Choice]) -> Choice | None:
-    return None if value is None else choice(f"parallel.{name}", value, kind)
+    return None if value is None else choice(name, value, kind)
 
 
 def read_zero(parallel: ParallelConfig) -> ZeroStage | None:
@@ -129,7 +129,7 @@ def read_recompute(parallel: ParallelConfig) -> Recompute | None:
         granularity=choice(
             "parallel.recompute_granularity", parallel.recompute_granularity, RecomputeGranularity
         ),
-        method=_named("recompute_method", parallel.recompute_method, RecomputeMethod),
+        method=_named("parallel.recompute_method", parallel.recompute_method, RecomputeMethod),
         num_layers=parallel.recompute_num_layers,
         modules=tuple(module for module in RecomputeModule if module in wanted),
     )
@@ -137,7 +137,7 @@ def read_recompute(parallel: ParallelConfig) -> Recompute | None:
 
 def read_backend(name: str | None) -> Backend | None:
     """The solver's backend, if asked for by name."""
-    return None if name is None else choice("search.backend", name, Backend)
+    return _named("search.backend", name, Backend)
 
 
 def _one_or_all(value: Value | None, every: Iterable[Value]) -> tuple[Value, ...]:

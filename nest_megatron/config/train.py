@@ -142,18 +142,15 @@ def read_lengths(train: TrainConfig, longest: int, *, packed: bool) -> SequenceL
             )
         path = expanded(Path(train.sequence_lengths), _FILE)
         return lengths_from_counts(_counts(path), longest, packed=packed, source=path.name)
-    if mean is None and deviation is None:
-        return None
-    for name, value in ((_MEAN, mean), (_STD, deviation)):
-        if value is None:
-            raise _wrong(
-                name,
-                None,
-                "the work of attention depends on the mean and on the standard deviation",
-                "Give both, or a file (train.sequence_lengths).",
-            )
-    assert mean is not None
-    assert deviation is not None
+    if mean is None or deviation is None:
+        if mean is deviation:
+            return None
+        raise _wrong(
+            _MEAN if mean is None else _STD,
+            None,
+            "the work of attention depends on the mean and on the standard deviation",
+            "Give both, or a file (train.sequence_lengths).",
+        )
     return lengths_from_moments(mean, deviation, longest, packed=packed)
 
 

@@ -271,6 +271,25 @@ def test_oversubscription_of_a_plan_file_is_that_of_its_cluster(path: Path, tmp_
     assert "name the cluster" in done.err
 
 
+@pytest.mark.parametrize("level", ["spine", "2"])
+def test_a_bandwidth_that_is_typed_is_what_a_gpu_has_in_every_command(
+    path: Path, tmp_path: Path, level: str
+) -> None:
+    typed = f"cluster.levels.{level}.bandwidth=20GB/s"
+    for source in JOB[1], f"cluster={path}":
+        found = cluster_of(source, typed)
+        assert found.levels[-1].bandwidth_bytes_per_s == 20e9, "12.5 GB/s is left of 50 by a file"
+        inner = cluster_of(source, "cluster.levels.leaf.bandwidth=20GB/s")
+        assert inner.levels[-1].bandwidth_bytes_per_s == 12.5e9
+        with pytest.raises(UserInputError, match="Give that bandwidth alone"):
+            cluster_of(source, typed, "cluster.oversubscription=2")
+    own = tmp_path / "own.yaml"
+    assert run("cluster", "new", "--out", str(own)).code == 0
+    own.write_text(own.read_text().replace("oversubscription: 1.0", "oversubscription: 4"))
+    found = cluster_of(f"cluster={own}", "cluster.levels.fabric.bandwidth=20GB/s")
+    assert found.levels[-1].bandwidth_bytes_per_s == 20e9
+
+
 def cluster_of(*settings: str) -> Cluster:
     return read_cluster(compose(parse(settings)))
 
