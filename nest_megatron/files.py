@@ -88,7 +88,7 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> None:
             else:
                 name.replace(path)
     except OSError as error:
-        fix = "Name a file in a folder that you may write to, and that no other program writes."
+        fix = "Name a file where there is space, you may write, and no other program writes."
         limit = f"it cannot be written: {error.strerror or error}"
         raise _refused("out", path, limit, fix) from error
 

@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None, *, begun_s: Seconds | None = None) -
     except KeyboardInterrupt as error:
         return _interrupted(error)
     except Exception as error:  # noqa: BLE001 - no user should see a traceback
-        if isinstance(error.__cause__, KeyboardInterrupt):  # it came while a class was made
-            return _interrupted(error.__cause__)
+        if interruption := _interruption_of(error):
+            return _interrupted(interruption)
         if isinstance(error, ImportError):  # of a package that is missing, or that is broken
             print_to_stderr(f"error: {error}. `pip install {PROGRAM}` installs all that it needs.")
             return BAD_INPUT
@@ -62,6 +62,13 @@ def main(argv: Sequence[str] | None = None, *, begun_s: Seconds | None = None) -
         with contextlib.suppress(Exception):  # of standard error that cannot be written to
             return report(error, arguments)
         return OUR_FAULT
+
+
+def _interruption_of(error: BaseException | None) -> KeyboardInterrupt | None:
+    """What an error came of: while a class was made, or a library set its state back."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _interrupted(error: KeyboardInterrupt) -> int:
@@ -87,6 +94,8 @@ def _run(arguments: list[str], begun_s: Seconds) -> int:
     try:
         code = cli.main(args=arguments, prog_name=PROGRAM, standalone_mode=False, obj=begun_s)
     except NestError as error:
+        if _interruption_of(error):
+            raise
         print_error(error, as_json=as_json)
         return error.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
@@ -97,8 +106,7 @@ def _run(arguments: list[str], begun_s: Seconds) -> int:
         limit, fix = error.format_message(), f"`{command} --help` shows the options and examples."
         if close := getattr(error, "possibilities", None):  # of an option that is misspelt
             limit, fix = error.message, f"Did you mean {' or '.join(close)}? {fix}"
-        limit = limit.rstrip(".")
-        wrong = UserInputError("command line", command, limit, fix)
+        wrong = UserInputError("command line", command, limit.rstrip("."), fix)
         print_error(wrong, as_json=as_json)
         return BAD_INPUT
     except click.Abort as error:

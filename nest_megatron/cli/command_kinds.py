@@ -132,7 +132,8 @@ class Command(Examples):
         if not printed:
             return super().invoke(context)
         if len(printed) > 1 or context.params.get("as_json"):
-            raise click.UsageError(f"{printed[0]} -: standard output holds one document.")
+            limit = "standard output holds one document"
+            raise UserInputError(printed[0], "-", limit, "Name a file, or leave --json out.")
         with reserved_standard_output():
             return super().invoke(context)
 

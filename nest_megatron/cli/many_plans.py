@@ -40,17 +40,10 @@ from nest_megatron.integrations.megatron_lm.node_counts import (
     plan_for_nodes,
     settings_for_nodes,
 )
-from nest_megatron.integrations.typed_command import (
-    command_of_plan,
-    kept_command,
-    read_request,
-)
+from nest_megatron.integrations.typed_command import command_of_plan, kept_command, read_request
 from nest_megatron.plain import frozen
 from nest_megatron.report.console import print_notes, progress, say, show, show_json
-from nest_megatron.report.plan_rows import (
-    scaling_table,
-    sweep_table,
-)
+from nest_megatron.report.plan_rows import scaling_table, sweep_table
 
 _SIZE = "cluster.num_gpus"
 
@@ -130,9 +123,10 @@ def run_scaling(options: PlanOptions, gpus: str) -> int:
     settings, launcher = options.settings()
     sizes = read_counts(gpus, "--for-gpus", doubling=True)
     refuse_sweeps(settings)
-    if (value := {setting.key: setting.value for setting in settings}.get(_SIZE)) is not None:
-        limit, fix = "--for-gpus says it", "Leave one of the two out."
-        raise UserInputError(_SIZE, value, limit, fix)
+    for setting in settings:
+        if setting.key == _SIZE:
+            limit = "--for-gpus says it"
+            raise UserInputError(_SIZE, setting.value, limit, "Leave one of the two out.")
     same = tuple(setting for setting in settings if setting.key != "out")
     each = [(*same, Setting(key=_SIZE, value=str(size))) for size in sizes]
     command = options.command()
@@ -189,10 +183,9 @@ def run_whatif(options: WhatIfOptions) -> int:
         found = plan_variants(path, changes, where)
     if not found.variants:
         return found.swept.exit_code()
-    html = options.html
-    if html is not None:
+    if html := options.html:
         found.write_html(html, force=True)  # checked before the search
     _print_rows(found.to_dict(), found.report(), found.swept, as_json=options.as_json)
-    if html is not None and not (options.as_json or is_standard_output(html)):
+    if html and not (options.as_json or is_standard_output(html)):
         say(f"Written to {html}.")
     return found.swept.exit_code()

@@ -133,8 +133,9 @@ def _crossed(cluster: Cluster) -> list[tuple[str, int]]:
 
 
 def _with_cluster(composed: Settings, cluster: Cluster) -> Settings:
-    given = {**composed.given, "cluster.num_gpus": None}
-    return dataclasses.replace(composed, cluster=to_plain(cluster), given=given)
+    return dataclasses.replace(
+        composed, cluster=to_plain(cluster), given={**composed.given, "cluster.num_gpus": None}
+    )
 
 
 @frozen
@@ -229,7 +230,7 @@ class PlanOptions(CommandOptions):
         if self.multirun and self.from_command is not None:
             yield "--multirun", "--from", "a command is planned by itself"
         sizes = [name for name in named if name != "--multirun"]
-        for name in [*named, *(["--shortlist"] if self.shortlist else [])]:
+        for name in [*named, *["--shortlist"] * self.shortlist]:
             if sizes and name != sizes[0]:
                 yield name, sizes[0], "the table is of one job"
 

@@ -87,7 +87,7 @@ def parse(text: str, name: str) -> dict[str, Any]:
         fields = parse_yaml(text, name)
     except UserInputError as error:
         raise PlanFileError(
-            name, None, error.limit, "It may have been cut short; plan again."
+            name, None, error.limit, "Name a plan file; one that was cut short is planned again."
         ) from error
     if not isinstance(fields, dict):
         raise PlanFileError(
@@ -109,7 +109,7 @@ def from_fields(fields: Mapping[str, Any], name: str) -> ParallelPlan:
     if schema != SCHEMA:
         limit, fix = f"this version reads plans of schema {SCHEMA}", "Plan again with this version."
         if not isinstance(schema, int) or schema > SCHEMA:
-            fix = "Upgrade nest-megatron, or plan again with this version."
+            fix = "Upgrade nest-megatron, plan again with this version, or name a plan file."
         raise PlanFileError(f"{name}: schema", schema, limit, fix)
     recorded, origin = "", fields.get("provenance")
     if isinstance(origin, Mapping):

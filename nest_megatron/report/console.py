@@ -77,6 +77,8 @@ class Shown:
 def _console(**options: Any) -> Console:
     from rich.console import Console
 
+    if os.environ.get("COLUMNS") == "0":  # not known; Rich would print nothing
+        options = {"width": 80, **options}
     return Console(markup=False, highlight=False, emoji=False, **options)
 
 
@@ -291,11 +293,9 @@ def progress() -> Iterator[Progress | None]:
     def write() -> None:
         if finished.wait(_PATIENCE_S):
             return
-        from rich.console import Console
-
-        with Console(stderr=True).status("searching") as status:
+        with status_line("searching") as update:
             while not finished.wait(_REFRESH_S):
-                status.update(latest)
+                update(latest)
 
     writer = threading.Thread(target=write, daemon=True)
     writer.start()

@@ -336,6 +336,29 @@ def test_an_interruption_inside_a_class_body_is_no_fault(
     assert capsys.readouterr().err == "Interrupted.\n"
 
 
+def test_an_interruption_of_which_a_library_makes_an_error_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """OmegaConf sets its flags back in a ``finally`` that needs what was interrupted."""
+
+    def interrupted(*_: object) -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise AttributeError("'NoneType' object has no attribute '_invalidate_flags_cache'")
+
+    monkeypatch.setattr("omegaconf.OmegaConf.merge", interrupted)
+    done = run(*LLAMA)
+    assert (done.code, done.err) == (INTERRUPTED, "Interrupted.\n")
+
+
+def test_a_document_on_standard_output_is_the_only_one() -> None:
+    done = run(*LLAMA, "out=-", "--json")
+    assert done.code == 2
+    assert done.json()["error"]["what"] == "out"
+    assert "leave --json out" in done.json()["error"]["fix"]
+
+
 def test_of_many_known_names_the_nearest_stand_once() -> None:
     with pytest.raises(UserInputError, match="The nearest are ") as raised:
         read_layout("qqqqqq=1", "--versus")

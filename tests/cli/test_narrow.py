@@ -49,6 +49,13 @@ def test_the_command_of_a_plan_keeps_to_the_terminal(
     assert max(map(len, done.out.splitlines())) <= int(columns)
 
 
+def test_a_terminal_of_no_width_is_one_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    printed = run("clusters", "dgx_h100").out
+    monkeypatch.setenv("COLUMNS", "0")
+    assert run("clusters", "dgx_h100").out == printed
+
+
 def test_a_flag_longer_than_the_terminal_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     done = run("estimate", "model=nemotron3_nano", "cluster=dgx_h100", "gpus=64")

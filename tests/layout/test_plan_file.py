@@ -79,6 +79,12 @@ def test_an_older_schema_is_refused() -> None:
         plan_file.load(text)
 
 
+@pytest.mark.parametrize("text", ["x: 1\n", "a: [\n", "\0"])
+def test_another_file_is_named_as_that(text: str) -> None:
+    with pytest.raises(PlanFileError, match="(?i)name a plan file"):
+        plan_file.load(text)
+
+
 def test_a_newer_schema_is_refused() -> None:
     text = plan_file.dump(made("mixtral_8x7b", 16)).replace("schema: 2", "schema: 3", 1)
     with pytest.raises(PlanFileError, match="Upgrade"):
