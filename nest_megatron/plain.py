@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 import re
 import sys
 import types
@@ -16,7 +17,10 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NewType, TypeVar, cast, dataclass_transform
+from typing import TYPE_CHECKING, Any, NewType, TypeVar, cast, dataclass_transform
+
+import msgspec
+import msgspec.structs
 
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.units import is_quantity, read_quantity
@@ -37,11 +41,31 @@ _RESTRICTED: Mapping[Any, tuple[type, float | None]] = {
 }
 
 
+class _Frozen(msgspec.StructMeta):
+    """Makes classes that C code constructs, copies and hashes, with the fields of a dataclass."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
+        declare = dataclass(init=False, repr=False, eq=False, match_args=False, kw_only=True)
+        declared: Any = declare(type(name, (), dict(namespace)))
+        fields: dict[str, dataclasses.Field[Any]] = declared.__dataclass_fields__
+        for each, field in fields.items():
+            namespace.pop(each, None)
+            if field.default_factory is not dataclasses.MISSING:
+                namespace[each] = msgspec.field(default_factory=field.default_factory)
+            elif field.default is not dataclasses.MISSING:
+                namespace[each] = field.default
+        inherited = (getattr(base, "__dataclass_fields__", {}) for base in reversed(bases))
+        namespace["__dataclass_fields__"] = functools.reduce(operator.or_, (*inherited, fields))
+        return super().__new__(
+            cls, name, bases, namespace, frozen=True, kw_only=True, cache_hash=True
+        )
+
+
 @dataclass_transform(
     frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,)
 )
 def frozen(kind: type[Record]) -> type[Record]:
-    """A frozen dataclass with slots, whose fields are passed by name.
+    """A frozen dataclass with slots, whose fields are passed by name, as a ``msgspec.Struct``.
 
     >>> @frozen
     ... class Point:
@@ -49,7 +73,25 @@ def frozen(kind: type[Record]) -> type[Record]:
     >>> Point(x=1)
     Point(x=1)
     """
-    return dataclass(frozen=True, slots=True, kw_only=True)(kind)
+    if msgspec.Struct in kind.__mro__:  # a subclass of a record is one
+        return kind
+    namespace = {name: each for name, each in vars(kind).items() if name not in _OF_ALL_CLASSES}
+    bases = tuple(base for base in kind.__bases__ if base is not object)
+    return cast(type[Record], _Frozen(kind.__name__, (*bases, msgspec.Struct), namespace))
+
+
+_OF_ALL_CLASSES = ("__dict__", "__weakref__")
+
+
+def set_field(record: object, name: str, value: object) -> None:
+    """Set a field of a frozen record, in its ``__post_init__``."""
+    msgspec.structs.force_setattr(cast(msgspec.Struct, record), name, value)
+
+
+if TYPE_CHECKING:
+    from dataclasses import replace as replace  # noqa: PLC0414
+else:
+    replace = msgspec.structs.replace
 
 
 @frozen

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import pytest
 from omegaconf.errors import ReadonlyConfigError
@@ -58,17 +57,23 @@ def test_a_plan_makes_each_record_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made, through = Counter[str](), set[str]()
-    original = {kind: kind.__init__ for kind in (Settings, Job, Request)}
 
-    def counting(record: Any, *args: Any, **fields: Any) -> None:
-        made[type(record).__name__] += 1
+    def count(kind: type) -> None:
+        made[kind.__name__] += 1
         frame: FrameType | None = sys._getframe()
         while (frame := frame and frame.f_back) is not None:
             through.add(frame.f_globals["__name__"])
-        original[type(record)](record, *args, **fields)
 
-    for kind in original:
-        monkeypatch.setattr(kind, "__init__", counting)
+    def counted(kind: type) -> type:
+        check = getattr(kind, "__post_init__", lambda _: None)
+        return type(kind)(
+            kind.__name__, (kind,), {"__post_init__": lambda it: (count(kind), check(it))}
+        )
+
+    for kind in (Settings, Job, Request):
+        counting = counted(kind)
+        for module in [m for m in sys.modules.values() if vars(m).get(kind.__name__) is kind]:
+            monkeypatch.setattr(module, kind.__name__, counting)
     words = [word for word in readme_words() if not word.startswith("out=")]
     monkeypatch.chdir(tmp_path)
     assert main(words) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from operator import attrgetter
 
 from nest_megatron.errors import UserInputError
@@ -56,9 +55,6 @@ class ParallelDims:
         virtual_pipeline_model_parallel_size: model chunks on each pipeline rank; 1 means the plain
             1F1B schedule (Megatron writes ``None``).
 
-    Attributes:
-        world_size: number of ranks.
-
     Raises:
         UserInputError: if a degree is not a positive whole number, or the expert grid
             ``etp * ep * edp * pp`` cannot be laid over the same ranks.
@@ -72,7 +68,6 @@ class ParallelDims:
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
     rank_order: RankOrder = RankOrder.TP_CP_EP_DP_PP
-    world_size: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, value in zip(DEGREES, _values(self), strict=True):
@@ -83,8 +78,6 @@ class ParallelDims:
                     "a degree is a whole number of at least 1",
                     "Give a positive whole number.",
                 )
-        ranks = self.ranks_per_stage * self.pipeline_model_parallel_size
-        object.__setattr__(self, "world_size", ranks)
         if self.ranks_per_stage % self.expert_ranks:
             raise UserInputError(
                 "parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size",
@@ -92,6 +85,11 @@ class ParallelDims:
                 f"it must divide the {self.ranks_per_stage} ranks of one pipeline stage (tp*cp*dp)",
                 "Lower one of the two, or raise the data-parallel size.",
             )
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.ranks_per_stage * self.pipeline_model_parallel_size
 
     @property
     def degrees(self) -> dict[str, int]:

@@ -6,7 +6,6 @@ Source: ``TransformerConfig.__post_init__`` (0.16.1 :1144, :1232, :1852-1912; 0.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -16,7 +15,7 @@ from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import Recompute, RecomputeGranularity, RecomputeModule
 from nest_megatron.layout.rulebook.facts import release_number
 from nest_megatron.model.execution import PLAIN, Execution, GraphImpl
-from nest_megatron.plain import to_plain
+from nest_megatron.plain import replace, to_plain
 
 #: Field of ``Execution`` -> Megatron's arguments that state it, of both releases.
 _ARGUMENTS = {knob.name: [knob.name] for knob in KNOBS} | {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import field
 
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.names import Name
@@ -51,11 +50,8 @@ class Recompute:
     method: RecomputeMethod | None = None
     num_layers: int | None = None
     modules: tuple[RecomputeModule, ...] = ()
-    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        values = (self.granularity, self.method, self.num_layers, self.modules)
-        object.__setattr__(self, "_hash", hash(values))
         full = self.granularity is RecomputeGranularity.FULL
         if full != (self.method is not None) or full != (self.num_layers is not None):
             raise UserInputError(
@@ -79,10 +75,6 @@ class Recompute:
                 "it goes with recompute_granularity selective, and only with it",
                 "Name at least one module with selective, none otherwise.",
             )
-
-    def __hash__(self) -> int:
-        """Computed once: settings are keys of a search's dictionaries."""
-        return self._hash
 
     def label(self) -> str:
         """A short name for tables.

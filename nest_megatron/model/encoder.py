@@ -10,7 +10,7 @@ import re
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
-from nest_megatron.plain import frozen
+from nest_megatron.plain import frozen, set_field
 
 _MAY_BE_ZERO = ("num_class_tokens", "num_position_embeddings", "deepstack_layers", "num_images")
 
@@ -185,7 +185,7 @@ class Adapters:
 
     def __post_init__(self) -> None:
         if not self.target_modules:
-            object.__setattr__(self, "target_modules", _DEFAULTS[self.scheme])
+            set_field(self, "target_modules", _DEFAULTS[self.scheme])
         if type(self.dim) is not int or not 1 <= self.dim <= 1_000_000:
             raise _wrong("dim", self.dim, "it must be a whole number of at least 1")
         if not 0.0 <= self.dropout < 1.0:

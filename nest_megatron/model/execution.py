@@ -8,7 +8,6 @@ is in ``cost_model.traits``.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import field
 
 from nest_megatron.caching import Key
 from nest_megatron.errors import UserInputError
@@ -99,10 +98,8 @@ class Execution:
     cuda_graph_scope: tuple[str, ...] = ()
     cpu_offloading_num_layers: int = 0
     offload_modules: tuple[str, ...] = ()
-    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((OF_EXPERTS.of(self), OUTSIDE_EXPERTS.of(self))))
         is_flex = self.moe_token_dispatcher_type is TokenDispatcher.FLEX
         if is_flex != (self.moe_flex_dispatcher_backend is not None):
             raise self._contradiction(
@@ -132,10 +129,6 @@ class Execution:
 
     def _contradiction(self, name: str, limit: str, fix: str) -> UserInputError:
         return UserInputError(name, getattr(self, name), limit, fix)
-
-    def __hash__(self) -> int:
-        """Computed once: executions are keys of a search's dictionaries."""
-        return self._hash
 
     def words(self, *, experts: bool = True) -> str:
         """What is not Megatron's default, by Megatron's names; empty where all is.

@@ -29,7 +29,7 @@ from nest_megatron.model.encoder import EncoderSpec
 from nest_megatron.model.execution import FlexBackend
 from nest_megatron.model.sequence_lengths import SequenceLengths
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.plain import frozen
+from nest_megatron.plain import frozen, set_field
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.backend import Backend
 from nest_megatron.solver.space import SearchSpace
@@ -209,15 +209,15 @@ class Request:
                 raise UserInputError(what, value, limit, fix)
         if self.present is not None and self.present.global_batch_size != batch:
             present = replace(self.present, global_batch_size=batch)
-            object.__setattr__(self, "present", present)
+            set_field(self, "present", present)
         recompute = self.space.recompute or NO_RECOMPUTE
         cuts = cuts_anywhere(self.spec, recompute, self.space.version)
         if self.space.partition is None and not cuts:
             even = replace(self.space, even_stages=True)
-            object.__setattr__(self, "space", even)
+            set_field(self, "space", even)
         if self.spec.vision is not None:
             space = _beside_images(self.spec, self.spec.vision, self.space)
-            object.__setattr__(self, "space", space)
+            set_field(self, "space", space)
 
     def cost_model(self, settings: CostSettings | None = None) -> CostModel:
         """What the job costs, by default under its settings."""

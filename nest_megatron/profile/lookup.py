@@ -18,7 +18,7 @@ from typing import NamedTuple
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.plain import frozen
+from nest_megatron.plain import frozen, set_field
 from nest_megatron.profile.records import SHAPE, LayerProfile, Source, Timing
 from nest_megatron.units import Seconds
 
@@ -51,13 +51,13 @@ class LayerTimes:
 
     spec: TransformerSpec
     profiles: tuple[LayerProfile, ...]
-    _own: dict[LayerBlock, _Table] = field(init=False, repr=False, compare=False)
-    _imported: dict[LayerBlock, _Table] = field(init=False, repr=False, compare=False)
+    _own: dict[LayerBlock, _Table] = field(default_factory=dict)
+    _imported: dict[LayerBlock, _Table] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, imported in (("_own", False), ("_imported", True)):
             chosen = [p for p in self.profiles if p.imported is imported]
-            object.__setattr__(self, name, _tables(self.spec, chosen))
+            set_field(self, name, _tables(self.spec, chosen))
 
     @property
     def name(self) -> str:

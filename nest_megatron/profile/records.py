@@ -16,7 +16,7 @@ from nest_megatron.model.execution import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.spec import LATENT_SIZES, TransformerSpec
 from nest_megatron.names import Name
-from nest_megatron.plain import frozen, is_added, written_as
+from nest_megatron.plain import frozen, is_added, set_field, written_as
 from nest_megatron.units import Bytes, Seconds, format_gib
 
 #: Version of the file format; a reader refuses newer ones.
@@ -101,7 +101,7 @@ class Timing:
                     above_zero=field.name not in _MAY_BE_ZERO,
                     fix="Measure the block again.",
                 )
-                object.__setattr__(self, field.name, number)
+                set_field(self, field.name, number)
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -144,7 +144,7 @@ class Machine:
         require_number(what, self.memory_bytes, whole=True, above_zero=True, fix=fix)
         for name in _TEXTS:
             if getattr(self, name) is not None:  # torch's version is no plain text
-                object.__setattr__(self, name, str(getattr(self, name)))
+                set_field(self, name, str(getattr(self, name)))
 
     def describe(self) -> str:
         """The device in a few words: ``NVIDIA H200 (139.8 GiB)``."""

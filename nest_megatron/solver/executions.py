@@ -6,7 +6,6 @@ and takes no more time in any part of any layer, forward or backward.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
@@ -44,6 +43,7 @@ from nest_megatron.layout.rulebook.facts import (
 from nest_megatron.layout.rulebook.search import OF_LAYOUT, SearchStep
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import PLAIN, Execution, GraphImpl
+from nest_megatron.plain import replace
 from nest_megatron.solver.space import SearchSpace
 
 #: Recompute settings, as ``kind_of`` sees them.
@@ -74,7 +74,7 @@ def kind_of(recompute: Recompute, decisive: Collection[RecomputeModule]) -> Reco
     if not recompute.modules:
         return NO_RECOMPUTE
     modules = tuple(module for module in recompute.modules if module in decisive)
-    return dataclasses.replace(recompute, modules=modules) if modules else _ANY_MODULE
+    return replace(recompute, modules=modules) if modules else _ANY_MODULE
 
 
 def with_stages_and_zero(grid: PartialLayout, virtual: int, zero: ZeroStage) -> PartialLayout:
@@ -84,12 +84,12 @@ def with_stages_and_zero(grid: PartialLayout, virtual: int, zero: ZeroStage) -> 
         dims = _with_virtual_stages(dims, virtual)
     elif zero is grid.zero:
         return grid
-    return dataclasses.replace(grid, dims=dims, zero=zero)
+    return replace(grid, dims=dims, zero=zero)
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _with_virtual_stages(dims: ParallelDims, virtual: int) -> ParallelDims:
-    return dataclasses.replace(dims, virtual_pipeline_model_parallel_size=virtual)
+    return replace(dims, virtual_pipeline_model_parallel_size=virtual)
 
 
 def launched(model: CostModel, space: SearchSpace, grid: PartialLayout) -> LaunchRequest:
@@ -135,7 +135,7 @@ def has_graphs(space: SearchSpace) -> bool:
 
 @functools.cache
 def _without_graphs(execution: Execution) -> Execution:
-    return dataclasses.replace(
+    return replace(
         execution, cuda_graph_impl=PLAIN.cuda_graph_impl, cuda_graph_scope=PLAIN.cuda_graph_scope
     )
 
@@ -185,8 +185,8 @@ class Executions(Caching):
         None is faster than some of these, which Megatron need not accept.
         """
         # Layouts that stand for all that forbid the same; numbers of ranks do not matter.
-        dims = dataclasses.replace(shard.dims, pipeline_model_parallel_size=2)
-        pipelined = dataclasses.replace(shard, dims=dims)
+        dims = replace(shard.dims, pipeline_model_parallel_size=2)
+        pipelined = replace(shard, dims=dims)
         layouts = (
             with_stages_and_zero(shard, 1, ZeroStage.NONE),
             with_stages_and_zero(shard, 1, ZeroStage.WEIGHTS),
@@ -236,7 +236,7 @@ class Executions(Caching):
     def possible(self, grid: PartialLayout) -> AllowedRecompute:
         """The executions that Megatron accepts on a layout, by what it makes of each variant."""
         found: dict[Execution, set[Recompute]] = {}
-        by_kind = [self._allowed(dataclasses.replace(grid, recompute=kind)) for kind in self._kinds]
+        by_kind = [self._allowed(replace(grid, recompute=kind)) for kind in self._kinds]
         for variants in zip(*by_kind, strict=True):
             for kind, execution in zip(self._kinds, variants, strict=True):
                 if execution is not None:
@@ -276,7 +276,7 @@ class Executions(Caching):
         return not moving or execution.cuda_graph_impl is self._default.cuda_graph_impl
 
     def _units(self, grid: PartialLayout, execution: Execution) -> tuple[UnitTimes, ...]:
-        return self._unit_times(dataclasses.replace(grid, execution=execution))
+        return self._unit_times(replace(grid, execution=execution))
 
     @cached_by(SHARD)
     def _unit_times(self, grid: PartialLayout) -> tuple[UnitTimes, ...]:
@@ -301,7 +301,7 @@ def _together(executions: Sequence[Execution]) -> tuple[Execution, ...]:
     if any(each.cuda_graph_impl is not GraphImpl.NONE for each in executions):
         together |= {"cuda_graph_impl": GraphImpl.FULL_ITERATION, "cuda_graph_scope": ()}
     bare = map(_without_graphs, executions)
-    return tuple(dict.fromkeys(dataclasses.replace(each, **together) for each in bare))
+    return tuple(dict.fromkeys(replace(each, **together) for each in bare))
 
 
 def _dominates(
@@ -332,7 +332,7 @@ def _combinations(space: SearchSpace) -> Iterator[Execution]:
     ]
     for chosen in product(*values):
         try:
-            yield dataclasses.replace(space.execution, **dict(zip(names, chosen, strict=True)))
+            yield replace(space.execution, **dict(zip(names, chosen, strict=True)))
         except UserInputError:
             continue  # such as a backend of another dispatcher
 

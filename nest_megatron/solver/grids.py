@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
@@ -35,6 +34,7 @@ from nest_megatron.layout.rulebook.schedule import allows_blocks, decoder_layers
 from nest_megatron.layout.rulebook.search import SearchStep, search_steps
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import Execution
+from nest_megatron.plain import replace
 from nest_megatron.solver.executions import (
     Executions,
     RecomputeKinds,
@@ -177,15 +177,13 @@ class GridSpace(Caching):
                     continue
                 if not self._allows("rank_order", {**facts, "rank_order": order}):
                     continue
-                dims = dataclasses.replace(
+                dims = replace(
                     shard.dims,
                     pipeline_model_parallel_size=pp,
                     data_parallel_size=dp,
                     rank_order=order,
                 )
-                grid = dataclasses.replace(
-                    shard, dims=dims, global_batch_size=self.global_batch_size
-                )
+                grid = replace(shard, dims=dims, global_batch_size=self.global_batch_size)
                 if self._has_executions(grid):
                     yield grid
 
@@ -394,4 +392,4 @@ def _with_executions(
 ) -> Iterator[PartialLayout]:
     for execution in executions:
         same = execution is grid.execution
-        yield grid if same else dataclasses.replace(grid, execution=execution)
+        yield grid if same else replace(grid, execution=execution)

@@ -25,7 +25,7 @@ from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.shard import fits_fused_attention
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.plain import frozen
+from nest_megatron.plain import frozen, set_field
 
 #: Degrees that can be fixed (``parallel.NAME``) or limited (``search.max_NAME``).
 DEGREES = (
@@ -108,7 +108,7 @@ class SearchSpace:
         for name in self.executions:
             _require_known("executions", name, name, "field", fields)
         if self.partition is not None:
-            object.__setattr__(self, "fixed", _with_its_degrees(self.fixed, self.partition))
+            set_field(self, "fixed", _with_its_degrees(self.fixed, self.partition))
         for what, values in (("parallel.", self.fixed), ("search.max_", self.limits)):
             for name, value in values.items():
                 _require_known(f"{what}{name}", name, value, "degree", DEGREES)

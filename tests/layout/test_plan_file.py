@@ -81,7 +81,7 @@ def test_an_older_schema_is_refused() -> None:
 
 @pytest.mark.parametrize("text", ["x: 1\n", "a: [\n", "\0"])
 def test_another_file_is_named_as_that(text: str) -> None:
-    with pytest.raises(PlanFileError, match="(?i)name a plan file"):
+    with pytest.raises(PlanFileError, match=r"(?i)name a plan file"):
         plan_file.load(text)
 
 
