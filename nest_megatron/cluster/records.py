@@ -51,7 +51,9 @@ class Accelerator:
         memory_bytes: that a framework can allocate from.
         peak_flops_per_s: dense matrix peak for each number format.
         gemm_efficiency: largest share of that peak that a well-shaped GEMM reaches.
-        attention_efficiency: share of the bf16 peak that fused attention reaches on long sequences.
+        attention_efficiency: share of the bf16 peak that the products of fused attention reach on
+            long sequences.
+        exponentials_per_s: that the softmax of fused attention can take (0: not counted).
         scan_share: what a scan (Mamba-2, gated delta nets) reaches of the rates of attention's
             arithmetic and of streaming kernels' traffic.
         grouped_gemm_ramp_rows: rows (tokens) of each product with which a grouped GEMM reaches
@@ -81,6 +83,7 @@ class Accelerator:
     host_kernel_s: float = added(0.0)
     host_bandwidth_bytes_per_s: float = added(0.0)
     attention_ramp_rows: float = 0.0
+    exponentials_per_s: float = added(0.0)
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -256,7 +259,7 @@ class Cluster:
 #: Numbers that may be 0; every other one lies above it.
 _MAY_BE_ZERO = (
     *("kernel_floor_s", "host_kernel_s", "host_bandwidth_bytes_per_s"),
-    *("attention_ramp_rows", "grouped_gemm_ramp_rows"),
+    *("attention_ramp_rows", "grouped_gemm_ramp_rows", "exponentials_per_s"),
     *("latency_s", "startup_s", "ramp"),
 )
 

@@ -3,7 +3,9 @@
 With ``a = flops / (peak * efficiency)`` and ``b = bytes / (bandwidth * efficiency)`` an operator
 takes ``(a ** q + b ** q) ** (1 / q)`` and a floor for each kernel. ``q`` lies between 1, the sum,
 and a roofline's larger of the two: prologue, epilogue and tails of a kernel do not overlap with its
-main loop, but much of its traffic does.
+main loop, but much of its traffic does. Fused attention runs its products beside the exponentials
+of its softmax, which have units of their own: at the peaks of both, products of heads of 128 take
+twice as long on H100 (FlashAttention-3, arXiv 2407.08608), and no longer on B200.
 
 A scan (``OperatorKind.SCAN``: Mamba-2, gated delta net) is products inside kernels with elementwise
 work between them, as attention is: its arithmetic takes attention's share of the peak and its
@@ -27,6 +29,12 @@ from nest_megatron.units import Seconds
 #: missed to the same side by the same share; above it the mean error hardly falls.
 _JOINT = 1.25
 
+#: The exponent that joins products of attention and exponentials. Forward passes on a device with
+#: 2.5 PFLOP/s reach 1,882 TFLOP/s with heads of 128 and 1,243 with heads of 64 (FlashAttention-4,
+#: 16,384 tokens; cuDNN 1,157): Dao-AILab/flash-attention pull 2605. On H20, whose products are six
+#: times slower, both reach the same (issue 1310 there).
+_BESIDE_SOFTMAX = 2.5
+
 #: What each further product of a grouped one adds, and each further cast for one: SimuMax's 94
 #: grouped GEMMs on B200 (20 to 256 experts of 128 to 9,832 tokens) are missed by 8.5 % in the mean
 #: with it, by 13 % without. Casts by themselves are not measured.
@@ -48,23 +56,21 @@ def operator_times(
         UserInputError: if the accelerator has no matrix units for the format.
     """
     rate = _flops_rate(operator, accelerator, settings)
-    if operator.kind is OperatorKind.ATTENTION:
-        rate /= settings.attention_slowdown
-        rate *= settings.fp8_attention_speedup if settings.traits.fp8_attention else 1.0
     bandwidth = accelerator.memory_bandwidth_bytes_per_s * accelerator.memory_efficiency
     if operator.kind is OperatorKind.SCAN:
         rate, bandwidth = rate * accelerator.scan_share, bandwidth * accelerator.scan_share
+    ahead, back = operator.flops / rate, operator.backward_flops / rate
+    if operator.kind is OperatorKind.ATTENTION:
+        ahead, back = (_attention(each, operator, accelerator, settings) for each in (ahead, back))
     floor = accelerator.kernel_floor_s * operator.num_kernels
     floor += _PRODUCT_S * (operator.num_gemms - 1)
     moved, moved_back = operator.bytes_moved, operator.backward_bytes_moved
     number_format = format_of(settings.precision, settings.traits.fp8_recipe)
     if operator.fp8 and number_format is not None:
-        narrower, back = _narrower_operands(operator, number_format)
-        moved, moved_back = moved - narrower, max(0.0, moved_back - back)
-    forward = floor + _joined(operator.flops / rate, moved / bandwidth)
-    backward = (1 if operator.frozen else 2) * floor + _joined(
-        operator.backward_flops / rate, moved_back / bandwidth
-    )
+        narrower, narrower_back = _narrower_operands(operator, number_format)
+        moved, moved_back = moved - narrower, max(0.0, moved_back - narrower_back)
+    forward = floor + _joined(ahead, moved / bandwidth)
+    backward = (1 if operator.frozen else 2) * floor + _joined(back, moved_back / bandwidth)
     if operator.fp8 and number_format is not None:
         # a weight's gradient alone needs its factors in the other layout as well
         layouts = 1 if operator.frozen else settings.traits.fp8_weight_copies
@@ -93,10 +99,24 @@ def _narrower_operands(operator: Operator, number_format: NumberFormat) -> tuple
     return saved * operator.input_elements + weight, back
 
 
-def _joined(arithmetic: Seconds, traffic: Seconds) -> Seconds:
+def _attention(
+    products: Seconds, operator: Operator, accelerator: Accelerator, settings: CostSettings
+) -> Seconds:
+    """One pass of fused attention: its products, and the exponentials of its softmax."""
+    if settings.traits.fp8_attention:
+        products /= settings.fp8_attention_speedup
+    softmax = 0.0
+    if accelerator.exponentials_per_s:
+        softmax = operator.exponentials / accelerator.exponentials_per_s
+    idle = accelerator.attention_ramp_rows / operator.parallel_rows
+    busy = _joined(softmax, products, _BESIDE_SOFTMAX)
+    return settings.attention_slowdown * (1.0 + idle) * busy
+
+
+def _joined(arithmetic: Seconds, traffic: Seconds, exponent: float = _JOINT) -> Seconds:
     if not arithmetic:
         return traffic
-    return float((arithmetic**_JOINT + traffic**_JOINT) ** (1 / _JOINT))
+    return float((arithmetic**exponent + traffic**exponent) ** (1 / exponent))
 
 
 def sixteen_bit(accelerator: Accelerator) -> Precision:
@@ -109,9 +129,7 @@ def _flops_rate(operator: Operator, accelerator: Accelerator, settings: CostSett
     is_single = precision is Precision.FP32
     wide = precision if is_single else sixteen_bit(accelerator)
     if operator.kind in (OperatorKind.ATTENTION, OperatorKind.SCAN):
-        rows = operator.parallel_rows
-        busy = 1.0 / (1.0 + accelerator.attention_ramp_rows / rows)
-        return accelerator.peak_flops_per_s[wide] * accelerator.attention_efficiency * busy
+        return accelerator.peak_flops_per_s[wide] * accelerator.attention_efficiency
     used = precision if operator.fp8 or not precision.is_quantized else wide
     if not accelerator.supports(used):
         raise UserInputError(

@@ -73,6 +73,7 @@ class Operator:
         fp8: the GEMM runs in fp8 where the job requests it.
         parallel_rows: of attention: query rows over all heads; of a grouped GEMM: rows of each
             product. Few leave processors idle.
+        exponentials: of attention: scores, whose exponentials each pass takes.
         aligned: of a GEMM: every dimension is a multiple of 8, as matrix units ask in 16 bits.
         has_weight: of a GEMM: one factor is a weight, whose gradient the backward pass makes.
         num_gemms: of a grouped GEMM: how many GEMMs it is made of.
@@ -93,6 +94,7 @@ class Operator:
     num_kernels: int = 1
     fp8: bool = False
     parallel_rows: float = math.inf
+    exponentials: float = 0.0
     aligned: bool = True
     has_weight: bool = True
     num_gemms: int = 1

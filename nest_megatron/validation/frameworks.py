@@ -317,7 +317,10 @@ _MEGATRON_CORE_DEV = _over(
 #: The guide prints single optimizations, the dispatcher among them, one by one.
 _MEGATRON_CORE_GUIDE = _over(
     MEGATRON_CORE,
-    *_defaults("Megatron-LM's guide to DeepSeek-V3 on GB200, step 6", _ENGINE_LOSS),
+    *_defaults(
+        "Megatron-LM's guide to DeepSeek-V3 on GB200, step 6",
+        {**_ENGINE_LOSS, "moe_router_fusion": True},
+    ),
     name="megatron_core_guide",
     framework="megatron-core's developers' own runs on GB200",
 )
@@ -361,6 +364,16 @@ _MEGATRON_FSDP_BUFFERS = _over(
     _MEGATRON_FSDP,
     *_defaults("the framework's name in the row", {"nccl_ub": True, "fsdp_double_buffer": True}),
 )
+#: The container of 2026 that most submissions of GPT-OSS run holds Megatron-Bridge.
+_MLPERF_2026 = _over(
+    TARGETS["megatron_bridge_0.4"],
+    *_defaults(
+        "MLPerf training v6.0: NVIDIA/benchmarks/gpt_oss_20b/implementations/nemo",
+        {"cuda_graph_impl": "transformer_engine"},
+    ),
+    name="mlperf_2026",
+    framework="MLPerf's submissions of 2026 on NeMo",
+)
 _OTHER = _target(
     "other",
     "the distributed optimizer with its overlaps, kernels as fast as NeMo's",
@@ -386,8 +399,7 @@ RULES: tuple[FrameworkRule, ...] = (
     _rule(r"automodel", _AUTOMODEL, splits_local_batch=True),
     _rule(r"\btrl\b", _TRL, splits_local_batch=True),
     _rule(r"ms-swift (deepspeed|zero)", _SWIFT),
-    # a container of 2026 holds Megatron-Bridge
-    _rule(r"^nemo / megatron-core", TARGETS["megatron_bridge_0.4"], since=(26, 4)),
+    _rule(r"^nemo / megatron-core", _MLPERF_2026, since=(26, 4)),
     # MLPerf's submissions of language models run on NeMo
     _rule(rf"nemo|mlperf|{_CONTAINER}", NEMO, since=(25, 7)),
     _rule(rf"nemo|mlperf|{_CONTAINER}", _NEMO_OLD, since=(24, 9)),

@@ -295,6 +295,9 @@ WORDS: tuple[Said, ...] = tuple(
         (r"\b(partial|te-scoped) (cg|cuda graph)", {"cuda_graph_impl": "transformer_engine"}),
         # of which kind it does not say: by modules
         (r"; cuda graphs,", {"cuda_graph_impl": "transformer_engine"}),
+        # a guide's steps, of which each adds one thing to those before it
+        (r"; baseline;", {"moe_permute_fusion": False}),
+        (r"; baseline;|\+ permute kernel", {"moe_router_fusion": False}),
         (r"\bfull cg\b", {"cuda_graph_impl": "full_iteration"}),
         (r"\bno cuda graph", {"cuda_graph_impl": "none"}),
     )

@@ -258,20 +258,19 @@ def states_time(row: Row) -> bool:
     return any(number(row, column) for column in columns)
 
 
-def is_sanity_check(row: Row) -> bool:
-    """Whether the authors say that a run's timing is no measurement of speed."""
-    return "sanity check" in row.get("ambiguity", "")
-
-
-_PROFILED = re.compile(r"nsys attached|(?:from|in) the nsys window")
+#: Words of a run's authors about its timing, by what they make of it.
+_DISOWNED: Mapping[str, str] = {
+    "its timing is a sanity check": "sanity check",
+    "timed under a profiler": r"nsys attached|(?:from|in) the nsys window",
+    "on a device with less power than its own": "power-limited",
+}
 
 
 def require_measurement(row: Row) -> None:
-    """Refuse a run whose timing is no measurement of speed, as its authors say."""
-    if is_sanity_check(row):
-        raise RefusedRowError("its timing is a sanity check", "as its authors say")
-    if found := _PROFILED.search(row.get("ambiguity", "")):
-        raise RefusedRowError("timed under a profiler", found[0])
+    """Refuse a run whose timing says nothing of its device's speed, as its authors say."""
+    for reason, words in _DISOWNED.items():
+        if found := re.search(words, row.get("ambiguity", "")):
+            raise RefusedRowError(reason, found[0])
 
 
 def require_fixed_sequences(row: Row) -> None:

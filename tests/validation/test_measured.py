@@ -83,3 +83,5 @@ def test_a_time_that_its_authors_disown_is_refused() -> None:
     with pytest.raises(RefusedRowError, match="under a profiler"):
         require_measurement({"ambiguity": "deterministic, nsys attached, v4"})
     require_measurement({"ambiguity": "deterministic, no nsys, repeat v4"})
+    with pytest.raises(RefusedRowError, match="less power"):
+        require_measurement({"ambiguity": "power-limited B200; model not named in this table"})

@@ -23,7 +23,13 @@ from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.validation.assess import Predictor, job_time
 from nest_megatron.validation.job import RowJob, job_of
 from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.rows import RefusedRowError, Row, RowFile, RowKind, is_sanity_check
+from nest_megatron.validation.rows import (
+    RefusedRowError,
+    Row,
+    RowFile,
+    RowKind,
+    require_measurement,
+)
 from tools.calibration.parameters import (
     OWNERS,
     PARAMETERS,
@@ -83,6 +89,7 @@ def _samples(files: Iterable[RowFile], book: ModelBook, predictor: Predictor) ->
     rows = (row for file in files if file.kind is RowKind.THROUGHPUT for row in file.rows)
     for row in filter(_speaks_of_performance, rows):
         try:
+            require_measurement(row)
             job = job_of(row, book)
             measured = job_time(row, job, predictor.predict(job))
         except RefusedRowError:
@@ -94,12 +101,11 @@ def _samples(files: Iterable[RowFile], book: ModelBook, predictor: Predictor) ->
 def _speaks_of_performance(row: Row) -> bool:
     """Whether a row can teach the cost model something.
 
-    Not a run whose authors call its timing a sanity check, nor one on other kernels, nor one whose
-    batch is not stated.
+    Not a run on other kernels, nor one whose batch is not stated.
     """
     if not row.get("gbs", "").strip() and not row.get("ga", "").strip():
         return False
-    return not is_sanity_check(row) and not row.get("framework", "").lower().startswith(_FOREIGN)
+    return not row.get("framework", "").lower().startswith(_FOREIGN)
 
 
 def thinned(samples: Sequence[Sample], seed: int = 0) -> list[Sample]:

@@ -55,7 +55,7 @@ def _parameter(
 
 
 def _rates(
-    generation: str, gemm: tuple[float, float, float], fp8: float | None, attention: float
+    generation: str, gemm: tuple[float, float, float], fp8: float | None
 ) -> Iterator[Parameter]:
     """What one generation reaches of its peaks, which depends on its power.
 
@@ -65,13 +65,12 @@ def _rates(
     """
     prior, low, high = gemm
     yield _parameter(generation, "gemm_efficiency.bf16", prior, 0.06, low, high)
-    yield _parameter(generation, "attention_efficiency", attention, 0.1, 0.2, 0.8)
     if fp8 is not None:
         yield _parameter(generation, "gemm_efficiency.fp8", fp8, 0.02, 0.35, 0.85)
 
 
 def _kernels(
-    generation: str, memory: float, floor: float, *, experts: bool = False
+    generation: str, memory: float, floor: float, attention: float, *, experts: bool = False
 ) -> Iterator[Parameter]:
     """What depends on the kernels and the kind of memory, which several generations share.
 
@@ -80,6 +79,7 @@ def _kernels(
     """
     yield _parameter(generation, "memory_efficiency", memory, 0.06, 0.5, 1.0)
     yield _parameter(generation, "kernel_floor_s", floor, 0.5 * floor, 1e-6, 4e-5)
+    yield _parameter(generation, "attention_efficiency", attention, 0.1, 0.2, 0.95)
     if experts:
         yield _parameter(generation, "grouped_gemm_ramp_rows", 50.0, 200.0, 0.0, 4000.0)
         yield _parameter(generation, "scan_share", 1.0, 0.5, 0.02, 1.0)
@@ -117,16 +117,16 @@ _MECHANISMS = (
 
 #: Priors: kernels of truth/kernel_efficiency.csv and best GEMMs of truth/hardware.csv.
 PARAMETERS: tuple[Parameter, ...] = (
-    *_rates("volta", (0.65, 0.35, 0.9), None, 0.4),
-    *_kernels("volta", 0.85, 5e-6),
-    *_rates("ampere", (0.8, 0.5, 0.88), None, 0.47),
-    *_kernels("ampere", 0.86, 5e-6),
-    *_rates("hopper", (0.72, 0.5, 0.81), 0.65, 0.55),
-    *_kernels("hopper", 0.91, 4e-6, experts=True),
-    *_rates("b200", (0.55, 0.4, 0.79), 0.6, 0.5),
-    *_rates("gb200", (0.6, 0.4, 0.79), 0.6, 0.5),
-    *_rates("blackwell_ultra", (0.65, 0.4, 0.79), 0.65, 0.55),
-    *_kernels("blackwell", 0.8, 4e-6, experts=True),
+    *_rates("volta", (0.65, 0.35, 0.9), None),
+    *_kernels("volta", 0.85, 5e-6, 0.4),
+    *_rates("ampere", (0.8, 0.5, 0.88), None),
+    *_kernels("ampere", 0.86, 5e-6, 0.5),
+    *_rates("hopper", (0.72, 0.5, 0.81), 0.65),
+    *_kernels("hopper", 0.91, 4e-6, 0.65, experts=True),
+    *_rates("b200", (0.55, 0.4, 0.79), 0.6),
+    *_rates("gb200", (0.6, 0.4, 0.79), 0.6),
+    *_rates("blackwell_ultra", (0.65, 0.4, 0.79), 0.65),
+    *_kernels("blackwell", 0.8, 4e-6, 0.6, experts=True),
     *(_parameter(host, "host_kernel_s", 3e-5, 1e-5, 1e-6, 1e-4) for host in ("x86", "grace")),
     *(_parameter(EXECUTION, *each) for each in _MECHANISMS),
     _parameter("megatron_legacy", "host_kernel_s", 4e-5, 3e-5, 0.0, 2e-4),

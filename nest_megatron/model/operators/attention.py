@@ -117,7 +117,8 @@ def core_attention(
         return _unfused_attention(spec, shard, query_dim, value_dim, keys or spec.seq_length)
     act, tokens = shard.activation_bytes, shard.tokens(spec)
     heads = spec.num_attention_heads / shard.tensor_model_parallel_size
-    flops = 2.0 * tokens * span * heads * (query_dim + value_dim)
+    scores = tokens * span * heads
+    flops = 2.0 * scores * (query_dim + value_dim)
     query_bytes = tokens * heads * (query_dim + value_dim) * act
     key_tokens = tokens * (keys or spec.seq_length) / spec.seq_length
     kv_bytes = key_tokens * kv_heads * (query_dim + value_dim) * act
@@ -131,6 +132,7 @@ def core_attention(
         backward_bytes_moved=2 * (query_bytes + kv_bytes),
         num_kernels=shard.context_parallel_size // _heads_group(shard),  # blocks of keys
         parallel_rows=tokens * heads,
+        exponentials=scores,
         has_weight=False,
     )
     return LayerGraph(
