@@ -127,7 +127,7 @@ def test_a_mistyped_module_is_refused_with_the_nearest() -> None:
 
 def test_a_batch_that_follows_a_schedule_has_no_other_size() -> None:
     flags = '--global-batch-size 64 --step-batch-size-schedule "0:384 200B:768"'
-    with pytest.raises(UserInputError, match="--step-batch-size-schedule is given as well"):
+    with pytest.raises(UserInputError, match="refuses it beside --step-batch-size-schedule"):
         read_job(read_command(COMMAND + flags, "0.20"))
 
 

@@ -29,6 +29,7 @@ from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.model.variant import ModelVariant
 from tests.contract.hand_models import BERT, DEEPSEEK, GPT_OSS, LLAMA, MIXTRAL, NEMOTRON, T5
+from tests.integrations.refused_options import ROWS, options_of
 
 SHORT = {
     "tp": "tensor_model_parallel_size",
@@ -493,8 +494,7 @@ OPTIONED = {
     "optimizer_overlap": request(
         options={"optimizer": "muon", "overlap_grad_reduce": True}, version="0.17"
     ),
-    "run_length": request(options={"train_iters": 10, "train_samples": 10}),
-    "torch_fsdp2": request(options={"use_torch_fsdp2": True, "use_distributed_optimizer": True}),
+    **{rule: request(options=options_of(rule)) for rule in ROWS},
     "precision_aware_optimizer": _optioned("exp_avg_dtype", "fp8"),
 }
 

@@ -268,7 +268,7 @@ def test_what_runs_today_may_be_refused_and_is_planned() -> None:
 
 
 def test_a_checkpoint_of_today_is_looked_at() -> None:
-    _, both = compared(DENSE + "--save /ckpt")
+    _, both = compared(DENSE + "--save /ckpt --save-interval 100")
     assert any("dp_reshardable" in each for each in both.needs)
     assert any("--dist-ckpt-optim-fully-reshardable" in each for each in both.needs)
     _, both = compared(DENSE)

@@ -252,6 +252,12 @@ def test_a_script_without_one_launch_is_refused_with_what_it_lacks(
     assert said in refused(write(tmp_path, text))
 
 
+@pytest.mark.parametrize("name", ["train.sh", "train.job"])
+def test_lines_that_end_as_on_windows_are_named(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path, "torchrun --nproc-per-node 8 t.py $M --bf16\r\n", name)
+    assert "carriage returns" in refused(path)
+
+
 def test_what_was_left_out_is_listed(tmp_path: Path) -> None:
     text = f"rm -f a\n/bin/rm -f b\nsource no.sh\npython -c 'x'\nnvidia-smi -L\n{LAUNCH} $A"
     path = write(tmp_path, text)

@@ -93,7 +93,11 @@ def test_layers(command: str, version: str, pattern: str, layers: int) -> None:
         (NEW, "0.20", "hybrid-layer-pattern"),
         (NEW + "--hybrid-layer-pattern MX", "0.20", "not X"),
         (NEW + "--hybrid-layer-pattern MM --mtp-num-layers 1", "0.20", "behind /"),
-        (NEW + "--hybrid-layer-pattern MM --hybrid-override-pattern MM", "0.20", "Drop it"),
+        (
+            NEW + "--hybrid-layer-pattern MM --hybrid-override-pattern MM",
+            "0.20",
+            "Drop one of the two",
+        ),
     ],
 )
 def test_what_megatron_cannot_build_is_named(command: str, version: str, named: str) -> None:

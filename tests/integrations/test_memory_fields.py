@@ -174,7 +174,7 @@ def test_nvfp4(job: Job, gathered: bool) -> None:
 
 
 def test_two_formats_at_once_are_refused() -> None:
-    with pytest.raises(UserInputError, match="--fp8-format is given as well"):
+    with pytest.raises(UserInputError, match="refuses it beside --fp8-format"):
         command("--bf16 --fp8-format hybrid --fp4-format e2m1")
 
 

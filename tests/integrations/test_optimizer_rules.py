@@ -8,14 +8,16 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
-from nest_megatron.integrations.megatron_lm.parser import read_command
+from nest_megatron.integrations.megatron_lm.parser import known_flags, read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.search_space import for_optimizer
 from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.typed_command import CommandPlan, plan_command
-from nest_megatron.layout.rulebook.facts import RELEASES
+from nest_megatron.layout.rulebook.facts import RELEASES, Facts, Rule, violations
+from nest_megatron.layout.rulebook.options import COMMAND_RULES
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from tests import catalogue
+from tests.integrations.refused_options import flags_of, has_row
 from tests.integrations.test_sharding import job
 from tests.launch.jobs import job_argv, namespace, running
 
@@ -120,14 +122,29 @@ def test_a_run_has_one_length(flags: str) -> None:
     assert read_job(read_command(job(flags), "0.16")).command is not None
 
 
+@pytest.mark.parametrize("rule", COMMAND_RULES, ids=lambda rule: rule.id)
+def test_flags_that_megatron_refuses_together_are_refused(rule: Rule) -> None:
+    """tests/megatron_lm/test_real_arguments.py asks Megatron itself."""
+    flags = flags_of(rule.id)
+    starts = [n for n, word in enumerate(flags) if word.startswith("--")]
+    end = [*starts[1:], len(flags)][0]
+    for version in (each for each in RELEASES if has_row(rule.id, each)):
+        if {flags[n] for n in starts} <= known_flags(version):
+            values = read_command(["pretrain_gpt.py", *flags], version).values
+            ((_, broken),) = violations(Facts(options=values, version=version), [rule])
+            assert broken.limit.startswith(f"Megatron-LM {version} refuses it")
+            rest = read_command(["pretrain_gpt.py", *flags[end:]], version).values
+            assert rule.keeps(Facts(options=rest, version=version))
+
+
 @pytest.mark.parametrize(
     ("flag", "without", "fix"),
     [
         ("--use-distributed-optimizer", "", "Drop one of the two"),
         ("", "--no-gradient-accumulation-fusion", "Add --no-gradient-accumulation-fusion"),
-        ("--ckpt-format torch", "", "Add --ckpt-format torch_dist"),
+        ("--ckpt-format torch", "", "Drop one of the two"),
         ("", "--untie-embeddings-and-output-weights", "Add --untie-embeddings-and-output-weights"),
-        ("--fp16", "", "Use --bf16"),
+        ("--fp16", "", "Drop one of the two"),
     ],
 )
 def test_what_fsdp2_of_pytorch_does_not_go_with(flag: str, without: str, fix: str) -> None:
@@ -187,17 +204,20 @@ def test_a_job_that_does_not_train_is_refused_or_named() -> None:
         "tools/run_text_generation_server.py",
         "examples/inference/gpt/gpt_static_inference.py",
         "tools/checkpoint/convert.py",
+        "tasks/main.py",
+        "tasks/msdp/main.py",
+        "examples/post_training/modelopt/quantize.py",
     ],
 )
 def test_a_program_that_does_not_train_is_refused(script: str) -> None:
     command = job("").replace("pretrain_gpt.py", script)
-    with pytest.raises(UnplannableModelError, match=script):
+    with pytest.raises(UnplannableModelError, match=f"{script}.*it runs another job than"):
         read_job(read_command(command))
 
 
 def test_batch_invariant_attention_is_of_whole_sequences() -> None:
     """Since 0.19; ``TransformerConfig`` refuses context parallelism beside it."""
-    flags = "--batch-invariant-mode --context-parallel-size 2"
+    flags = "--batch-invariant-mode --attention-backend flash --context-parallel-size 2"
     limit = "--batch-invariant-mode needs 1"
     for version in ("0.19", "0.20"):
         with pytest.raises(UserInputError, match=f"--context-parallel-size = 2: {limit}"):

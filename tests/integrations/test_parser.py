@@ -160,3 +160,8 @@ def test_an_option_of_a_wrapper_is_no_module(wrapper: str) -> None:
     command = read_command(f"{wrapper} torchrun --nproc-per-node 8 pretrain_gpt.py --bf16")
     assert command.script == "pretrain_gpt.py"
     assert command.ranks.num_ranks == 8
+
+
+def test_lines_of_a_pasted_command_may_end_as_on_windows() -> None:
+    command = read_command("torchrun --nproc-per-node 8 \\\r\n pretrain_gpt.py \\\r\n --bf16\r\n")
+    assert (command.argv, command.unknown) == (("--bf16",), ())

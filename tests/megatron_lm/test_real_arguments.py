@@ -7,14 +7,23 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from typing import Any
 
 import pytest
 
 from nest_megatron.errors import NestError
+from nest_megatron.integrations.megatron_lm.parser import known_flags
 from nest_megatron.layout.rulebook import check
+from tests.integrations.refused_options import ROWS, flags_of, has_row
 from tests.integrations.requests import BROKEN, SOUND
-from tests.megatron_lm.ask import ask_megatron, checkout_version, megatron_case, planned_stages
+from tests.megatron_lm.ask import (
+    TRAINING,
+    ask_megatron,
+    checkout_version,
+    megatron_case,
+    planned_stages,
+)
 
 pytestmark = [
     pytest.mark.megatron_lm,
@@ -160,3 +169,30 @@ def test_megatron_accepts_what_we_write(name: str, answers: dict[str, dict[str, 
 @pytest.mark.parametrize("name", sorted(set(BROKEN) - LATER))
 def test_megatron_refuses_what_we_refuse(name: str, answers: dict[str, dict[str, Any]]) -> None:
     assert "refused" in answered(answers, name), answers[name]
+
+
+def test_megatron_refuses_options_together() -> None:
+    """Each row of ``refused_options.json`` that the checkout's release has."""
+    version = checkout_version()
+    rules = [rule for rule in ROWS if has_row(rule, version)]
+    rules = [rule for rule in rules if {*filter(_is_flag, flags_of(rule))} <= known_flags(version)]
+    argvs = [_PLAIN, *([*_PLAIN, *flags_of(rule)] for rule in rules)]
+    cases = [{"argv": argv, "world_size": 1, "max_connections": None} for argv in argvs]
+    accepted, *answers = ask_megatron(cases)["answers"]
+    assert "accepted" in accepted, accepted
+    assert [rule for rule, each in zip(rules, answers, strict=True) if "refused" not in each] == []
+
+
+#: A model with biases, and without gates and query groups.
+_PLAIN = [
+    *shlex.split(
+        "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 "
+        "--max-position-embeddings 1024 --position-embedding-type rope --micro-batch-size 1 "
+        "--vocab-size 32000 --tokenizer-type NullTokenizer --bf16"
+    ),
+    *(word for word in TRAINING if word != "--no-rope-fusion"),
+]
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("--")

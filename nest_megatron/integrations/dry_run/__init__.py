@@ -353,6 +353,13 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
         options: tuple[str, ...] = ()
         script = next((Path(word) for word in words[1:] or words if Path(word).is_file()), None)
         in_job = "SLURM_JOB_ID" in start or words[0].endswith("sbatch")
+        if script is not None and b"\r\n" in script.read_bytes():
+            raise UserInputError(
+                "script",
+                str(script),
+                "its lines end as on Windows, and bash takes their carriage returns for text",
+                f"Convert it: sed -i 's/\\r$//' {shlex.quote(str(script))}",
+            )
         if script is not None and not in_job:  # bash starts a batch script
             options = header_options(script.read_text(encoding="utf-8", errors="replace"))
         launches: list[RecordedLaunch] = []

@@ -104,13 +104,6 @@ def saved_pattern(arguments: Values) -> str:
 def _pattern(values: Values) -> str:
     """That of releases since 0.17. Source: 0.20 arguments.py:743-786."""
     new, old = values.get("hybrid_layer_pattern"), values.get("hybrid_override_pattern")
-    if new and old:
-        raise flag_error(
-            "hybrid_override_pattern",
-            old,
-            f"{flag_of('hybrid_layer_pattern')} is given as well",
-            "Drop it.",
-        )
     pattern, depths = str(new or old or ""), int(values.get("mtp_num_layers") or 0)
     depth = values.get("mtp_hybrid_override_pattern")
     if depth and depths and "/" not in pattern:

@@ -105,9 +105,9 @@ def _read(split: SplitCommand, version: str) -> ReadCommand:
 
 
 def name_words(script: str) -> list[str]:
-    """What a script's name says; that of ``examples/mimo/train.py`` is its folder's."""
+    """What a script's name says; that of ``mimo/train.py`` or ``tasks/main.py`` is its folder's."""
     path = PurePath(script)
-    return (path.parent.name if path.stem == "train" else path.stem).split("_")
+    return (path.parent.name if path.stem in ("train", "main") else path.stem).split("_")
 
 
 def sees_images(script: str) -> bool:
@@ -341,7 +341,7 @@ def tokens(command: CommandText) -> list[str]:
     if not isinstance(command, str):
         return list(command)
     try:
-        return shlex.split(command.replace("\\\n", " "), comments=True)
+        return shlex.split(command.replace("\r\n", "\n").replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise UserInputError("command", command, str(error), "Close the quotes.") from error
 

@@ -24,6 +24,7 @@ from nest_megatron.integrations.megatron_lm.changed_command import with_checkpoi
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
     REASONS,
+    ROLES,
     STAGE_OPTIONS,
     Values,
     arguments_of,
@@ -96,7 +97,8 @@ def require_options(values: Values, version: str) -> None:
     Raises:
         UserInputError: naming the flag, and the one that it needs.
     """
-    words = {n: text(values[n]) for n in (*STATE_FORMATS, "fp8_recipe") if values.get(n)}
+    names = (*STATE_FORMATS, "fp8_recipe", "attention_backend")
+    words = {n: text(values[n]) for n in names if values.get(n)}
     facts = Facts(options={**values, "fp8_recipe": "delayed", **words}, version=version)
     for _, broken in violations(facts, (*OPTIMIZER_RULES, *COMMAND_RULES)):
         raise flag_error(broken.what, broken.value, broken.limit, broken.fix)
@@ -256,6 +258,8 @@ def refuse_unplannable(values: Values, script: str) -> None:
     found = next((w for w in _REFUSED_SCRIPTS if w in words or f"{w}." in layer_spec), None)
     if found:
         limit = "only models like GPT, BERT, T5 and those of pretrain_vlm.py are supported"
+        if found in ROLES["refused_scripts"]["other_jobs"].split():
+            limit = "it runs another job than the training of a language model on sequences"
         raise UnplannableModelError(
             "training script", script if found in words else layer_spec, limit, fix
         )
@@ -332,14 +336,6 @@ def _required(values: Values, *names: str) -> int:
 
 
 def _precision(values: Values) -> Precision:
-    for name, flag, other in (("fp16", "fp16", "bf16"), ("fp4", "fp4_format", "fp8_format")):
-        if values.get(name) and values.get(other.removesuffix("_format")):
-            raise flag_error(
-                flag,
-                values[name],
-                f"{flag_of(other)} is given as well, and Megatron takes one",
-                "Drop one of the two.",
-            )
     stated = (precision for name, precision in _PRECISIONS.items() if values.get(name))
     precision = next(stated, Precision.FP32)
     if precision.is_quantized and not (values.get("bf16") or values.get("fp16")):
@@ -374,17 +370,9 @@ def _notes(values: Values, script: str, version: str) -> Iterator[str]:
 def schedule_of_values(values: Values, seq_length: int, version: str) -> BatchSchedule | None:
     """How the batch grows; 0.20 takes no notice of ``--rampup-batch-size``."""
     stated = {STEPS: values.get(STEPS)} if release_number(version) >= (0, 18) else values
-    last = values.get("global_batch_size")
-    if last is not None and stated.get(STEPS):
-        raise flag_error(
-            "global_batch_size",
-            last,
-            f"{flag_of(STEPS)} is given as well, and Megatron takes one",
-            "Drop one of the two.",
-        )
     return read_schedule(
         stated.get,
-        last=last,
+        last=values.get("global_batch_size"),
         seq_length=seq_length,
         samples=values.get("train_samples"),
         iterations=values.get("train_iters"),

@@ -7,9 +7,11 @@ named in the changes, with its reason.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.documents import packaged
 from nest_megatron.layout.cuda_graphs import Flags
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import RecomputeModule
@@ -22,7 +24,6 @@ from nest_megatron.layout.rulebook.facts import (
     DEFAULT_VERSION,
     RELEASES,
     LaunchRequest,
-    Release,
     Rule,
     release_number,
     violations,
@@ -433,98 +434,66 @@ OPTION_RULES = (
 )
 
 
-#: What says how long a run is, and options that Megatron takes of runs of another kind alone.
-_LENGTHS = {
-    "train_iters": ("train_samples", "lr_decay_samples", "lr_warmup_samples"),
-    "train_samples": ("lr_decay_iters", "lr_warmup_iters"),
+#: Arguments by the names of their flags, where those differ; ``no_`` turns one off.
+DESTINATIONS = {
+    "fp8_format": "fp8",
+    "fp4_format": "fp4",
+    "no_rope_fusion": "no_apply_rope_fusion",
+    "disable_bias_linear": "no_add_bias_linear",
 }
-_FRACTION = "lr_warmup_fraction"
 
 
-def _of_another_length(options: Flags, release: Release) -> tuple[str, ...]:
-    """The first option that does not go with the length of the run, and the one that it is beside.
+def _is_met(condition: str, options: Flags) -> bool:
+    name, _, values = condition.removeprefix("!").partition("=")
+    name = DESTINATIONS.get(name, name)
+    value = options.get(name, options.get(name.removeprefix("no_")) is False)
+    words = {str(each) for each in (value if isinstance(value, list) else [value])}
+    found = not words.isdisjoint(values.split("|")) if values else bool(value)
+    return found is not condition.startswith("!")
 
-    Before 0.17 it is looked at with ``--skip-train``, too.
+
+def _condition_words(condition: str) -> str:
+    name, _, values = condition.removeprefix("!").partition("=")
+    flag = f"--{name.replace('_', '-')} {values.replace('|', ' or ')}".rstrip()
+    return f"without {flag}" if condition.startswith("!") else f"beside {flag}"
+
+
+def _refused_together(
+    options: str, source: str, unless: str = "", since: str = "", until: str = ""
+) -> Rule:
+    """The rule of a row of ``refused_options.json``.
+
+    Args:
+        options: the first is refused beside the others, without those behind a ``!``; with ``=``
+            where one has one of some values. What turns something off begins with ``no_`` or
+            ``disable_``.
+        unless: the option beside which it is not, since 0.17.
     """
-    if options.get("skip_train") and release >= (0, 17):
-        return ()
-    lengths = [name for name in _LENGTHS if options.get(name)]
-    pairs = [(other, name) for name in lengths for other in _LENGTHS[name]]
-    if release <= (0, 17) and options.get("train_iters"):
-        pairs.append(("rampup_batch_size", "train_iters"))
-    if lengths and options.get(_FRACTION) is not None:
-        pairs += [(other, _FRACTION) for other in ("lr_warmup_iters", "lr_warmup_samples")]
-    return next((pair for pair in pairs if options.get(pair[0])), ())
-
-
-#: Options that PyTorch's FSDP2 does not go with, their values, the words and the fix.
-_UNFIT_FOR_TORCH_FSDP2: tuple[tuple[str, tuple[object, ...], str, str], ...] = (
-    (
-        "use_distributed_optimizer",
-        (True,),
-        "beside --use-distributed-optimizer",
-        "Drop one of the two.",
-    ),
-    (
-        "gradient_accumulation_fusion",
-        (True,),
-        "with gradient accumulation fusion",
-        "Add --no-gradient-accumulation-fusion.",
-    ),
-    (
-        "ckpt_format",
-        ("torch", "zarr"),  # a plan decides of others
-        "with another --ckpt-format than torch_dist or torch_dcp",
-        "Add --ckpt-format torch_dist.",
-    ),
-    (
-        "untie_embeddings_and_output_weights",
-        (False,),
-        "with tied embeddings",
-        "Add --untie-embeddings-and-output-weights, or drop it.",
-    ),
-    ("fp16", (True,), "beside --fp16", "Use --bf16."),
-)
-
-
-def _unfit_for_torch_fsdp2(options: Flags) -> tuple[str, ...]:
-    """The words and the fix of the first that Megatron refuses; empty if it takes all."""
-    if not options.get("use_torch_fsdp2"):
-        return ()
-    rows = (row for row in _UNFIT_FOR_TORCH_FSDP2 if options.get(row[0]) in row[1])
-    return next(((words, fix) for _, _, words, fix in rows), ())
+    option, *others = options.split()
+    name = option.partition("=")[0]
+    words = [*map(_condition_words, others)]
+    fix = "Drop one of the two" if others else "Leave it out"
+    if lacking := [each.removeprefix("without") for each in words if each.startswith("without")]:
+        fix = f"Add{lacking[0]}, or drop it"
+    return Rule(
+        re.sub(r"\W+", "_", options),
+        source,
+        lambda options, release: (
+            not all(_is_met(each, options) for each in (option, *others))
+            or (release >= (0, 17) and bool(options.get(unless)))
+        ),
+        name,
+        " ".join(["Megatron-LM {version} refuses it", " and ".join(words)]).rstrip(),
+        f"{fix}, or use a release before {since}." if since else f"{fix}.",
+        value=lambda options: options[DESTINATIONS.get(name, name)],
+        since=since,
+        until=until,
+    )
 
 
 #: Of a command by itself, whatever its layout.
-COMMAND_RULES = (
-    Rule(
-        "run_length",
-        "args:757-782 (0.19 :1236-1261)",
-        lambda options, release: not _of_another_length(options, release),
-        "{field}",
-        "Megatron-LM {version} refuses it beside --{other}",
-        "Drop one of the two.",
-        value=lambda options, release: options[_of_another_length(options, release)[0]],
-        words={
-            "field": lambda options, release: _of_another_length(options, release)[0],
-            "other": lambda options, release: _of_another_length(options, release)[1].replace(
-                "_", "-"
-            ),
-        },
-    ),
-    Rule(
-        "torch_fsdp2",
-        "args:605-624 (0.19 :997-1017)",
-        lambda options: not _unfit_for_torch_fsdp2(options),
-        "use_torch_fsdp2",
-        "Megatron-LM {version} refuses it {beside}",
-        "{fix}",
-        value=lambda options: options["use_torch_fsdp2"],
-        words={
-            "beside": lambda options: _unfit_for_torch_fsdp2(options)[0],
-            "fix": lambda options: _unfit_for_torch_fsdp2(options)[1],
-        },
-    ),
+COMMAND_RULES = tuple(
+    _refused_together(**row) for row in packaged(__package__, "refused_options.json")
 )
 
 
