@@ -23,7 +23,12 @@ def plan(flags: str, free: str = "all", *words: str) -> Run:
 
 @pytest.mark.parametrize(
     "flags",
-    ["--load {} --ckpt-format torch_dist", "--load {}", "--pretrained-checkpoint {} --finetune"],
+    [
+        "--load {} --ckpt-format torch_dist",
+        "--load {}",
+        "--load {} --ckpt-step 7",
+        "--pretrained-checkpoint {} --finetune",
+    ],
 )
 @pytest.mark.parametrize("is_here", [True, False])
 def test_a_plan_can_load_what_the_command_loads(tmp_path: Path, flags: str, is_here: bool) -> None:

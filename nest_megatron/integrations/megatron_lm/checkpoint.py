@@ -114,7 +114,7 @@ def read_checkpoint(values: Values) -> SavedCheckpoint | None:
     if kind == "local" and local and any(Path(local).rglob("*.pt")):
         _refuse("--non-persistent-local-ckpt-dir", local, "its layout is not recorded", _ALONE)
     latest, release = _latest(base := Path(where))
-    iteration = values.get("ckpt_step") or latest
+    iteration = (base.is_dir() and values.get("ckpt_step")) or latest
     other = Path(values.get("non_persistent_global_ckpt_dir") or base / "non_persistent")
     newer = _latest(other)[0] if kind == "global" else None
     if newer is not None and newer >= (iteration or 0):
