@@ -56,7 +56,6 @@ class TypedCommand:
     notes: tuple[str, ...] = ()
 
 
-_PLAIN = (bool, int, float, str, list, dict, type(None))
 #: Fields of a job that the plan's file does not say elsewhere, and that are not of the process
 #: that has read the recipe.
 _FIELDS = tuple(
@@ -95,7 +94,8 @@ def _plain(value: object) -> Any:
         return [_plain(each) for each in value]
     plain = to_plain(value)
     counts = isinstance(value, Enum) and not isinstance(value, int | str)
-    return text(value) if counts or not isinstance(plain, _PLAIN) else plain
+    is_plain = isinstance(plain, bool | int | float | str | list | dict | None)
+    return text(value) if counts or not is_plain else plain
 
 
 @frozen

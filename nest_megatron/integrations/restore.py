@@ -178,10 +178,6 @@ def finetuning_fields(recipe: Configuration, plan: ParallelPlan) -> Iterator[Fie
             yield path, 2 * cp, why
 
 
-#: To a multiple of which ``GPTSFTDataset`` of both frameworks pads the longest of a micro batch.
-_PADDED_TO = 16
-
-
 def _padding(recipe: Configuration, plan: ParallelPlan) -> Iterator[FieldValue]:
     """Sequences padded so that ranks divide them, where they are shorter than the longest.
 
@@ -200,7 +196,7 @@ def _padding(recipe: Configuration, plan: ParallelPlan) -> Iterator[FieldValue]:
     recipe_name = str(plan.provenance.settings.get("traits.fp8_recipe", "delayed"))
     tokens = token_multiple(plan.train.precision, recipe_name, gathering)
     needed = math.lcm(2 * cp if cp > 1 else 1, cp * gathering * tokens)
-    stated = options.get(name, _PADDED_TO)
+    stated = options.get(name, 16)  # as ``GPTSFTDataset`` pads the longest of a micro batch
     if stated % needed and packed_sequence_size(data) is not None:
         why = "ranks divide a pack into equal parts"
         yield f"{recipe.data}.dataset_kwargs", {**options, whole: True}, why
@@ -324,8 +320,10 @@ class Restored:
         return found
 
 
-#: What holds weights alone, of any layout.
+#: What holds weights alone, of any layout. Source: ``is_hf_checkpoint_dir`` (0.6).
 _HUGGING_FACE = "Hugging Face"
+#: Files of which a checkpoint of Megatron-Bridge has one.
+_TRACKERS = ("latest_train_state.pt", "latest_checkpointed_iteration.txt")
 #: Megatron-LM's flags, and what says the same in Megatron-Bridge, which reads no torch checkpoint.
 _BRIDGE_FIELDS = {
     "--ckpt-convert-format": "Megatron-LM's --ckpt-convert-format",
@@ -363,7 +361,7 @@ def restored_by_bridge(cfg: Any) -> Restored | None:
     """
     said = partial(value_or, cfg.checkpoint)
     pretrained, load = said("pretrained_checkpoint"), said("load")
-    resumes = _has_checkpoint(load)
+    resumes = _holds(load, *_TRACKERS)
     if not (pretrained or resumes or (load and is_finetuning(value_or(cfg, "dataset")))):
         return None
     values = {
@@ -380,11 +378,12 @@ def restored_by_bridge(cfg: Any) -> Restored | None:
     named = "load" if resumes else "pretrained_checkpoint"
     fields = {**_BRIDGE_FIELDS, "--load": f"checkpoint.{named}"}
     with naming_fields(fields):
-        saved = read_checkpoint(values) if _has_checkpoint(source) else None
+        saved = read_checkpoint(values) if _holds(source, *_TRACKERS) else None
     if saved is not None:
         saved = replace(saved, **_saved_sizes(saved.directory))
         return Restored(source=source, saved=saved, values=values, is_seen=True, fields=fields)
-    if not resumes and _is_hugging_face(pretrained):
+    has_weights = _holds(pretrained, "model*.safetensors", "pytorch_model*.bin")
+    if not resumes and has_weights and _holds(pretrained, "config.json"):
         return _unseen_checkpoint(source, _HUGGING_FACE, values, "as was found there")
     found = _unseen_checkpoint(source, str(values["ckpt_format"]), values)
     if pretrained:
@@ -462,23 +461,11 @@ def _unseen_checkpoint(
     return Restored(source=path, saved=saved, values=values, format_source=how)
 
 
-def _is_hugging_face(folder: object) -> bool:
-    """Whether Megatron-Bridge 0.6 takes a folder for a model of Hugging Face.
-
-    Source: ``is_hf_checkpoint_dir``.
-    """
-    if not isinstance(folder, str | os.PathLike):
-        return False
-    names = ("config.json", "model*.safetensors", "pytorch_model*.bin")
-    has_config, *has_weights = (any(Path(folder).glob(name)) for name in names)
-    return has_config and any(has_weights)
-
-
-def _has_checkpoint(folder: object) -> bool:
-    trackers = ("latest_train_state.pt", "latest_checkpointed_iteration.txt")
-    if not isinstance(folder, str | os.PathLike):
-        return False
-    return any(Path(folder, name).is_file() for name in trackers)
+def _holds(folder: object, *patterns: str) -> bool:
+    """Whether it is the path of a folder with a file of one of these names."""
+    return isinstance(folder, str | os.PathLike) and any(
+        any(Path(folder).glob(each)) for each in patterns
+    )
 
 
 def _saved_sizes(folder: Path) -> dict[str, Any]:

@@ -107,16 +107,12 @@ def without_hub() -> Iterator[None]:
         yield
 
 
-#: The first release without tokenizers of Megatron-LM's own.
-_NEW = (0, 17)
 _MOST_BYTES = 512 << 20
 _LIMITS = Limits(num_bytes=_MOST_BYTES, num_nodes=_MOST_BYTES // 8)
 #: ``len`` of transformers' AutoTokenizer (a:167, sft_tokenizer.py:42; b huggingface_tokenizer:345).
 _HUGGING_FACE = ("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer")
 _SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _EXTRA = ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens")
-#: Without ``--vocab-size`` (a:CustomTikTokenizer; b tiktoken_tokenizer.py).
-_TIKTOKEN_ROWS = 1 << 17
 #: Of the vocabulary that a tokenizer is published with.
 _TOKENIZER_ROWS = {
     "GPT2BPETokenizer": 50_257,
@@ -198,9 +194,11 @@ def vocabulary_rows(values: Values, tokenizer: str, version: str) -> tuple[int, 
     Raises:
         UserInputError: for a file that is there and cannot be read.
     """
-    if tokenizer == "TikTokenizer":  # it cuts its file to this many
-        return values.get("vocab_size") or _TIKTOKEN_ROWS, "--vocab-size of TikTokenizer"
-    is_new = release_number(version) >= _NEW
+    if (
+        tokenizer == "TikTokenizer"
+    ):  # it cuts its file (a:CustomTikTokenizer; tiktoken_tokenizer.py)
+        return values.get("vocab_size") or 1 << 17, "--vocab-size of TikTokenizer"
+    is_new = release_number(version) >= (0, 17)  # without tokenizers of Megatron-LM's own
     is_bert = tokenizer.startswith("BertWordPiece") and not is_new
     name = "vocab_file" if is_bert or tokenizer == "GPT2BPETokenizer" else "tokenizer_model"
     path = expanded(Path(str(values.get(name) or "")), flag_of(name))

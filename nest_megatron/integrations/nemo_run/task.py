@@ -173,16 +173,16 @@ def plan_recipe(
     harmless = fields_assumed_harmless(settings)
     job = read_recipe(recipe, vocab_size=options.vocab_size, assume_harmless=harmless)
     own = (job.num_nodes, job.gpus_per_node)
-    if size is not None and size != own:
-        nodes, per_node = size
-        raise _plugin_error(
-            "trainer.num_nodes, trainer.devices",
-            "{} x {}".format(*own),
-            f"the executor starts {nodes} x {per_node} processes",
-            f"Give the recipe num_nodes={nodes} and {per_node} devices, or change the executor.",
-        )
     if size is not None:
         nodes, per_node = size
+        if size != own:
+            raise _plugin_error(
+                "trainer.num_nodes, trainer.devices",
+                "{} x {}".format(*own),
+                f"the executor starts {nodes} x {per_node} processes",
+                f"Give the recipe num_nodes={nodes} and {per_node} devices, or change the "
+                "executor.",
+            )
         planned = {"cluster.num_gpus": str(nodes * per_node), "search.use_all_gpus": "true"}
         for each in with_defaults(settings):
             value = str(each.value).strip().lower()
@@ -275,8 +275,6 @@ def _names(value: Sequence[str] | str | None) -> Sequence[str]:
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 
-#: What an executor's files of a task are called that hold what it printed.
-_LOGS = ("*.out", "*.log")
 _OPTION = "--launcher-option executor"
 
 
@@ -396,7 +394,7 @@ def run_script(
             experiment.cancel(job)
             raise
     (ended,) = experiment.jobs  # leaving the experiment waits for it
-    found = {path.resolve() for pattern in _LOGS for path in folder.rglob(pattern)}
+    found = {path.resolve() for kind in ("*.out", "*.log") for path in folder.rglob(kind)}
     logs = filter(Path.is_file, sorted(found))  # a file that another names is read once
     printed = "".join(path.read_text(encoding="utf-8", errors="replace") for path in logs)
     if late.is_set():
