@@ -13,6 +13,7 @@ import contextlib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
@@ -24,14 +25,14 @@ from nest_megatron.integrations.fields import (
     FieldValue,
     changes,
     class_names,
+    classes_of,
     lightning_precision,
     value_or,
 )
 from nest_megatron.integrations.megatron_lm.attach import is_blackwell
 from nest_megatron.integrations.megatron_lm.rendezvous import within
-from nest_megatron.integrations.recipe import memory_fields
+from nest_megatron.integrations.recipe import OVERLAPS, memory_fields
 from nest_megatron.integrations.recipe_plan import (
-    OVERLAPS,
     PlannedRecipe,
     layout_fields,
     other_fields,
@@ -55,8 +56,6 @@ _MOCK_ROWS = {
     "BERTMockDataModule": 30_522,
     "T5MockDataModule": 28_996,
 }
-#: Gives experts a capacity, in fields of the model's names.
-_DROPS_TOKENS = "MegatronTokenDropCallback"
 #: What ``DeepEPCallback`` sets, on Ampere and Hopper; its backend stays the model's.
 _DEEPEP = {
     "moe_token_dispatcher_type": "flex",
@@ -84,7 +83,10 @@ class NemoRecipe(PlannedRecipe, framework="nemo"):
     @property
     def callbacks(self) -> Sequence[Any]:
         """The trainer's, which may be a single one."""
-        found = value_or(self.root.trainer, "callbacks", [])
+        return self._each("callbacks")
+
+    def _each(self, name: str) -> Sequence[Any]:
+        found = value_or(self.root.trainer, name, [])
         return found if isinstance(found, list | tuple) else [found]
 
     @property
@@ -175,17 +177,17 @@ class NemoRecipe(PlannedRecipe, framework="nemo"):
     def memory(self) -> Mapping[str, Any]:
         """Settings of callbacks win over those of the plugin, and these over the others."""
         paths = (self.model, "optim.config", self.ddp, _STRATEGY)
-        drops = (each for each in self.callbacks if _DROPS_TOKENS in class_names(each))
+        drops = (
+            each for each in self.callbacks if "MegatronTokenDropCallback" in class_names(each)
+        )
         return memory_fields(
             *map(self.find, self.places.overlap), *drops, self._plugin, *map(self.find, paths)
         )
 
     @property
     def _plugin(self) -> Any:
-        plugins = value_or(self.root.trainer, "plugins", [])
-        plugins = plugins if isinstance(plugins, list | tuple) else [plugins]
-        named = (each for each in plugins if any("Precision" in name for name in class_names(each)))
-        return next(named, None)
+        plugins = self._each("plugins")
+        return next((each for each in plugins if "Precision" in " ".join(class_names(each))), None)
 
     def number_format(self) -> tuple[Precision, Any]:
         """That of the plugin, or Lightning's own."""
@@ -203,14 +205,11 @@ class NemoRecipe(PlannedRecipe, framework="nemo"):
             return preset, True, ()
         if given is not None:
             return given, False, ()
-        own = value_or(recipe, "tokenizer")  # one of its own, or whose of the two both take
-        holders = (recipe.data, recipe.model) if own == "data" else (recipe.model, recipe.data)
-        named = (
-            None if isinstance(own, str) else own,
-            *(value_or(h, "tokenizer") for h in holders),
-        )
-        for tokenizer in named:
-            if tokenizer is not None:
+        holders = [recipe, recipe.model, recipe.data]
+        if value_or(recipe, "tokenizer") == "data":  # one of its own, or whose of the two both take
+            holders = [recipe.data, recipe.model]
+        for holder in holders:
+            if not isinstance(tokenizer := value_or(holder, "tokenizer"), str | None):
                 rows, notes = _tokenizer_rows(tokenizer)
                 return rows, False, notes
         base = hub_name(self.find("resume.restore_config.path"))
@@ -355,16 +354,12 @@ def _tokenizer_rows(tokenizer: Any) -> tuple[int, tuple[str, ...]]:
     try:
         with without_hub() if is_here else contextlib.nullcontext():
             return int(within(FETCH_S, lambda: fiddle.build(tokenizer)).vocab_size), ()
-    except TimeoutError as error:
-        why = str(error) or f"not within {FETCH_S:g} s"
-        raise _vocabulary_error(
-            name or repr(tokenizer),
-            f"the tokenizer cannot be fetched ({why}; is there a network here?)",
-        ) from error
     except Exception as error:
-        raise _vocabulary_error(
-            name or repr(tokenizer), f"the tokenizer cannot be built here ({type(error).__name__})"
-        ) from error
+        why = f"the tokenizer cannot be built here ({type(error).__name__})"
+        if isinstance(error, TimeoutError):
+            late = str(error) or f"not within {FETCH_S:g} s"
+            why = f"the tokenizer cannot be fetched ({late}; is there a network here?)"
+        raise _vocabulary_error(name or repr(tokenizer), why) from error
 
 
 def _base_note(name: str, rows: int) -> str:
@@ -401,17 +396,11 @@ def watch_recipe(recipe: Any, plan: ParallelPlan, *, steps: int = STEPS) -> None
     require_at_least("steps", steps, 1, "Give at least 1, or do not watch it.")
     from nest_megatron.integrations.lightning import WatchCallback
 
-    fields: dict[str, Any] = {"plan": plan_file.dump(plan), "steps": steps}
-    if _is_unbuilt(recipe):
-        callback = type(recipe.trainer.strategy)(WatchCallback, **fields)
-    else:
-        callback = WatchCallback(**fields)
-    others = (
-        each
-        for each in NemoRecipe(recipe).callbacks
-        if getattr(each, "__fn_or_cls__", type(each)) is not WatchCallback
-    )
-    recipe.trainer.callbacks = [*others, callback]
+    make: Any = type(recipe.trainer.strategy)
+    make = partial(make, WatchCallback) if _is_unbuilt(recipe) else WatchCallback
+    callbacks = NemoRecipe(recipe).callbacks
+    others = (each for each in callbacks if classes_of(each)[0] is not WatchCallback)
+    recipe.trainer.callbacks = [*others, make(plan=plan_file.dump(plan), steps=steps)]
 
 
 def _is_unbuilt(recipe: Any) -> bool:

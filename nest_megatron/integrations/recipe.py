@@ -79,20 +79,20 @@ RECOMPUTE = (
 )
 #: What every plan takes back (``field_mapping``), so that it weighs on no plan's memory.
 TAKEN_BACK = "defer_embedding_wgrad_compute"
+#: What replicas exchange during the passes.
+OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
 #: Items that no choice of a layout is made of by itself.
 _NOT_FIXED = (
     *RECOMPUTE,
     "sequence_parallel",
     "use_distributed_optimizer",
     "data_parallel_sharding_strategy",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
+    *OVERLAPS,
     "global_batch_size",
 )
 _ORDER = "use_tp_pp_dp_mapping"
-#: Virtual stages send during their work; what says that there are some.
+#: Virtual stages send during their work.
 _OVERLAP_P2P = "overlap_p2p_comm"
-_STAGES = ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout")
 _ONE_ORDER = Requirement(
     value=False,
     reason="it makes no groups in the other order",
@@ -290,18 +290,18 @@ class Recipe(Configuration, ABC):
         def is_off(name: str) -> bool:
             return False in [self.find(f"{p}.{name}") for p in places.overlap or (self.model,)]
 
-        overlaps = {}  # ``_get_optimizer_overlap_cfgs`` of both: on, if not switched off there
-        if places.overlap:
-            names = ("overlap_grad_reduce", "overlap_param_gather")
-            overlaps = {name: not is_off(name) for name in names}
-        if is_off(_OVERLAP_P2P) and any(map(stated.get, _STAGES)):
+        # ``_get_optimizer_overlap_cfgs`` of both: on, if not switched off there
+        overlaps = {name: not is_off(name) for name in (OVERLAPS if places.overlap else ())}
+        virtual = ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout")
+        if is_off(_OVERLAP_P2P) and any(map(stated.get, virtual)):
             overlaps[_OVERLAP_P2P] = False
         growth = self.find(self.rampup_batch_size)
-        ignores_ramp = growth not in (ABSENT, None) and self._ignores_ramp
-        ramp_note = (
-            f"{self.rampup_batch_size} = {growth} is ignored by megatron-core "
-            f"{self.target.megatron_core}: every step has {self.items['global_batch_size']}."
-        )
+        ramp_notes = []
+        if growth not in (ABSENT, None) and self._ignores_ramp:
+            ramp_notes.append(
+                f"{self.rampup_batch_size} = {growth} is ignored by megatron-core "
+                f"{self.target.megatron_core}: every step has {self.items['global_batch_size']}."
+            )
         return Job(
             spec=spec,
             target=self.target,
@@ -355,7 +355,7 @@ class Recipe(Configuration, ABC):
                 *newer_release_notes(self.installed_name),
                 *notes_on_unknown_fields({path: self.find(path) for path in self.training_parts}),
                 *(() if restored is None else (restored.note(),)),
-                *([ramp_note] if ignores_ramp else ()),
+                *ramp_notes,
                 *loss_notes(self, needs),
                 *self.own_notes(restored),
                 *time_notes(flags),

@@ -15,10 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import dropwhile
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
 from nest_megatron.config.job import Job
+from nest_megatron.config.launch import split_words
 from nest_megatron.config.overrides import first_line
 from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.integrations import megatron_bridge, nemo
@@ -32,6 +33,7 @@ from nest_megatron.integrations.megatron_lm.parser import (
 from nest_megatron.packages import install_command
 
 _RECIPE = "--recipe"
+_TRAINS_RECIPE = re.compile(r"(.*/)?run_recipe\.py|--recipe(=.*)?")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 #: Options of ``nemo llm pretrain`` that do not change what is trained. Source: nemo-run 0.11.1
 #: ``RunContext.cli_command``.
@@ -63,7 +65,7 @@ def read_recipe(
     words = list(dropwhile(_ASSIGNMENT.match, tokens(text)))
     if words and PurePath(words[0]).name == "nemo":
         return _nemo_job(words[1:], assume_harmless, vocab_size)
-    if any(word.partition("=")[0] == _RECIPE for word in words):
+    if any(map(_TRAINS_RECIPE.fullmatch, words)):
         return _bridge_job(split_command(words, place), assume_harmless, vocab_size)
     return None
 
@@ -90,14 +92,14 @@ def _command_error(value: str, limit: str, fix: str) -> UserInputError:
     return UserInputError("--from", value, limit, fix)
 
 
-def _fields(words: Sequence[str], where: str) -> list[str]:
+def _fields(words: Sequence[str]) -> list[str]:
     """Words that set fields of a recipe; a ``UserInputError`` for any other."""
     for word in words:
         if word.startswith("-") or "=" not in word:
             raise _command_error(
                 word,
                 "what it changes of the recipe is not known here",
-                f"Write the fields themselves, such as {where}=4.",
+                "Write the fields that it sets, each as FIELD=VALUE.",
             )
     return list(words)
 
@@ -112,7 +114,7 @@ def _nemo_job(words: Sequence[str], assume_harmless: Sequence[str], vocab_size: 
         parser.add_argument(switch, action="store_true")
     given, rest = parser.parse_known_args(words)
     own = [word for word in rest if not word.startswith("run.")]  # the executor's, and plugins'
-    recipe = _nemo_recipe(given.task, given.factory, _fields(own, "trainer.num_nodes"))
+    recipe = _nemo_recipe(given.task, given.factory, _fields(own))
     return replace(
         nemo.read_recipe(recipe, vocab_size=vocab_size, assume_harmless=assume_harmless),
         script=given.factory,
@@ -150,18 +152,21 @@ def _bridge_job(
     command: SplitCommand, assume_harmless: Sequence[str], vocab_size: int | None
 ) -> Job:
     parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument(_RECIPE, required=True)
+    named = parser.add_mutually_exclusive_group(required=True)
+    named.add_argument(_RECIPE)
+    named.add_argument("--model")
     parser.add_argument("--mode")  # what the recipe's own name says, but for DoRA
     parser.add_argument("--step_func", "--step-func")  # what feeds the model: no field
     given, rest = parser.parse_known_args(command.argv)
-    own = [word for word in rest if not word.lstrip("+").startswith(("nest=", "nest."))]
+    task = "peft" if given.mode in ("lora", "dora") else given.mode
+    name = given.recipe or f"{given.model}_{task}_config"
     scheme = {"peft_scheme": "dora"} if given.mode == "dora" else {}
-    cfg = _bridge_recipe(given.recipe, scheme, _fields(own, "model.tensor_model_parallel_size"))
+    cfg = _bridge_recipe(name, scheme, _fields(split_words(rest)[1]))
     known: dict[str, Any] = {"environment": {}, "assume_harmless": assume_harmless}
     job = megatron_bridge.read_recipe(cfg, vocab_size=vocab_size, **known)
     return replace(
         job,
-        script=given.recipe,
+        script=name,
         num_gpus=command.ranks.num_ranks,
         notes=(*command.ranks.notes, *job.notes),
         changes=partial(megatron_bridge.plan_changes, cfg, free=("global_batch_size",), **known),
@@ -181,12 +186,19 @@ def _bridge_recipe(name: str, scheme: Mapping[str, str], fields: list[str]) -> A
             f"Megatron-Bridge cannot be imported here ({first_line(error)})",
             "Plan where it is installed; docs/nemo.md says how.",
         ) from error
-    known = [each for each in dir(recipes) if each.endswith("_config")]
-    limit = "megatron.bridge.recipes has no such recipe (those of perf_recipes take +nest=auto)"
+    names = re.compile(r"\w+_config\b").findall
+    others = Path(recipes.__path__[0]).parent.glob("perf_recipes/**/__init__.py")
+    known = {*names(" ".join(dir(recipes)))}.difference(*map(names, map(Path.read_text, others)))
+    limit = (
+        "run_recipe.py finds no such recipe in megatron.bridge.recipes (those of perf_recipes, "
+        "which come first, take +nest=auto)"
+    )
     require_known(_RECIPE, name, known, limit)
     try:
-        return omegaconf_utils.process_config_with_overrides(
-            getattr(recipes, name)(**scheme), cli_overrides=fields
+        return megatron_bridge.pack_as_script(
+            omegaconf_utils.process_config_with_overrides(
+                getattr(recipes, name)(**scheme), cli_overrides=fields
+            )
         )
     except Exception as error:
         raise _command_error(

@@ -39,7 +39,7 @@ from nest_megatron.integrations.megatron_lm.planning import job_request, plan_to
 from nest_megatron.integrations.megatron_lm.search_space import for_optimizer, free_parameters
 from nest_megatron.integrations.megatron_lm.write import planned_values
 from nest_megatron.integrations.plan_job import with_origin
-from nest_megatron.integrations.recipe import TAKEN_BACK, Recipe
+from nest_megatron.integrations.recipe import OVERLAPS, TAKEN_BACK, Recipe
 from nest_megatron.integrations.restore import differs_by_rank, finetuning_fields
 from nest_megatron.layout.diff import Change, plan_values, reason
 from nest_megatron.layout.plan import ParallelPlan
@@ -51,8 +51,6 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner.pinned_job import other_numbers, resolved
 from nest_megatron.solver.one_partition import check_partition
 
-#: What replicas exchange during the passes.
-OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
 #: Fields that state the stage boundaries, and their values where the plan says it.
 _STAGE_FIELDS = {
     "num_layers_in_first_pipeline_stage": None,
@@ -65,8 +63,6 @@ _RESETS = {
     "microbatch_group_size_per_vp_stage": None,
     "num_distributed_optimizer_instances": 1,
 }
-#: What a checkpoint decides by its format alone.
-_FSDP = "use_megatron_fsdp"
 _PP = "pipeline_model_parallel_size"
 _DEFERRED = (
     "the last stage would keep the gradients of logits of many micro batches, which the plan's "
@@ -273,7 +269,8 @@ def plan_changes(
     needs = recipe.requirements(spec)
     if (restored := own.restored) is not None:
         restored.check(found, own.version)
-        needs |= {n: r for n, r in restored.required(own.version).items() if n == _FSDP}
+        by_format = restored.required(own.version).items()
+        needs |= {name: need for name, need in by_format if name == "use_megatron_fsdp"}
     for name, need in needs.items():
         if need.value is not None and values[name] != need.value:
             raise UserInputError(
@@ -285,24 +282,16 @@ def plan_changes(
     check_partition(
         spec, found.layout.partition, mtp_beside_layer=builds_mtp_beside_layer(spec, recipe.target)
     )
-    size = {"num_gpus": own.num_gpus}
-    job = {
-        "global_batch_size": own.global_batch_size,
-        "seq_length": spec.seq_length,
-        **(size if recipe.states_size else {}),
-    }
-    free = (free,) if isinstance(free, str) else free
-    _require_same(found, {} if recipe.states_size else size, ())  # it is the launcher's
-    _require_same(found, job, free)
+    _require_same(found, own, (free,) if isinstance(free, str) else free, recipe.states_size)
     if differs := other_numbers(found, own.memory_flags, own.precision):
         warnings.warn(f"{differs}; auto_recipe plans this job.", stacklevel=3)
     planned, schedule = found.train.batch_schedule, own.batch_schedule
     if schedule is not None and (planned is None or planned.sizes != schedule.sizes):
-        made_for = planned.words() if planned else found.layout.global_batch_size
+        made_for = planned or found.layout.global_batch_size
         raise UserInputError(
             "rampup_batch_size",
             schedule.words(),
-            f"the plan was made for {made_for}",
+            f"the plan was made for {planned.words() if planned else made_for}",
             "Plan again.",
         )
     return tuple(
@@ -316,7 +305,10 @@ def require_plannable(plan: ParallelPlan, version: str, spec: TransformerSpec) -
     require_launchable(launch_request(plan, version=version), but=OF_THE_COMMAND_LINE)
     names = FIELDS["model"]["planned"].split()
     rows = [(name, resolved(spec, name), resolved(plan.model, name)) for name in names]
-    rows.append(("adapters", spec.adapters, plan.model.adapters))
+    tp = plan.layout.dims.tensor_model_parallel_size
+    own, planned = (each.padded_vocab_size(tp) for each in (spec, plan.model))
+    if own % tp or spec.vocab_size != plan.model.vocab_size:  # else padding alone differs
+        rows.append(("padded_vocab_size", own, planned))
     differing = [
         f"{name} {found} (plan: {planned})"
         for name, found, planned in rows
@@ -331,33 +323,36 @@ def require_plannable(plan: ParallelPlan, version: str, spec: TransformerSpec) -
         )
 
 
-def _require_same(plan: ParallelPlan, job: Mapping[str, int | None], free: Collection[str]) -> None:
+def _require_same(plan: ParallelPlan, job: Job, free: Collection[str], states_size: bool) -> None:
     """Refuse a plan for another batch, sequence or number of GPUs, unless that may change.
 
     Args:
-        job: what the job says; ``None`` where it leaves it open.
         free: which of these may change; any other name is refused.
+        states_size: the recipe says the number of GPUs, and not its launcher.
     """
+    sizes = {
+        "global_batch_size": (job.global_batch_size, plan.final_batch_size),
+        "seq_length": (job.spec.seq_length, plan.train.seq_length),
+        "num_gpus": (job.num_gpus, plan.layout.num_gpus),
+    }
+    may_change = [*sizes][: 2 + states_size]
     for name in free:
-        if name not in job:
+        if name not in may_change:
             raise UserInputError(
                 "free",
                 name,
-                f"what else a plan may change is {', '.join(job)}",
+                f"what else a plan may change is {', '.join(may_change)}",
                 "Leave it out: the layout itself is always written.",
             )
-    planned = {
-        "global_batch_size": plan.final_batch_size,
-        "seq_length": plan.train.seq_length,
-        "num_gpus": plan.layout.num_gpus,
-    }
-    for name, value in job.items():
-        if value not in (None, planned[name]) and name not in free:
+    for name, (value, planned) in sizes.items():
+        if value not in (None, planned) and name not in free:
             raise UserInputError(
                 name,
                 value,
-                f"the plan was made for {planned[name]}",
-                f"Plan again, or give free=[{name!r}] to have it changed.",
+                f"the plan was made for {planned}",
+                f"Plan again, or give free=[{name!r}] to have it changed."
+                if name in may_change
+                else "Plan again, or launch as many.",
             )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,6 +64,8 @@ def test_other_commands_are_none_of_a_recipe() -> None:
         ("nemo llm pretrain --factory x --yaml y.yaml", "--yaml"),
         ("run_recipe.py --recipe x --peft_scheme lora", "--peft_scheme"),
         ("run_recipe.py --recipe x model.num_layers", "model.num_layers"),
+        ("run_recipe.py --recipe x -tp 4", "FIELD=VALUE"),
+        ("run_recipe.py --mode pretrain", "--recipe --model"),
     ],
 )
 def test_words_of_unknown_meaning_are_refused(words: str, told: str) -> None:
@@ -82,6 +86,59 @@ def test_the_step_function_of_a_script_is_no_field_of_its_recipe(
     monkeypatch.setattr(recipe_command, "_bridge_recipe", made)
     read_recipe(f"{BRIDGE} --step_func vlm_step train.train_iters=10")
     assert found == [("mine", ["train.train_iters=10"])]
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("--model mine --mode pretrain", "mine_pretrain_config"),
+        ("--mode sft --model=mine", "mine_sft_config"),
+        ("--model mine --mode dora", "mine_peft_config"),
+    ],
+)
+def test_a_model_and_a_mode_name_a_recipe(
+    words: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    def made(*given: object) -> Any:
+        found.append(given[0])
+        return frameworks.bridge_config(catalogue.model("llama3_8b"))
+
+    monkeypatch.setattr(recipe_command, "_bridge_recipe", made)
+    job = read_recipe(f"torchrun --nproc-per-node 8 scripts/training/run_recipe.py {words}")
+    assert job is not None
+    assert (found, job.script) == ([name], name)
+
+
+def test_a_recipe_is_the_one_that_its_script_takes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of a name in both packages ``run_recipe.py`` takes the benchmark, whose batch it scales."""
+    cfg = frameworks.bridge_config(catalogue.model("llama3_8b"))
+    cfg.dataset.offline_packing_specs = SimpleNamespace(packed_sequence_size=2048)
+    names = ("mine_sft_config", "mine_sft_8gpu_h100_bf16_config")
+    recipes = ModuleType("megatron.bridge.recipes")
+    recipes.__path__ = [str(tmp_path / "recipes")]
+    overrides = ModuleType("megatron.bridge.training.utils.omegaconf_utils")
+    overrides.process_config_with_overrides = lambda found, **_: found  # type: ignore[attr-defined]
+    for name in names:
+        setattr(recipes, name, lambda: cfg)
+    benchmarks = tmp_path / "perf_recipes" / "mine" / "__init__.py"
+    benchmarks.parent.mkdir(parents=True)
+    benchmarks.write_text(f"from .h100 import {names[1]}\n", encoding="utf-8")
+    utils = ModuleType("megatron.bridge.training.utils")
+    utils.omegaconf_utils = overrides  # type: ignore[attr-defined]
+    bridge = ModuleType("megatron.bridge")
+    bridge.recipes = recipes  # type: ignore[attr-defined]
+    for module in (bridge, recipes, utils, overrides):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, "megatron.bridge.training", ModuleType("training"))
+    job = read_recipe(f"run_recipe.py --recipe {names[0]}")
+    assert job is not None
+    assert job.spec.seq_length == cfg.dataset.seq_length  # of a pack, which the script makes so
+    with pytest.raises(UserInputError, match=r"perf_recipes, which come first, take \+nest=auto"):
+        read_recipe(f"run_recipe.py --recipe {names[1]}")
 
 
 def test_a_recipe_is_priced_as_it_is(command: str) -> None:

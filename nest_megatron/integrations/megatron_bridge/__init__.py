@@ -112,24 +112,24 @@ class BridgeConfig(PlannedRecipe, framework="megatron_bridge"):
     def vocabulary(self, given: int | None) -> tuple[int, bool, tuple[str, ...]]:
         """A size of the model's own is taken as it is, that of the tokenizer is padded.
 
-        It replaces the model's if ``use_tokenizer_vocab_size`` is on. ``NullTokenizer``
-        has a row beside those that it is given, for a document's end, before megatron-core 0.18;
-        Megatron-Bridge 0.3.1 has none with ``legacy_tokenizer``.
+        It replaces the model's if ``use_tokenizer_vocab_size`` is on; ``should_pad_vocab`` is set
+        by training itself. ``NullTokenizer`` has a row beside those that it is given, for a
+        document's end, before megatron-core 0.18; Megatron-Bridge 0.3.1 has none with
+        ``legacy_tokenizer``.
 
         Source: ``setup._validate_and_set_vocab_size``, ``_NullTokenizer.vocab_size``.
         """
         preset = value_or(self.root.model, "vocab_size")
-        of_tokenizer = self.find("tokenizer.use_tokenizer_vocab_size") is True
-        if preset is not None and not of_tokenizer:
-            return preset, not value_or(self.root.model, "should_pad_vocab", False), ()
-        if given is not None:
-            return given, False, ()
+        if preset is not None and self.find("tokenizer.use_tokenizer_vocab_size") is not True:
+            return preset, True, ()
         kind = str(self.find("tokenizer.tokenizer_type"))
         rows = self.find("tokenizer.vocab_size")
         if kind == "NullTokenizer" and isinstance(rows, int):
             is_legacy = self.find("tokenizer.legacy_tokenizer") is True
-            adds_end = release_number(self.target.megatron_core) < (0, 18) and not is_legacy
+            adds_end = not is_legacy and release_number(self.target.megatron_core) < (0, 18)
             return rows + adds_end, False, ()
+        if given is not None:
+            return given, False, ()
         base = hub_name(self.find("tokenizer.tokenizer_model"))
         if base is not None and (known := rows_of_model(base)) is not None:
             return known, False, ()
@@ -225,12 +225,9 @@ class BridgeConfig(PlannedRecipe, framework="megatron_bridge"):
         yield from other_fields(self, plan)
         yield from self.places.fields(plan)
         yield from self._variables(plan)
-        predictors, why = (
-            "model.mtp_num_layers",
-            "with the overlapped all-to-all 0.3 takes 1 or none",
-        )
+        predictors = "model.mtp_num_layers"
         if plan.layout.execution.overlap_moe_expert_parallel_comm and self.find(predictors) == 0:
-            yield predictors, None, why
+            yield predictors, None, "with the overlapped all-to-all 0.3 takes 1 or none"
 
     def own_notes(self, restored: Restored | None) -> tuple[str, ...]:
         """Lengths that differ; a folder that is not on this host may hold a run that goes on."""
@@ -299,6 +296,16 @@ read_recipe = BridgeConfig.read_recipe
 auto_recipe = BridgeConfig.auto_recipe
 apply_plan = BridgeConfig.apply_plan
 plan_changes = BridgeConfig.plan_changes
+
+
+def pack_as_script(cfg: Any) -> Any:
+    """A configuration whose packs are as long as its sequences, as ``run_recipe.py`` has them.
+
+    Source: ``sync_offline_packing_alignment`` (0.6).
+    """
+    if (specs := value_or(cfg.dataset, "offline_packing_specs")) is not None:
+        specs.packed_sequence_size = cfg.dataset.seq_length
+    return cfg
 
 
 #: A value that Hydra's grammar and YAML read alike; of other objects (torch types) the text.

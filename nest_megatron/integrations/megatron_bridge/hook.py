@@ -26,6 +26,7 @@ from nest_megatron.integrations.megatron_bridge import (
     BridgeConfig,
     apply_plan,
     needs_connections,
+    pack_as_script,
     read_recipe,
 )
 from nest_megatron.integrations.megatron_lm.agreement import propagating_errors
@@ -50,8 +51,6 @@ from nest_megatron.layout.execution_rules import EXECUTION_FIELDS, execution_env
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.report.console import show
 
-#: Settings of ``+nest`` that need Megatron-LM's own arguments.
-_NOT_HERE = ("on_mismatch", "ranks", "stop_before_training")
 #: Items that a plan derives from other choices, so that nothing is there to be kept.
 _DERIVED = ("sequence_parallel", "overlap_grad_reduce", "overlap_param_gather", "global_batch_size")
 #: Fields that say what an item says, too.
@@ -106,8 +105,9 @@ def run(job: LaunchedJob, cfg: Any, stated: Iterable[str]) -> None:
         stated: fields that the user set themselves, which stay unless ``nest.free`` names them.
     """
     words, launch = job.words, job.launch
+    not_here = ("on_mismatch", "ranks", "stop_before_training")  # of Megatron-LM's own arguments
     for setting in words.launch:
-        if setting.origin is None and setting.key.partition(".")[0] in _NOT_HERE:
+        if setting.origin is None and setting.key.partition(".")[0] in not_here:
             raise UserInputError(
                 f"nest.{setting.key}",
                 setting.value,
@@ -116,6 +116,8 @@ def run(job: LaunchedJob, cfg: Any, stated: Iterable[str]) -> None:
             )
     job.groups_checked = True
     harmless = fields_assumed_harmless(words.job)
+    if "recipe_runner" in sys.modules:  # of run_recipe.py, which does it to what we return
+        pack_as_script(cfg)
     recipe = read_recipe(cfg, assume_harmless=harmless)
     keep, notes = choices_of_fields(stated, launch.free), recipe.notes
     job.args.rank, job.args.world_size = int(os.environ.get("RANK", "0")), recipe.num_gpus or 1

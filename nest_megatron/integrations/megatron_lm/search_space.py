@@ -386,15 +386,15 @@ def for_optimizer(
     if allowed:
         return allowed
     refuses = f"Megatron-LM {job.version} refuses it"
-    if stays_whole and job.target is not None:
-        refuses = f"{job.target.framework} gives it a part of each gradient"
-    if needs and set(zeros) == {ZeroStage.NONE}:
+    if needs and (stays_whole or set(zeros) == {ZeroStage.NONE}):
         raise flag_error(
             needs,
             True,
             f"{refuses} without --use-distributed-optimizer",
-            "Add that flag, drop this one, or free zero_stage.",
+            "Drop this one, or add that flag (of optimizers adam takes it), or free zero_stage.",
         )
+    if stays_whole and job.target is not None:
+        refuses = f"{job.target.framework} gives it a part of each gradient"
     stages = ", ".join(str(int(zero)) for zero in zeros)
     raise flag_error(
         "optimizer",

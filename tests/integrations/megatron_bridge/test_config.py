@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib.metadata
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,9 +97,67 @@ def test_a_tokenizer_may_replace_the_vocabulary_of_a_model(monkeypatch: pytest.M
     assert read_recipe(cfg).spec.vocab_size == cfg.model.vocab_size
 
 
+def test_a_vocabulary_that_is_stated_is_not_padded() -> None:
+    """Training turns ``should_pad_vocab`` off (``_validate_and_set_vocab_size``)."""
+    cfg = llama()
+    cfg.model.vocab_size, cfg.model.should_pad_vocab = 50_257, True
+    spec = read_recipe(cfg).spec
+    assert (spec.vocab_size, spec.vocab_is_padded) == (50_257, True)
+
+
+def test_the_size_of_a_null_tokenizer_is_the_recipes_own() -> None:
+    cfg = llama()
+    cfg.model.vocab_size, cfg.tokenizer.vocab_size = None, 32_000
+    assert read_recipe(cfg, vocab_size=152_000).spec == read_recipe(cfg).spec
+
+
+@pytest.mark.parametrize("rows", [32_000, 256_000])
+def test_a_plan_for_another_vocabulary_is_refused(rows: int) -> None:
+    cfg = llama()
+    cfg.model.vocab_size = rows
+    with pytest.raises(UserInputError, match=rf"padded_vocab_size {rows} \(plan: 128512\)"):
+        apply_plan(cfg, laid_out(tp=4))
+
+
+def test_padding_alone_makes_no_other_vocabulary() -> None:
+    """The plan of a laptop pads the catalogue's 128,256 rows, and training these does not."""
+    assert plan_changes(llama(), laid_out(tp=4))
+
+
+def test_a_plan_does_not_divide_a_vocabulary_that_stays_as_it_is() -> None:
+    cfg, plan = llama(), laid_out(tp=4)
+    cfg.model.vocab_size = 128_258
+    model = dataclasses.replace(plan.model, vocab_size=128_258)
+    with pytest.raises(UserInputError, match="padded_vocab_size 128258"):
+        apply_plan(cfg, dataclasses.replace(plan, model=model))
+
+
 def test_a_plan_for_another_number_of_ranks_is_refused() -> None:
-    with pytest.raises(UserInputError, match="num_gpus = 32"):
+    with pytest.raises(UserInputError, match=r"num_gpus = 32.*Plan again, or launch as many\."):
         apply_plan(llama(), laid_out(), environment={"WORLD_SIZE": "32"})
+
+
+@pytest.mark.parametrize("name", ["fp8_param_gather", "moe_a2a_overlap"])
+def test_what_benchmarks_set_on_the_model_and_nothing_reads_is_harmless(name: str) -> None:
+    """Recipes of 0.6 for Qwen3 235B and DeepSeek-V3; mixed precision says how weights travel."""
+    cfg = llama()
+    setattr(cfg.model, name, True)
+    assert read_recipe(cfg).spec == read_recipe(llama()).spec
+
+
+def test_packs_are_those_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``run_recipe.py`` of 0.6 makes packs as long as sequences, after it has planned."""
+
+    def process(cfg: Any, *_: Any) -> Any:
+        cfg.dataset.offline_packing_specs = SimpleNamespace(packed_sequence_size=2048)
+        return cfg
+
+    plan = hook.planning(process, lambda _: None)
+    for is_script, size in ((False, 2048), (True, 8192)):
+        if is_script:
+            monkeypatch.setitem(sys.modules, "recipe_runner", SimpleNamespace())
+        cfg = plan(llama(), None, [*AUTO, "nest.search.num_alternatives=0"])
+        assert read_recipe(cfg).spec.seq_length == size
 
 
 def test_shared_weights_take_what_bridge_asks_for() -> None:
@@ -378,6 +438,9 @@ def test_weights_of_8_bits_are_cast_by_the_distributed_optimizer_alone() -> None
     plan, _ = auto_recipe(cfg, cluster="b200", overrides=words)
     assert plan.layout.dims.data_parallel_size == 1
     assert plan.layout.zero is ZeroStage.OPTIMIZER
+    cfg.optimizer.optimizer = "muon"
+    with pytest.raises(UserInputError, match=r"--fp8-param-gather = True.*Drop this one"):
+        auto_recipe(cfg, cluster="b200", overrides=words)
 
 
 def test_a_batch_that_no_longer_grows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
