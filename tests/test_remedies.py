@@ -162,6 +162,17 @@ def test_more_gpus_hold_whole_replicas_of_what_is_fixed(fixed: int) -> None:
     assert int(change.split("=")[1]) % (8 * fixed) == 0
 
 
+@pytest.mark.parametrize(
+    ("model", "present", "needed"), [("glm4_5_air", 4, 12), ("deepseek_v3", 8, 80)]
+)
+def test_more_gpus_of_a_rack_are_whole_hosts_of_it(model: str, present: int, needed: int) -> None:
+    """Not the next power of two in the rack, nor the next whole rack."""
+    job = (f"model={model}", "cluster=gb200_nvl72", "train.global_batch_size=96")
+    number, *_ = nothing(asked(*job, f"cluster.num_gpus={present}")).remedies
+    assert number.change == f"cluster.num_gpus={needed}"
+    assert number.layout
+
+
 @pytest.mark.slow
 def test_deepseek_v3_on_96_gpus() -> None:
     """``verl-project/verl`` issue 3019: its optimizer on the host, or more nodes."""

@@ -173,7 +173,7 @@ class Cluster:
             )
         _check_numbers(self, "cluster")
         self._check_levels()
-        if not self._part_of_nodes(self.num_gpus):
+        if not self.part_of_nodes(self.num_gpus):
             raise self._uneven()
 
     def _check_levels(self) -> None:
@@ -203,9 +203,9 @@ class Cluster:
         All, or where several hosts form it (the 18 trays of an NVL72 rack) the most whole hosts
         that are the same number in every node: 64 of 72 GPUs for a job of 128.
         """
-        return self._part_of_nodes(self.num_gpus)
+        return self.part_of_nodes(self.num_gpus)
 
-    def _part_of_nodes(self, num_gpus: int) -> int:
+    def part_of_nodes(self, num_gpus: int) -> int:
         """Devices of each node that a job of so many takes, 0 if it cannot be spread evenly."""
         size = self.levels[0].num_devices or num_gpus
         if num_gpus <= size:
@@ -217,8 +217,8 @@ class Cluster:
 
     def _uneven(self) -> UserInputError:
         size, host = self.levels[0].num_devices or 1, self.gpus_per_host
-        lower = next(n for n in range(self.num_gpus, 0, -1) if self._part_of_nodes(n))
-        upper = next(n for n in itertools.count(self.num_gpus) if self._part_of_nodes(n))
+        lower = next(n for n in range(self.num_gpus, 0, -1) if self.part_of_nodes(n))
+        upper = next(n for n in itertools.count(self.num_gpus) if self.part_of_nodes(n))
         taken = "whole nodes"
         if host is not None and host < size:
             taken = f"the same number of hosts of {host} GPUs, at least half, from each"

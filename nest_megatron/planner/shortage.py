@@ -54,7 +54,7 @@ _NUMBER_SHARE = 0.5
 _PLAN_SHARE = 0.05
 #: Changes of what memory holds that are reported.
 _MOST_OF_MEMORY = 5
-#: Larger numbers of nodes are tried in steps of this share.
+#: Larger numbers of hosts are tried in steps of this share.
 _STEP = 1 / 32
 
 
@@ -446,15 +446,19 @@ def _held(space: SearchSpace) -> list[str]:
 
 
 def _fewest_gpus(request: Request, deadline: Deadline) -> tuple[int, bool] | None:
-    """More GPUs, in whole nodes, with which some plan fits; or by a bound none with fewer.
+    """More GPUs, in whole hosts, with which some plan fits; or by a bound none with fewer.
 
     The bound on states is doubled and halved to, which takes little time; from there on up numbers
-    are tried, of more than 32 nodes one in each ``_STEP``. Where time ends that, the bound is left,
+    are tried, of more than 32 hosts one in each ``_STEP``. Where time ends that, the bound is left,
     if states are what the job's GPUs lack memory for. ``None`` where no number is known to help.
     """
-    cluster, node = request.cluster, request.cluster.gpus_per_node
+    cluster = request.cluster
+    host = cluster.host_size or cluster.gpus_per_node
+    unit = _unit(request.space, host)
 
     def request_of(num_gpus: int) -> Request:
+        while not cluster.part_of_nodes(num_gpus):
+            num_gpus += unit
         return replace(request, cluster=cluster.resized(num_gpus))
 
     def has_room(num_gpus: int) -> bool:
@@ -463,18 +467,20 @@ def _fewest_gpus(request: Request, deadline: Deadline) -> tuple[int, bool] | Non
         return min(states, default=math.inf) <= search.most_bytes
 
     bound = None
-    for size in _sizes(cluster.num_gpus, node, _unit(request.space, node), has_room):
+    for at_least in _sizes(cluster.num_gpus, host, unit, has_room):
+        larger = request_of(at_least)
+        size = larger.cluster.num_gpus
         bound = bound or size
         if deadline.passed():
             return None if has_room(cluster.num_gpus) else (bound, False)
-        if _fits(request_of(size), deadline):
+        if _fits(larger, deadline):
             return size, True
     return None
 
 
-def _sizes(num_gpus: int, node: int, unit: int, has_room: Callable[[int], bool]) -> Iterator[int]:
-    """Larger numbers of GPUs from the smallest that has room for states on, in units of nodes."""
-    while (num_gpus := 2 * num_gpus) < node:
+def _sizes(num_gpus: int, host: int, unit: int, has_room: Callable[[int], bool]) -> Iterator[int]:
+    """Larger numbers of GPUs from the smallest that has room for states on, in units of hosts."""
+    while (num_gpus := 2 * num_gpus) < host:
         if has_room(num_gpus):
             yield num_gpus
     low = num_gpus // 2 // unit
@@ -490,13 +496,13 @@ def _sizes(num_gpus: int, node: int, unit: int, has_room: Callable[[int], bool])
         number += max(1, int(_STEP * number))
 
 
-def _unit(space: SearchSpace, node: int) -> int:
-    """GPUs by whole nodes that hold replicas of what is fixed."""
+def _unit(space: SearchSpace, host: int) -> int:
+    """GPUs by whole hosts that hold replicas of what is fixed."""
 
     def product(*names: str) -> int:
         return math.prod(space.fixed.get(name, 1) for name in names)
 
-    return math.lcm(node, product(_TP, _CP, _PP), product(_EP, _ETP, _PP))
+    return math.lcm(host, product(_TP, _CP, _PP), product(_EP, _ETP, _PP))
 
 
 def _fits(request: Request, deadline: Deadline) -> bool:

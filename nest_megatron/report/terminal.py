@@ -364,7 +364,7 @@ def no_plan_report(refusal: NoPlan) -> RenderableType:
     return Group(
         Text(f"{verdict[0].upper()}{verdict[1:]}.", style="bold red"),
         pairs(rows),
-        heading("Changes that help"),
+        heading("Changes that help, with a plan that fits then, not always the fastest"),
         pairs(("-", remedy.words()) for remedy in refusal.remedies),
         *([] if refusal.complete else [indented(incomplete)]),
         heading("What was tried"),
