@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -255,3 +256,32 @@ def test_what_a_policy_forbids_is_not_called_legal(
     assert found.rule.startswith("a policy forbids it: tensor_model_parallel_size = 1: it is 2 to")
     assert found.nearest is not None
     assert found.nearest.layout.sizes["tensor_model_parallel_size"] >= 2
+
+
+def test_the_nearest_layout_leaves_what_a_policy_wants_free(
+    explained: Explanation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text(
+        "plan:\n  ranges:\n    tensor_model_parallel_size: [1, 4]\n  least_memory_free: 0.2\n"
+    )
+    file.chmod(0o600)
+    monkeypatch.setenv(VARIABLE, str(file))
+    nearest = explained.why_not("tp=8").nearest
+    assert nearest is not None
+    predicted = nearest.predicted
+    assert predicted.peak_memory_bytes <= 0.8 * nearest.cluster.accelerator.memory_bytes
+
+
+@pytest.mark.parametrize("chance", [0.001, 0.5])
+def test_other_layouts_run_out_of_memory_as_rarely_as_the_plan(chance: float) -> None:
+    """A narrow chance: one that the plan may not have is not called faster."""
+    job: dict[str, Any] = {"model": "llama3_8b", "cluster": "dgx_h100", "num_gpus": 16}
+    plan = api.plan(**job, global_batch_size=64, max_oom_chance=chance, tie_percent=0)
+    sizes = plan.record.layout.sizes
+    own = plan.explain().why_not(f"tp={sizes['tensor_model_parallel_size']}")
+    assert "the plan has these sizes" in str(own)
+    other = plan.explain().why_not("tp=2,mbs=2").versus
+    assert other is not None
+    assert other.other.uncertainty.out_of_memory <= chance
+    assert other.difference.percent >= 0

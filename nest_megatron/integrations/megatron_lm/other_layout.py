@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,7 @@ from rich.text import Text
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import fields_of
 from nest_megatron.config.keywords import read_layout
-from nest_megatron.config.policy import read_policy, space_within
+from nest_megatron.config.policy import read_policy, settings_within, space_within
 from nest_megatron.config.request import site_calibration
 from nest_megatron.config.schema import stated_values
 from nest_megatron.config.space import (
@@ -40,7 +39,7 @@ from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.knobs import KnobConditions, always_on
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.layout.policy import Policy, PolicyError
+from nest_megatron.layout.policy import PolicyError
 from nest_megatron.layout.rulebook.facts import RELEASES
 from nest_megatron.layout.stage_layout import StagePartition, parse_layout, spread_partition
 from nest_megatron.model.execution import Execution
@@ -65,6 +64,8 @@ _BOUNDED = (
     "until then."
 )
 _PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+#: What a plan was chosen by.
+_RULE = ("max_oom_chance", "tie_percent")
 #: Sizes of the user's that are changed to find a legal layout.
 _MOST_CHANGED = 2
 
@@ -223,6 +224,7 @@ class PlannedJob:
         if (launch := plan.launch.get(LAUNCHER)) is not None:
             self._values = read_argv(launch.script, launch.argv, self._version).values
         cluster = plan.cluster.resized(plan.layout.num_gpus)
+        chosen = {name: getattr(plan.choice, name) for name in _RULE if plan.choice}
         self._job = Request(
             spec=plan.model,
             cluster=cluster,
@@ -240,6 +242,7 @@ class PlannedJob:
             space=SearchSpace(version=self._version),
             max_seconds=SEARCH_S,
             begun_s=time.monotonic(),
+            **chosen,
         )
 
     def request(self, space: SearchSpace) -> Request:
@@ -248,12 +251,10 @@ class PlannedJob:
         Raises:
             PolicyError: if it forbids a size that was named.
         """
-        within = space_within(space, self._policy, self._job.cluster)
-        return replace(self._job, space=replace(space, **within), policy=self._policy)
-
-    @functools.cached_property
-    def _policy(self) -> Policy:
-        return read_policy()
+        policy = read_policy()
+        within = space_within(space, policy, self._job.cluster)
+        settings = settings_within(self._settings, policy)
+        return replace(self._job, space=replace(space, **within), policy=policy, settings=settings)
 
     def space(self, composed: Settings) -> SearchSpace:
         """All layouts with the sizes that were named; the sharding is the plan's otherwise."""
@@ -267,9 +268,9 @@ class PlannedJob:
             )
         own, zero = self._plan.layout.sharding, read_zero(composed.parallel)
         zeros = (self._plan.layout.zero if zero is None else zero,)
-        order = read_rank_order(composed.parallel)
-        space = SearchSpace(
-            fixed=(fixed := fixed_degrees(composed)),
+        order, fixed = read_rank_order(composed.parallel), fixed_degrees(composed)
+        return SearchSpace(
+            fixed=buildable_degrees(self._plan.model, self._target, fixed),
             partition=self._stages(composed, fixed),
             zero_stages=zeros,
             sharding=own if zero is None else None,
@@ -279,7 +280,6 @@ class PlannedJob:
             batch_unit=schedule.batch_unit if schedule else None,
             rank_orders=tuple(RankOrder) if order is None else (order,),
         )
-        return replace(space, fixed=buildable_degrees(self._plan.model, self._target, space.fixed))
 
     @property
     def _execution(self) -> Execution:
@@ -314,7 +314,7 @@ class PlannedJob:
             dims=dims,
             micro_batch_size=micro,
             sequence_parallel=splits_sequence,
-            recompute=own.recompute if recompute is None else recompute,
+            recompute=recompute or own.recompute,
             zero=own.zero if zero is None else zero,
         )
         if stages is None:
@@ -424,12 +424,11 @@ def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> W
     job, composed = PlannedJob(plan, times), read_layout(text, "--why-not")
     space = job.space(composed)
     # what was named, in the order in which layouts are said
-    sections: tuple[Any, ...] = (composed.parallel, composed.train)
     names = {key.partition(".")[2] for key in composed.given}
     asked = {
-        name: stated_values(section).get(name)
-        for section in sections
-        for name in section
+        name: value
+        for section in (composed.parallel, composed.train)
+        for name, value in stated_values(section).items()
         if name in names
     }
     try:
