@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from nest_megatron.integrations.megatron_lm import parser
@@ -64,6 +65,14 @@ def namedtuple(*args, **options):
     return kind
 
 dataclasses.dataclass, collections.namedtuple = dataclass, namedtuple
+import msgspec
+from nest_megatron import plain
+
+def frozen(kind, /, *args, **kwargs):
+    kinds["dataclasses"].add(kind)
+    return msgspec.StructMeta.__call__(kind, *args, **kwargs)
+
+plain._Frozen.__call__ = frozen
 from nest_megatron.cli import main
 
 code = main(sys.argv[1:])
@@ -92,7 +101,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(holder, name, counted)
 
     count(parser._Parser, "parse_known_args", "parsed")
-    count(ParallelPlan, "__init__", "built")
+
+    def record(kind: type, /, *args: Any, **fields: Any) -> Any:
+        found["built"] += kind is ParallelPlan
+        return msgspec.StructMeta.__call__(kind, *args, **fields)
+
+    monkeypatch.setattr(type(ParallelPlan), "__call__", record)
     count(plan_file, "fields_of", "sealed")
     return found
 
