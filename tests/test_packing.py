@@ -26,6 +26,8 @@ JOB = (
     "--num-attention-heads 64 --seq-length 8192 --max-position-embeddings 8192 --bf16 "
     "--vocab-size 128256 --tokenizer-type NullTokenizer --global-batch-size 64 "
 )
+#: Layers at the ends are no more than a pipeline rank has on average.
+BF16_ENDS = "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16"
 LENGTHS = ("train.sequence_length_mean=500", "train.sequence_length_std=600")
 
 
@@ -61,6 +63,9 @@ def test_sft_of_0_16_takes_one_pack_a_micro_batch_and_no_deep_pipeline() -> None
         ("--sft", "0.20", None, None),
         ("--sft --pipeline-model-parallel-size 4", "0.16", 1, None),
         ("", "0.16", None, None),
+        (f"{BF16_ENDS} --num-layers-at-end-in-bf16 9", "0.16", None, 3),
+        (BF16_ENDS, "0.20", None, 32),
+        ("--first-last-layers-bf16 --num-layers-at-end-in-bf16 9", "0.20", None, None),
     ],
 )
 def test_what_is_left_free(

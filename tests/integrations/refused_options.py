@@ -33,6 +33,8 @@ _VALUES = {
     "moe_router_group_topk": "1",
     "moe_expert_capacity_factor": "1.5",
     "moe_expert_rank_capacity_factor": "1.5",
+    "cpu_offloading_num_layers": "1",
+    "recompute_granularity": "selective",
     "recompute_method": "uniform",
     "save_params_interval": "5",
     "global_batch_size": "64",

@@ -308,6 +308,7 @@ BROKEN = {
     "attention_under_cp": request(GPT_OSS, dims(cp=2)),
     "windows_under_cp": request(dataclasses.replace(GPT_OSS, softmax_type="vanilla"), dims(cp=2)),
     "sequence_parallel": request(sequence_parallel=True),
+    "norm_under_sequence_parallel": request(grid=dims(tp=2), transformer_impl="local"),
     "rank_order": request(MIXTRAL, dims(tp=2, pp=2, dp=4, ep=8, rank_order=SECOND)),
     "two_stacks": request(T5, dims(pp=2)),
     "block_recompute": request(

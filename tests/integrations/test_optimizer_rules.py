@@ -241,3 +241,14 @@ def test_states_of_sgd_stay_whole(version: str) -> None:
     assert for_optimizer(tuple(ZeroStage), read) == (ZeroStage.NONE,)
     torch_fsdp, weights = DataParallelSharding.TORCH_FSDP2, (ZeroStage.WEIGHTS,)
     assert for_optimizer(weights, read, torch_fsdp) == weights
+
+
+def test_sequences_are_whole_in_the_norms_of_own_layers() -> None:
+    """``WrappedTorchNorm`` ends on sequence parallelism, which validation lets pass."""
+    own = "--transformer-impl local --no-persist-layer-norm --tensor-model-parallel-size 4"
+    for norm, stays_whole in (("RMSNorm", True), ("LayerNorm", False)):
+        layout = planned(f"{own} --normalization {norm}").plan.layout
+        assert layout.dims.tensor_model_parallel_size == 4
+        assert layout.sequence_parallel is not stays_whole
+    with pytest.raises(UserInputError, match="refuses it beside --transformer-impl local"):
+        planned(f"{own} --normalization RMSNorm --sequence-parallel")

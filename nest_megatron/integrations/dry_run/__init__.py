@@ -356,7 +356,7 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
         if script is not None and b"\r\n" in script.read_bytes():
             raise UserInputError(
                 "script",
-                str(script),
+                f"{script}",
                 "its lines end as on Windows, and bash takes their carriage returns for text",
                 f"Convert it: sed -i 's/\\r$//' {shlex.quote(str(script))}",
             )

@@ -103,8 +103,8 @@ def saved_pattern(arguments: Values) -> str:
 
 def _pattern(values: Values) -> str:
     """That of releases since 0.17. Source: 0.20 arguments.py:743-786."""
-    new, old = values.get("hybrid_layer_pattern"), values.get("hybrid_override_pattern")
-    pattern, depths = str(new or old or ""), int(values.get("mtp_num_layers") or 0)
+    pattern = str(values.get("hybrid_layer_pattern") or values.get("hybrid_override_pattern") or "")
+    depths = int(values.get("mtp_num_layers") or 0)
     depth = values.get("mtp_hybrid_override_pattern")
     if depth and depths and "/" not in pattern:
         pattern += depths * f"/{depth}"

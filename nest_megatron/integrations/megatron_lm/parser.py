@@ -341,7 +341,7 @@ def tokens(command: CommandText) -> list[str]:
     if not isinstance(command, str):
         return list(command)
     try:
-        return shlex.split(command.replace("\r\n", "\n").replace("\\\n", " "), comments=True)
+        return shlex.split(re.sub(r"\\\r?\n", " ", command), comments=True)
     except ValueError as error:
         raise UserInputError("command", command, str(error), "Close the quotes.") from error
 

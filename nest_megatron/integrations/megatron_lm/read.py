@@ -106,8 +106,10 @@ def require_options(values: Values, version: str) -> None:
 
 def job_of(command: ReadCommand, values: Values) -> Job:
     """As ``read_job``, from values that stand for those of the command."""
-    words = (word.partition("=") for word in command.unknown)
-    given = {flag: value or "given" for flag, _, value in words}
+    given = {
+        flag: value or "given"
+        for flag, _, value in (word.partition("=") for word in command.unknown)
+    }
     refused = {d: given[flag_of(d)] for d in _REFUSED_ARGUMENTS if flag_of(d) in given}
     job = job_from_values(
         {**refused, **values},
@@ -354,9 +356,8 @@ def _notes(values: Values, script: str, version: str) -> Iterator[str]:
         yield f"Megatron-LM {version} ignores {flag_of(RAMPUP)}: the batch does not grow."
     if values.get("skip_train"):
         yield "--skip-train: nothing is trained; times and memory are those of training."
-    engine = values.get("transformer_impl") or "transformer_engine"
-    backend = text(values.get("attention_backend") or "auto")
-    if engine == "local" or backend in ("unfused", "local"):
+    unfused = text(values.get("attention_backend") or "auto") in ("unfused", "local")
+    if unfused or values.get("transformer_impl") == "local":
         yield "Attention is priced with its score matrices kept, as what you run keeps them."
     if pipeline_limits(values, script, version):
         yield (

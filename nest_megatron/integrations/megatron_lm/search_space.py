@@ -228,10 +228,14 @@ def _not_loadable(name: str, value: object, need: Requirement) -> UserInputError
 
 def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
     own, spec, stated = read_space(settings), job.spec, _fixed_values(job, freed)
-    if job.command is not None:
-        command, pipelines = job.command, (_PIPELINE, *STAGE_OPTIONS, *VIRTUAL_STAGES)
-        limits = pipeline_limits(command.values, command.script, command.version)
-        if not any(map(stated.get, pipelines)):  # what the user states is kept
+    if (command := job.command) is not None:
+        values = command.values
+        limits = pipeline_limits(values, command.script, command.version)
+        if values.get("first_last_layers_bf16") and values.get("fp8"):  # 0.16.1 tc:991
+            most = max(values["num_layers_at_start_in_bf16"], values["num_layers_at_end_in_bf16"])
+            limits = {_PIPELINE: spec.num_layers // (most or 1), **limits}
+        # what the user states is kept
+        if not any(map(stated.get, (_PIPELINE, *STAGE_OPTIONS, *VIRTUAL_STAGES))):
             own = replace(own, limits={**limits, **own.limits})
     elif states_stages(stated, _LAYOUT):  # a recipe may state the virtual stages beside it
         stated = {name: value for name, value in stated.items() if name not in VIRTUAL_STAGES}
@@ -248,7 +252,8 @@ def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
         virtual = _virtual(stated, fixed, spec)
         if virtual is None and says_all and not freed.intersection(VIRTUAL_STAGES):
             virtual = 1
-        fixed |= {} if virtual is None else {_VIRTUAL: virtual}
+        if virtual is not None:
+            fixed[_VIRTUAL] = virtual
     orders, recompute = own.rank_orders, own.recompute
     states_order = stated.get(_ORDER) or says_all
     if states_order and settings.parallel.rank_order is None and _ORDER not in freed:
@@ -256,8 +261,12 @@ def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
     if recompute is None and not freed.intersection(RECOMPUTE):
         recompute = job.recompute or (NO_RECOMPUTE if says_all else None)
     # sequence parallelism belongs to all degrees together, and is no choice by itself
-    keeps_degrees = says_all and not freed.intersection(DEGREES) - {"micro_batch_size"}
-    is_whole = fixed.get(_TENSOR, 1) > 1 and not job.stated.get("sequence_parallel")
+    is_whole = (
+        says_all
+        and not freed.intersection(DEGREES) - {"micro_batch_size"}
+        and fixed.get(_TENSOR, 1) > 1
+        and not job.stated.get("sequence_parallel")
+    )
     return replace(
         own,
         fixed={**fixed, **own.fixed},
@@ -266,7 +275,8 @@ def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
         full_recompute=job.full_recompute,
         partition=partition,
         even_stages=says_all and partition is None and not freed.intersection(STAGE_OPTIONS),
-        sequence_parallel=not (keeps_degrees and is_whole),
+        sequence_parallel=not is_whole
+        and (job.transformer_impl, spec.normalization) != ("local", "RMSNorm"),
     )
 
 

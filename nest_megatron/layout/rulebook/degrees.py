@@ -359,4 +359,16 @@ DEGREE_RULES = (
         "it needs tensor_model_parallel_size above 1, and experts with such a size need it",
         "Set it exactly when tensor_model_parallel_size is above 1.",
     ),
+    Rule(
+        "norm_under_sequence_parallel",
+        "transformer/torch_norm.py:32 (at build)",
+        lambda spec, is_local, sequence_parallel: (
+            not (is_local and sequence_parallel) or spec.normalization != "RMSNorm"
+        ),
+        "sequence_parallel",
+        "PyTorch's RMSNorm, which Megatron's own layers have (--transformer-impl local), does not "
+        "run with it",
+        "Use tensor_model_parallel_size 1, or transformer_impl transformer_engine.",
+        reason="RMSNorm of Megatron's own layers is of whole sequences",
+    ),
 )
