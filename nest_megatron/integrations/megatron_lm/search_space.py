@@ -386,17 +386,21 @@ def for_optimizer(
     names = ("fp8_param_gather", "fp4_param_gather", AWARE)
     needs = next(filter(job.memory_flags.get, names), None)
     stays_whole = bool(job.fields) and job.optimizer not in ELEMENTWISE_OPTIMIZERS
-    allowed = tuple(
+    allowed = [
         zero
         for zero in zeros
         if allows_optimizer(job.optimizer, zero, job.version, sharding)
-        and not (needs and zero is ZeroStage.NONE and not uses_megatron_fsdp(zero, sharding))
         and not (stays_whole and zero is not ZeroStage.NONE)
-    )
-    if allowed:
-        return allowed
+    ]
+    kept = [
+        zero
+        for zero in allowed
+        if not needs or zero is not ZeroStage.NONE or uses_megatron_fsdp(zero, sharding)
+    ]
+    if kept:
+        return tuple(kept)
     refuses = f"Megatron-LM {job.version} refuses it"
-    if needs and (stays_whole or set(zeros) == {ZeroStage.NONE}):
+    if needs and allowed:
         raise flag_error(
             needs,
             True,

@@ -438,9 +438,10 @@ def test_weights_of_8_bits_are_cast_by_the_distributed_optimizer_alone() -> None
     plan, _ = auto_recipe(cfg, cluster="b200", overrides=words)
     assert plan.layout.dims.data_parallel_size == 1
     assert plan.layout.zero is ZeroStage.OPTIMIZER
-    cfg.optimizer.optimizer = "muon"
-    with pytest.raises(UserInputError, match=r"--fp8-param-gather = True.*Drop this one"):
-        auto_recipe(cfg, cluster="b200", overrides=words)
+    for optimizer in ("muon", "sgd"):
+        cfg.optimizer.optimizer = optimizer
+        with pytest.raises(UserInputError, match=r"--fp8-param-gather = True.*Drop this one"):
+            auto_recipe(cfg, cluster="b200", overrides=words)
 
 
 def test_a_batch_that_no_longer_grows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
