@@ -41,11 +41,13 @@ class BatchSchedule:
 
     Args:
         rampup_batch_size, step_batch_size_schedule: what states it, as Megatron takes them.
+        global_batch_size: the job's, at which its ramp ends; a short run does not come to it.
     """
 
     parts: tuple[BatchPart, ...]
     rampup_batch_size: tuple[int, ...] | None = added(None)
     step_batch_size_schedule: str | None = added(None)
+    global_batch_size: int | None = added(None)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -59,13 +61,13 @@ class BatchSchedule:
 
     @property
     def last(self) -> int:
-        """The size at the end of the run."""
-        return self.sizes[-1]
+        """The size at its end, which the job states."""
+        return self.global_batch_size or self.sizes[-1]
 
     @property
     def longest(self) -> int:
         """The size that most samples of the run are trained with; the later of two alike."""
-        lengths = [math.inf if p.samples is None else p.samples for p in self.parts]
+        lengths = [part.samples or math.inf for part in self.parts]
         return max(zip(lengths, itertools.count(), self.sizes, strict=False))[2]
 
     def words(self) -> str:
@@ -140,6 +142,7 @@ def read_schedule(
         parts=tuple(_until(parts, samples or None, iterations or None)),
         rampup_batch_size=tuple(map(int, growth)) if growth else None,
         step_batch_size_schedule=steps,
+        global_batch_size=last if growth else None,
     )
 
 

@@ -85,10 +85,8 @@ def execution_environment(execution: Execution) -> dict[str, str | None]:
     return found
 
 
-_FULL = RecomputeGranularity.FULL
-#: Modules of experts outside their all-to-all, and those that a schedule calls by itself.
+#: Modules of experts outside their all-to-all.
 _ROUTER = frozenset({"moe_router", "moe_preprocess"})
-_FEED_FORWARD = frozenset({"mlp"})
 
 
 def of_every_layout(execution: Execution) -> Execution:
@@ -129,7 +127,8 @@ def allowed_execution(
         own_graphs: the CUDA graphs are the job's own, and stay as they are.
     """
     dims, recompute = grid.dims, grid.recompute
-    pipelined, full = dims.pipeline_model_parallel_size > 1, recompute.granularity is _FULL
+    pipelined = dims.pipeline_model_parallel_size > 1
+    full = recompute.granularity is RecomputeGranularity.FULL
     experts_recomputed = full or RecomputeModule.MOE in recompute.modules
     plain_schedule = pipelined and dims.virtual_pipeline_model_parallel_size == 1
     if dims.expert_model_parallel_size == 1 or plain_schedule or experts_recomputed:
@@ -166,7 +165,7 @@ def _with_scope(execution: Execution, recompute: Recompute) -> Execution:
         return execution
     left_out = _ROUTER if RecomputeModule.MOE in recompute.modules else frozenset()
     if execution.overlap_moe_expert_parallel_comm:
-        left_out |= _FEED_FORWARD
+        left_out |= {"mlp"}  # which the schedule calls by itself
     scope = tuple(name for name in execution.cuda_graph_scope if name not in left_out)
     if scope == execution.cuda_graph_scope:
         return execution

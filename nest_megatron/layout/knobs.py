@@ -334,9 +334,6 @@ _FLEX_DEVICE = re.compile(r"(GH|GB|[HB])\d", re.IGNORECASE)
 _SPANNING_DEVICE = re.compile(r"GB\d", re.IGNORECASE)
 #: Scalings of fp8 whose GEMMs Transformer Engine does not overlap with traffic in user buffers.
 _WITHOUT_BUFFERS = ("blockwise", "mxfp8")
-#: Formats of GEMMs that fail on user buffers, which are made in bfloat16.
-#: Source: training/initialize.py calls ``initialize_ub`` without a type; Megatron-LM issue 711.
-_UNLIKE_BUFFERS = (Precision.FP16, Precision.FP32)
 
 
 def _runs_on(backend: object, conditions: KnobConditions) -> bool:
@@ -354,7 +351,9 @@ def _is_open(knob: Knob, conditions: KnobConditions) -> bool:
     alone = spec.family is ModelFamily.GPT and spec.vision is None
     images, stacks = spec.vision is not None, spec.family is ModelFamily.T5
     no_buffers = conditions.fp8_recipe in _WITHOUT_BUFFERS
-    no_buffers |= conditions.precision in _UNLIKE_BUFFERS
+    # GEMMs of other formats fail on user buffers, which are made in bfloat16 (Megatron-LM issue
+    # 711): training/initialize.py calls ``initialize_ub`` without a type
+    no_buffers |= conditions.precision in (Precision.FP16, Precision.FP32)
     capturable = conditions.capturable and not spec.heterogeneous_layers
     missing = {
         "moe_flex_dispatcher_backend": _FLEX_DEVICE.match(conditions.accelerator) is None,

@@ -75,6 +75,7 @@ def test_parts_of_a_run(
     assert found.sizes == sizes
     assert tuple(part.samples for part in found.parts) == samples
     assert found.longest == longest
+    assert found.last == (stated.get("last") or sizes[-1])
     assert all(size % found.batch_unit == 0 for size in sizes)
 
 
@@ -272,6 +273,33 @@ def test_a_recipe_whose_batch_grows(
     other, _ = make([4, 4, 100_000])
     with pytest.raises(UserInputError, match="the plan was made for 8, 32"):
         framework.apply_plan(other, found)
+
+
+@pytest.mark.parametrize("make", [_nemo, _bridge])
+def test_a_recipe_that_ends_before_its_batch_has_grown_keeps_it(
+    make: Callable[[list[int] | None], tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "installed_name", lambda _: "megatron_bridge_0.4")
+    short, framework = make([8, 24, 10_000_000])
+    settings = {"cluster": "dgx_h100", "overrides": ["cluster.num_gpus=8"]}
+    if make is _nemo:
+        short.trainer.num_nodes = 1
+    found, changes = framework.auto_recipe(short, **settings)
+    assert found.train.batch_schedule.sizes == (8,)
+    assert found.final_batch_size == 128
+    assert not [each for each in changes if each.field.endswith("global_batch_size")]
+
+
+def test_a_command_that_ends_before_its_batch_has_grown_keeps_it() -> None:
+    """With a batch of 4 that grows from 4 Megatron divides by no steps, and trains another job."""
+    words = JOB.replace("4000000", "400") + GROWING["0.16"][0]
+    composed = compose(parse(["cluster=dgx_h100", "search.num_alternatives=0"]))
+    job, request = read_request(TypedCommand(text=words, version="0.16"), composed)
+    found = plan(request)
+    assert isinstance(found, ParallelPlan)
+    assert job.command is not None
+    _, rewrite = with_command(found, job.command)
+    assert "--global-batch-size" not in [each.field for each in rewrite.changes]
 
 
 def test_an_estimate_is_checked_and_priced_at_each_size() -> None:
