@@ -244,7 +244,7 @@ def _setting(name: str, value: str | None, option: str) -> tuple[str, str]:
     if plain in _SWITCHES and value is None:
         return _SWITCHES[plain]
     key = layout_key(plain)
-    if key is None or value is None:
+    if key is None or value in (None, "null"):
         raise UserInputError(
             option,
             name,

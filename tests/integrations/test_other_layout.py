@@ -124,6 +124,7 @@ def test_a_stage_layout_keeps_its_commas() -> None:
     [
         ("tq=8", "says nothing of a layout"),
         ("tp", "has no value"),
+        ("tp=null", "has no value"),
         ("", "names no size"),
         ("tp=8,tp=4", "is given as well"),
         ("tp=eight", "must be a whole number"),
