@@ -252,15 +252,21 @@ class Cluster:
 
     def describe(self) -> str:
         """One line for tables: ``1024 x H100-SXM-80GB (74.5 GiB)``."""
-        memory = format_gib(self.accelerator.memory_bytes)
-        return f"{self.num_gpus} x {self.accelerator.name} ({memory})"
+        device = self.accelerator
+        return f"{self.num_gpus} x {device.name} ({format_gib(device.memory_bytes)})"
 
 
 #: Numbers that may be 0; every other one lies above it.
 _MAY_BE_ZERO = (
-    *("kernel_floor_s", "host_kernel_s", "host_bandwidth_bytes_per_s"),
-    *("attention_ramp_rows", "grouped_gemm_ramp_rows", "exponentials_per_s"),
-    *("latency_s", "startup_s", "ramp"),
+    "kernel_floor_s",
+    "host_kernel_s",
+    "host_bandwidth_bytes_per_s",
+    "attention_ramp_rows",
+    "grouped_gemm_ramp_rows",
+    "exponentials_per_s",
+    "latency_s",
+    "startup_s",
+    "ramp",
 )
 
 

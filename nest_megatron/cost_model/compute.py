@@ -17,6 +17,8 @@ time on H100 and newer, as the authors of its fused kernel find (https://pytorch
 
 from __future__ import annotations
 
+import math
+
 from nest_megatron.cluster.records import Accelerator, Precision
 from nest_megatron.cost_model.formats import WIDE, NumberFormat, format_of, gemm_share
 from nest_megatron.cost_model.settings import CostSettings
@@ -61,7 +63,14 @@ def operator_times(
         rate, bandwidth = rate * accelerator.scan_share, bandwidth * accelerator.scan_share
     ahead, back = operator.flops / rate, operator.backward_flops / rate
     if operator.kind is OperatorKind.ATTENTION:
-        ahead, back = (_attention(each, operator, accelerator, settings) for each in (ahead, back))
+        softmax = operator.exponentials / (accelerator.exponentials_per_s or math.inf)
+        idle = accelerator.attention_ramp_rows / operator.parallel_rows
+        slower = settings.attention_slowdown * (1.0 + idle)
+        faster = settings.fp8_attention_speedup if settings.traits.fp8_attention else 1.0
+        ahead, back = (
+            slower * _joined(softmax, products / faster, _BESIDE_SOFTMAX)
+            for products in (ahead, back)
+        )
     floor = accelerator.kernel_floor_s * operator.num_kernels
     floor += _PRODUCT_S * (operator.num_gemms - 1)
     moved, moved_back = operator.bytes_moved, operator.backward_bytes_moved
@@ -97,20 +106,6 @@ def _narrower_operands(operator: Operator, number_format: NumberFormat) -> tuple
     if not operator.frozen:
         back += saved * (operator.output_elements + operator.input_elements)
     return saved * operator.input_elements + weight, back
-
-
-def _attention(
-    products: Seconds, operator: Operator, accelerator: Accelerator, settings: CostSettings
-) -> Seconds:
-    """One pass of fused attention: its products, and the exponentials of its softmax."""
-    if settings.traits.fp8_attention:
-        products /= settings.fp8_attention_speedup
-    softmax = 0.0
-    if accelerator.exponentials_per_s:
-        softmax = operator.exponentials / accelerator.exponentials_per_s
-    idle = accelerator.attention_ramp_rows / operator.parallel_rows
-    busy = _joined(softmax, products, _BESIDE_SOFTMAX)
-    return settings.attention_slowdown * (1.0 + idle) * busy
 
 
 def _joined(arithmetic: Seconds, traffic: Seconds, exponent: float = _JOINT) -> Seconds:

@@ -259,7 +259,7 @@ def states_time(row: Row) -> bool:
 
 
 #: Words of a run's authors about its timing, by what they make of it.
-_DISOWNED: Mapping[str, str] = {
+_DISOWNED = {
     "its timing is a sanity check": "sanity check",
     "timed under a profiler": r"nsys attached|(?:from|in) the nsys window",
     "on a device with less power than its own": "power-limited",

@@ -347,7 +347,7 @@ EXECUTION_RULES = (
         _GRAPHS,
         "tc:1762 (run)",
         _holds_experts,
-        "experts that are not padded to a capacity get as many tokens as come, which no graph holds",
+        "experts that nothing pads to a capacity get as many tokens as come, which no graph holds",
     ),
     _rule(
         "graphs_modules",
