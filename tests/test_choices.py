@@ -221,8 +221,13 @@ def test_graphs_are_chosen_since_they_go_with_expandable_segments(
     [
         ("--moe-router-load-balancing-type quantile_balancing", "0.19", {"moe_router_fusion"}),
         ("--moe-enable-routing-replay", "0.16", {"moe_router_fusion"}),
-        ("--batch-invariant-mode", "0.20", {"moe_permute_fusion"}),
+        ("--batch-invariant-mode --attention-backend flash", "0.20", {"moe_permute_fusion"}),
         ("--moe-router-load-balancing-type aux_loss", "0.20", set()),
+        (
+            "--overlap-dispatch-backward-with-experts-wgrad",
+            "0.19",
+            {"overlap_moe_expert_parallel_comm"},
+        ),
     ],
 )
 def test_kernels_that_an_option_excludes_are_no_choice(
@@ -244,6 +249,7 @@ def test_graphs_around_experts_hold_what_has_fixed_shapes() -> None:
     assert alone.layout.execution.cuda_graph_scope[1] == "mlp"  # of the one dense layer
 
 
+_DELAYED = "--delay-wgrad-compute --overlap-moe-expert-parallel-comm"
 _UNCAPTURED = ("--add-qkv-bias", "--no-gradient-accumulation-fusion")
 
 
@@ -251,7 +257,7 @@ _UNCAPTURED = ("--add-qkv-bias", "--no-gradient-accumulation-fusion")
     "words",
     [
         *("--sft", "--rampup-batch-size 32 32 1000", "--spec a b"),
-        *(f"--delay-wgrad-compute --disable-bias-linear {word}" for word in _UNCAPTURED),
+        *(f"{_DELAYED} --disable-bias-linear {word}" for word in _UNCAPTURED),
         "--inference-batch-times-seqlen-threshold 4",
     ],
 )
@@ -259,9 +265,10 @@ def test_steps_that_megatron_does_not_capture_have_no_graphs(words: str) -> None
     argv = [*LLAMA, *words.split()]
     job = read_job(read_argv("pretrain_gpt.py", argv, "0.16"))
     assert not job.capturable
-    plain = [*LLAMA, "--delay-wgrad-compute", "--disable-bias-linear"]
+    plain = [*LLAMA, *_DELAYED.split(), "--disable-bias-linear"]
     assert read_job(read_argv("pretrain_gpt.py", plain, "0.16")).capturable
-    padded = read_argv("pretrain_gpt.py", [*LLAMA, "--moe-router-padding-for-fp8"], "0.16")
+    words = "--bf16 --fp8-format hybrid --moe-router-padding-for-fp8"
+    padded = read_argv("pretrain_gpt.py", [*LLAMA, *words.split()], "0.16")
     assert read_job(padded).counts_on_host
 
 

@@ -216,14 +216,20 @@ def _excludes_graphs(values: Values) -> bool:
 
 
 def _unfused(values: Values) -> frozenset[str]:
-    """Kernels of experts that do not do what options ask for.
+    """Choices for experts that do not do what options ask for.
 
-    Source: 0.19 router.py:324; moe_utils.py ``topk_routing_with_score_function``; 0.20 tc:3264.
+    Source: 0.19 router.py:324, tc:2760; moe_utils.py ``topk_routing_with_score_function``; 0.20
+    tc:3264.
     """
     balancing = values.get("moe_router_load_balancing_type") or ()
-    by_itself = "quantile_balancing" in balancing or values.get("moe_enable_routing_replay")
-    invariant = values.get("batch_invariant_mode")
-    found = {"moe_router_fusion": by_itself, "moe_permute_fusion": invariant}
+    found = {
+        "moe_router_fusion": "quantile_balancing" in balancing
+        or values.get("moe_enable_routing_replay"),
+        "moe_permute_fusion": values.get("batch_invariant_mode"),
+        "overlap_moe_expert_parallel_comm": values.get(
+            "overlap_dispatch_backward_with_experts_wgrad"
+        ),
+    }
     return frozenset(filter(found.get, found))
 
 
@@ -240,8 +246,10 @@ def _needs_of_options(values: Values, version: str) -> Mapping[str, Requirement]
             value=1, reason=why, fix=f"drop {who}", who=who
         )
     elif values.get("sft") and release_number(version) < (0, 19):
-        why, fix = "a micro batch is one pack of sequences", "train without --sft"
-        found["micro_batch_size"] = Requirement(value=1, reason=why, fix=fix, who="--sft")
+        why = "a micro batch is one pack of sequences"
+        found["micro_batch_size"] = Requirement(
+            value=1, reason=why, fix="train without --sft", who="--sft"
+        )
     if values.get("save") and values.get("save_params_interval"):
         why, who = "weights are saved before they are gathered", "--save-params-interval"
         found[GATHER] = Requirement(value=False, reason=why, fix=f"drop {who}", who=who)
