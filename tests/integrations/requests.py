@@ -454,6 +454,7 @@ OPTIONED = {
         "hierarchical_context_parallel_sizes", ["2", "2"]
     ),
     "option_cp_comm_type": _optioned("cp_comm_type", ["a2a+p2p"]),
+    "option_cp_comm_types": _optioned("cp_comm_type", ["p2p", "a2a"], grid=dims(cp=2)),
     "option_overlap_beside_fsdp": _optioned("overlap_moe_expert_parallel_comm", **_FSDP),
     "option_delay_beside_fsdp": _optioned("delay_wgrad_compute", **_FSDP),
     "option_moe_shared_expert_overlap": _optioned(

@@ -277,6 +277,15 @@ OPTION_RULES = (
         "the plan has no context parallelism",
     ),
     _option(
+        "cp_comm_type",
+        "tc:1929",
+        lambda option, spec, cp: (
+            cp == 1 or isinstance(option, str) or len(option) in (1, spec.num_layers)
+        ),
+        "it names one for all layers, or one for each of them",
+        id="cp_comm_types",
+    ),
+    _option(
         "overlap_moe_expert_parallel_comm",
         "tc:1858",
         lambda hides_experts: hides_experts,
