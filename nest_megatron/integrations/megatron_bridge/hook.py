@@ -51,8 +51,6 @@ from nest_megatron.layout.execution_rules import EXECUTION_FIELDS, execution_env
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.report.console import show
 
-#: Items that a plan derives from other choices, so that nothing is there to be kept.
-_DERIVED = ("sequence_parallel", "overlap_grad_reduce", "overlap_param_gather", "global_batch_size")
 #: Fields that say what an item says, too.
 _COPIES = {
     "ddp.use_distributed_optimizer": "use_distributed_optimizer",
@@ -91,6 +89,14 @@ def planning(process: Process, on_plan: Callable[[LaunchedJob], None]) -> Proces
             if config_filepath is not None:
                 node = read_yaml(Path(config_filepath), "config-file")
                 stated += dict(leaves(node)) if isinstance(node, Mapping) else {}
+            if (
+                "recipe_runner" in sys.modules
+            ):  # of run_recipe.py, which does this to what we return
+                pack_as_script(config)
+                script = sys.modules["__main__"]
+                for word in " ".join(sys.argv).replace("=", " ").split():
+                    if benchmark := script.resolved_benchmark_recipe_metadata(word):
+                        script._apply_benchmark_runtime_defaults(config, benchmark, stated)
             run(job, config, stated)
             on_plan(job)
         return config
@@ -116,8 +122,6 @@ def run(job: LaunchedJob, cfg: Any, stated: Iterable[str]) -> None:
             )
     job.groups_checked = True
     harmless = fields_assumed_harmless(words.job)
-    if "recipe_runner" in sys.modules:  # of run_recipe.py, which does it to what we return
-        pack_as_script(cfg)
     recipe = read_recipe(cfg, assume_harmless=harmless)
     keep, notes = choices_of_fields(stated, launch.free), recipe.notes
     job.args.rank, job.args.world_size = int(os.environ.get("RANK", "0")), recipe.num_gpus or 1
@@ -223,15 +227,12 @@ def choices_of_fields(stated: Iterable[str], free: Sequence[str]) -> tuple[str, 
     """
     if "all" in free:
         return ()
-    arguments = {
-        path: ARGUMENTS.get(item, item)
-        for item, path in BridgeConfig.items.items()
-        if item not in _DERIVED
-    }
+    arguments = {path: ARGUMENTS.get(item, item) for item, path in BridgeConfig.items.items()}
     arguments |= _COPIES
     for name in EXECUTION_FIELDS:
         arguments |= {f"model.{name}": name, f"comm_overlap.{name}": name}
     choices = {name: choice for choice, names in CHOICES.items() for name in names}
     paths = (path.replace("model.transformer.", "model.") for path in stated)
-    said = dict.fromkeys(choices[arguments[path]] for path in paths if path in arguments)
-    return tuple(choice for choice in said if choice not in free)
+    # what a plan derives from other choices is none, and nothing of it is kept
+    said = dict.fromkeys(choices.get(arguments.get(path, "")) for path in paths)
+    return tuple(choice for choice in said if choice and choice not in free)

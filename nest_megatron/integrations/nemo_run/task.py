@@ -215,13 +215,13 @@ def plan_recipe(
     return plan, changes, notes
 
 
-#: Settings that say where a pinned plan runs and what its job is; others are of a search.
-_OF_PINNED = ("assume_harmless", "cluster")
-
-
 def _refuse_search(options: TaskOptions, settings: Sequence[Setting]) -> None:
     """Refuse what a plan that is written as it was reviewed does not follow."""
-    others = [each.key for each in settings if each.key.partition(".")[0] not in _OF_PINNED]
+    others = [  # that do not say where it runs and what its job is
+        each.key
+        for each in settings
+        if each.key.partition(".")[0] not in ("assume_harmless", "cluster")
+    ]
     for name, value in (("free", options.free), ("keep", options.keep), ("overrides", others)):
         if value:
             raise _plugin_error(

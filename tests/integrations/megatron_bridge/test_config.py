@@ -145,6 +145,37 @@ def test_what_benchmarks_set_on_the_model_and_nothing_reads_is_harmless(name: st
     assert read_recipe(cfg).spec == read_recipe(llama()).spec
 
 
+def as_script(monkeypatch: pytest.MonkeyPatch, benchmarks: dict[str, str]) -> None:
+    """Be ``run_recipe.py``, whose benchmarks have a number format by their name."""
+
+    def defaults(cfg: Any, precision: str, stated: list[str]) -> None:
+        name = "optimizer.use_precision_aware_optimizer"
+        if precision == "bf16" and name not in stated:
+            cfg.optimizer.use_precision_aware_optimizer = True
+
+    main = SimpleNamespace(
+        resolved_benchmark_recipe_metadata=benchmarks.get,
+        _apply_benchmark_runtime_defaults=defaults,
+    )
+    for name, module in (("recipe_runner", SimpleNamespace()), ("__main__", main)):
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_a_benchmark_is_planned_with_the_optimizer_that_its_script_sets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is set once the plan is made, and megatron-core refuses it without divided states."""
+    zero = []
+    for benchmarks in ({}, {"small_pretrain_1gpu_h100_bf16_config": "bf16"}):
+        as_script(monkeypatch, benchmarks)
+        monkeypatch.setattr(sys, "argv", ["x.py", f"--recipe={''.join(benchmarks)}"])
+        cfg = llama()
+        cfg.model.num_layers = 2
+        planned(cfg, "+nest=auto", "nest.cluster=dgx_h100", "nest.cluster.num_gpus=1")
+        zero.append(cfg.optimizer.use_distributed_optimizer)
+    assert zero == [False, True]
+
+
 def test_packs_are_those_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     """``run_recipe.py`` of 0.6 makes packs as long as sequences, after it has planned."""
 
@@ -155,7 +186,7 @@ def test_packs_are_those_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = hook.planning(process, lambda _: None)
     for is_script, size in ((False, 2048), (True, 8192)):
         if is_script:
-            monkeypatch.setitem(sys.modules, "recipe_runner", SimpleNamespace())
+            as_script(monkeypatch, {})
         cfg = plan(llama(), None, [*AUTO, "nest.search.num_alternatives=0"])
         assert read_recipe(cfg).spec.seq_length == size
 
