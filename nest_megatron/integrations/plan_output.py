@@ -29,14 +29,12 @@ from nest_megatron.cost_model.target_defaults import target_named
 from nest_megatron.errors import PlanFileError, UserInputError
 from nest_megatron.files import check_output, expanded, now, read_bytes, read_opened
 from nest_megatron.integrations.fields import short_text
-from nest_megatron.integrations.megatron_lm.attach import launch_request
+from nest_megatron.integrations.megatron_lm.attach import launchable_request
 from nest_megatron.integrations.megatron_lm.parser import load_arguments
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.plan import MEGATRON_LM, ParallelPlan, launch_words
 from nest_megatron.layout.policy import OnMismatch, PolicyError, PolicyFile, require_allowed
-from nest_megatron.layout.rulebook import require_launchable
-from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION
 from nest_megatron.planner.pinned_job import ActualJob, require_same_job
 from nest_megatron.planner.pins import (
     TUNE,
@@ -96,8 +94,7 @@ def pin_plan(
                 "it is not predicted to fit in memory",
                 "Pin a plan that fits.",
             )
-        request = launch_request(plan, version=release or DEFAULT_VERSION)
-        require_launchable(request, but=("activation_flag",))
+        launchable_request(plan, release)
     pin = Pin(
         created=now(),
         by=by or user_name(),

@@ -487,3 +487,13 @@ def test_a_module_is_launched_as_a_module() -> None:
     done = run("plan", "--from", LLAMA3_8B.replace(script, "-m site.train"), "cluster=dgx_h100")
     assert done.code == 0, done.err
     assert " -m site.train" in done.out
+
+
+@pytest.mark.parametrize("target", ["nemo", "megatron_bridge"])
+def test_a_plan_is_pinned_by_the_rules_of_its_own_framework(tmp_path: Path, target: str) -> None:
+    """Megatron-LM's command has no normalization on both sides of a sub-layer."""
+    out = tmp_path / "plan.yaml"
+    words = (*SMALL[1:], "model=gemma2_2b", *LIMITS, f"target={target}", f"out={out}")
+    assert run("plan", *words).code == 0
+    assert run("pin", str(out)).err == ""
+    assert run("verify", str(out)).code == 0

@@ -150,6 +150,24 @@ def planned_release(plan: ParallelPlan) -> str:
     return DEFAULT_VERSION if target is None else target_named(target).megatron_core
 
 
+def launchable_request(
+    plan: ParallelPlan, version: str | None = None
+) -> tuple[LaunchRequest, bool]:
+    """What the rules of a plan's framework look at, and whether a command launches it.
+
+    Args:
+        version: of Megatron-LM; the release that the plan was made for if not given.
+
+    Raises:
+        UserInputError: for the first rule broken.
+    """
+    target = restored_settings(plan.provenance.settings).target
+    request = launch_request(plan, version=version or planned_release(plan))
+    has_command = target is None or target.startswith(LAUNCHER)
+    require_launchable(request, but=STATED_ELSEWHERE if has_command else OF_THE_COMMAND_LINE)
+    return request, has_command
+
+
 def with_launch(plan: ParallelPlan) -> ParallelPlan:
     """The plan with flags of its model and layout; a plan for another framework has none.
 
@@ -159,12 +177,9 @@ def with_launch(plan: ParallelPlan) -> ParallelPlan:
         UserInputError: if Megatron would refuse the command, or another framework's megatron-core
             the layout.
     """
-    target = restored_settings(plan.provenance.settings).target
-    request = launch_request(plan, version=planned_release(plan))
-    if target is not None and not target.startswith(LAUNCHER):
-        require_launchable(request, but=OF_THE_COMMAND_LINE)
+    request, has_command = launchable_request(plan)
+    if not has_command:
         return plan
-    require_launchable(request, but=STATED_ELSEWHERE)
     argv, lacks = tuple(parallel_argv(request)), unstated_parts(plan.model)
     if not lacks:
         argv = (*model_argv(plan.model, version=request.version), *argv)

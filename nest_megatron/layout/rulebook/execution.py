@@ -125,7 +125,7 @@ FORMAT_RULES = (
         lambda uneven_sides: not uneven_sides,
         "tensor_model_parallel_size",
         "{precision} matrices have sides of whole {sides}s; found {uneven}",
-        "Lower the tensor-parallel size.",
+        "Lower the tensor-parallel size, or train in 16 bits.",
         words={"sides": matrix_sides, "uneven": lambda uneven_sides: [*uneven_sides]},
         reason="sides of matrices divide by the number format's",
     ),
