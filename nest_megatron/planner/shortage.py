@@ -454,7 +454,12 @@ def _fewest_gpus(request: Request, deadline: Deadline) -> tuple[int, bool] | Non
     """
     cluster = request.cluster
     host = cluster.host_size or cluster.gpus_per_node
-    unit = _unit(request.space, host)
+
+    def held(*names: str) -> int:
+        return math.prod(request.space.fixed.get(name, 1) for name in names)
+
+    # whole hosts with whole replicas of what is fixed
+    unit = math.lcm(host, held(_TP, _CP, _PP), held(_EP, _ETP, _PP))
 
     def request_of(num_gpus: int) -> Request:
         while not cluster.part_of_nodes(num_gpus):
@@ -494,15 +499,6 @@ def _sizes(num_gpus: int, host: int, unit: int, has_room: Callable[[int], bool])
     while number * unit <= LARGEST_CLUSTER:
         yield number * unit
         number += max(1, int(_STEP * number))
-
-
-def _unit(space: SearchSpace, host: int) -> int:
-    """GPUs by whole hosts that hold replicas of what is fixed."""
-
-    def product(*names: str) -> int:
-        return math.prod(space.fixed.get(name, 1) for name in names)
-
-    return math.lcm(host, product(_TP, _CP, _PP), product(_EP, _ETP, _PP))
 
 
 def _fits(request: Request, deadline: Deadline) -> bool:
