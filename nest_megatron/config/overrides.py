@@ -402,8 +402,8 @@ _TYPES = {
     "could not be converted to Integer": "a whole number",
     "could not be converted to Float": "a number",
     "is not a valid bool": "true or false",
-    "is not a ListConfig": "a list, [A,B]",
     "is not a DictConfig": "several settings, {NAME: VALUE}",
+    "ListConfig": "a list, [A,B]",  # it is not one, or cannot be merged with one
 }
 
 
