@@ -337,15 +337,16 @@ def _tell(
     options: PlanOptions | EstimateOptions,
     more: Sequence[RenderableType] = (),
 ) -> None:
-    """Write a plan where the user wants it, and print it."""
+    """Print a plan, which is not lost where it cannot be written, and write it."""
     out = composed.out
-    if out is not None:
+    if not options.as_json:
+        show(*found.report(*more, full=options.full))
+    if out:
         plan_file.write(found.record, Path(out))
     if options.as_json:
         show_json(found.to_dict())
         return
-    show(*found.report(*more, full=options.full))
-    if out is not None and not is_standard_output(Path(out)):
+    if out and not is_standard_output(Path(out)):
         say(f"Written to {out}. Next: nest-megatron explain {shlex.quote(out)}")
     elif not options.full:
         kept = ", out=plan.yaml keeps it" if isinstance(options, PlanOptions) else ""

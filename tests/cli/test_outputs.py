@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -18,7 +19,7 @@ from nest_megatron.planner import Progress, Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.profile import store
 from nest_megatron.profile.network import dump
-from tests.cli.runs import SMALL, run
+from tests.cli.runs import LIMITS, SMALL, run
 from tests.profile.networks import profile_of
 from tests.profile.profiles import whole_profile
 
@@ -337,3 +338,17 @@ def test_what_is_no_plan_is_not_told_to_be_pinned(plan: Path, tmp_path: Path) ->
     for path, fix in {plan: f"nest-megatron pin {plan}", other: "It is no plan"}.items():
         done = run("verify", str(path))
         assert (done.code, fix in done.err) == (10, True), done.err
+
+
+def test_a_plan_that_cannot_be_written_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    done = run("plan", *SMALL, *LIMITS, f"out={tmp_path / 'plan.yaml'}")
+    assert done.code == BAD_INPUT
+    assert "--tensor-model-parallel-size" in done.out
+    assert "Name a file where there is space" in done.err
+    assert list(tmp_path.iterdir()) == []
