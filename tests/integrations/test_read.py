@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from nest_megatron.cluster.records import Precision
@@ -80,7 +82,7 @@ def test_written_models_are_read_back(spec: object) -> None:
     argv = [f"pretrain_{spec.family.value}.py"]
     argv += [*model_argv(spec), "--bf16", "--micro-batch-size", "1"]  # type: ignore[arg-type]
     read = read_job(read_command(argv)).spec
-    expected = {name: getattr(spec, name) for name in spec.__slots__}  # type: ignore[attr-defined]
+    expected = {each.name: getattr(spec, each.name) for each in dataclasses.fields(spec)}
     for name, value in expected.items():
         if name in ("name", "source", "max_position_embeddings"):
             continue

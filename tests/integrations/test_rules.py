@@ -60,7 +60,7 @@ def test_a_graph_of_the_step_holds_the_experts_of_the_newer_release() -> None:
     new = carried(MIXTRAL, dims(dp=2), {"version": "0.20"}, **whole)
     assert "graphs_experts" not in [rule.id for rule, _ in check(new)]
     with pytest.raises(
-        UserInputError, match="cuda_graph_impl = 'full_iteration': experts not padded"
+        UserInputError, match="cuda_graph_impl = 'full_iteration': experts that nothing pads"
     ):
         require_launchable(carried(MIXTRAL, dims(dp=2), {"version": "0.16"}, **whole))
 
