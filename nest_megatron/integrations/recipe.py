@@ -511,17 +511,15 @@ def _spec(
     shared = value_or(config, "share_embeddings_and_output_weights", True)
     names = " ".join(class_names(config))
     family = next((kind for word, kind in _FAMILIES.items() if word in names), ModelFamily.GPT)
-    stacks: dict[str, Any] = {}
     if family is ModelFamily.T5:
         values["max_position_embeddings"] = value_or(config, "max_position_embeddings", longest)
-        stacks["encoder_num_layers"] = value_or(config, "encoder_num_layers")
-        stacks["decoder_seq_length"] = value_or(config, "seq_length_dec")
+        own["encoder_num_layers"] = value_or(config, "encoder_num_layers")
+        own["decoder_seq_length"] = value_or(config, "seq_length_dec")
     return spec_from_arguments(
         values,
         "model.{}".format,
         name=class_names(config)[0],
         family=family,
-        **stacks,
         num_layers=own.pop("num_layers", None) or config.num_layers,
         hidden_size=config.hidden_size,
         ffn_hidden_size=value_or(config, "ffn_hidden_size", 4 * config.hidden_size),

@@ -89,9 +89,7 @@ def planning(process: Process, on_plan: Callable[[LaunchedJob], None]) -> Proces
             if config_filepath is not None:
                 node = read_yaml(Path(config_filepath), "config-file")
                 stated += dict(leaves(node)) if isinstance(node, Mapping) else {}
-            if (
-                "recipe_runner" in sys.modules
-            ):  # of run_recipe.py, which does this to what we return
+            if "recipe_runner" in sys.modules:  # run_recipe.py does the same to what is returned
                 pack_as_script(config)
                 script = sys.modules["__main__"]
                 for word in " ".join(sys.argv).replace("=", " ").split():

@@ -385,9 +385,12 @@ def _refuse_search(launched: LaunchedJob, allowed: Sequence[OnMismatch]) -> None
         searches["nest.free"] = launched.launch.free
     for name, value in searches.items():
         more = ", or let it hold where the machines are others: nest.on_mismatch=replan"
-        fix = f"Leave it out{more if OnMismatch.REPLAN in allowed else ''}."
-        limit = "+nest=pinned launches the plan as it was reviewed, and searches nothing"
-        raise UserInputError(name, value, limit, fix)
+        raise UserInputError(
+            name,
+            value,
+            "+nest=pinned launches the plan as it was reviewed, and searches nothing",
+            f"Leave it out{more if OnMismatch.REPLAN in allowed else ''}.",
+        )
 
 
 def _pinned_launch(job: Job, pinned: PinnedPlan) -> LaunchPlan:

@@ -186,10 +186,8 @@ def options_of(argv: Sequence[str], version: str) -> tuple[Option, ...]:
     while at < len(argv):
         flag, equals, _ = argv[at].partition("=")
         argument = table.get(flag)
-        count = 1 if argument is None or equals else 1 + _num_values(argument, argv[at + 1 :])
-        options.append(
-            Option(None if argument is None else argument.dest, tuple(argv[at : at + count]))
-        )
+        count = 1 if equals or not argument else 1 + _num_values(argument, argv[at + 1 :])
+        options.append(Option(argument.dest if argument else None, tuple(argv[at : at + count])))
         at += count
     return tuple(options)
 
@@ -197,12 +195,11 @@ def options_of(argv: Sequence[str], version: str) -> tuple[Option, ...]:
 def _num_values(argument: Argument, rest: Sequence[str]) -> int:
     if argument.action != "store":
         return 0
-    if argument.nargs is None:
-        return 1
-    if isinstance(argument.nargs, int):
-        return argument.nargs
+    nargs = argument.nargs
+    if nargs is None or isinstance(nargs, int):
+        return 1 if nargs is None else nargs
     until = next((i for i, word in enumerate(rest) if word.startswith("--")), len(rest))
-    return min(until, 1) if argument.nargs == "?" else until
+    return min(until, 1) if nargs == "?" else until
 
 
 def words_for(values: Mapping[str, Any], version: str) -> dict[str, tuple[str, ...]]:
@@ -249,14 +246,12 @@ def build_parser(version: str) -> argparse.ArgumentParser:
     """A parser with Megatron's options and no defaults (what was not given stays absent)."""
     parser = _Parser(prog="Megatron-LM", allow_abbrev=False, add_help=False)
     for argument in load_arguments(version):
-        flags, options = argument.flags, dict[str, Any]()
+        flags, options = argument.flags, dict[str, Any](action=argument.action)
         if argument.action == "store":
             options = {"nargs": argument.nargs, "choices": argument.choices or None}
             options["type"] = _CONVERTERS[argument.type]
         elif argument.action == "boolean_optional":
             flags, options = flags[:1], {"action": argparse.BooleanOptionalAction}
-        else:
-            options = {"action": argument.action}
         parser.add_argument(*flags, dest=argument.dest, default=argparse.SUPPRESS, **options)
     return parser
 
