@@ -10,4 +10,4 @@ torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py \
     --vocab-size 128256 --tokenizer-type NullTokenizer --bf16 \
     --micro-batch-size 1 --global-batch-size 128 --train-iters 10000 --lr 1e-4 \
     --tensor-model-parallel-size $TP --pipeline-model-parallel-size $PP --sequence-parallel \
-    --use-distributed-optimizer --save /checkpoints --our-own-flag 3
+    --use-distributed-optimizer --save /checkpoints --save-interval 500 --our-own-flag 3
