@@ -471,8 +471,10 @@ def _fewest_gpus(request: Request, deadline: Deadline) -> tuple[int, bool] | Non
         states = map(search.memory.of_shard_states, search.grids.shards())
         return min(states, default=math.inf) <= search.most_bytes
 
-    bound = None
+    bound, size = None, 0
     for at_least in _sizes(cluster.num_gpus, host, unit, has_room):
+        if at_least <= size:
+            continue
         larger = request_of(at_least)
         size = larger.cluster.num_gpus
         bound = bound or size

@@ -439,7 +439,7 @@ def rule_of(framework: str, gpu: str) -> FrameworkRule:
     >>> rule_of("Megatron-Bridge/MCore 26.08 NeMo Container", "GB200").target.name
     'megatron_bridge_0.6'
     >>> rule_of("NeMo / Megatron-Core (26.04 container)", "GB300").target.name
-    'megatron_bridge_0.4'
+    'mlperf_2026'
     """
     return next(rule for rule in RULES if rule.matches(framework, gpu))
 

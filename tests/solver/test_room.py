@@ -181,7 +181,7 @@ def test_proof_that_nothing_fits_takes_little_work(
 
 
 @pytest.mark.parametrize("num_gpus", [36, 96])
-def test_enough_gpus_are_looked_for_in_whole_nodes(
+def test_enough_gpus_are_looked_for_in_whole_hosts(
     num_gpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From half a node on as well, to which no number of whole nodes can be halved back."""
@@ -210,4 +210,5 @@ def test_enough_gpus_are_looked_for_in_whole_nodes(
     assert isinstance(found, NoPlan)
     assert found.complete
     assert found.remedies[0].change == f"cluster.num_gpus={enough}"
-    assert all(size % cluster.gpus_per_node == 0 for size in sizes)
+    assert all(map(cluster.part_of_nodes, sizes))
+    assert len({*sizes}) == len(sizes)
