@@ -30,6 +30,8 @@ def planned(name: str, cluster: str) -> tuple[Any, ParallelPlan, tuple[Change, .
     plan = read_pinned(PLANS / f"{name}_{cluster}.yaml").plan
     recipes = importlib.import_module("megatron.bridge.recipes")
     cfg = getattr(recipes, f"{name}_pretrain_config")()
+    if cfg.tokenizer.tokenizer_type == "NullTokenizer":  # a stand-in, of fewer tokens
+        cfg.model.vocab_size = plan.model.vocab_size
     return cfg, plan, apply_plan(cfg, plan, free=("global_batch_size", "seq_length"))
 
 
