@@ -396,8 +396,9 @@ def watch_recipe(recipe: Any, plan: ParallelPlan, *, steps: int = STEPS) -> None
     require_at_least("steps", steps, 1, "Give at least 1, or do not watch it.")
     from nest_megatron.integrations.lightning import WatchCallback
 
-    make: Any = type(recipe.trainer.strategy)
-    make = partial(make, WatchCallback) if _is_unbuilt(recipe) else WatchCallback
+    make: Any = WatchCallback
+    if _is_unbuilt(recipe):
+        make = partial(recipe.trainer.strategy.__class__, WatchCallback)
     callbacks = NemoRecipe(recipe).callbacks
     others = (each for each in callbacks if classes_of(each)[0] is not WatchCallback)
     recipe.trainer.callbacks = [*others, make(plan=plan_file.dump(plan), steps=steps)]

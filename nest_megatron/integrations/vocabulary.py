@@ -193,9 +193,8 @@ def vocabulary_rows(values: Values, tokenizer: str, version: str) -> tuple[int, 
     Raises:
         UserInputError: for a file that is there and cannot be read.
     """
-    if (
-        tokenizer == "TikTokenizer"
-    ):  # it cuts its file (a:CustomTikTokenizer; tiktoken_tokenizer.py)
+    # it cuts its file (a:CustomTikTokenizer; tiktoken_tokenizer.py)
+    if tokenizer == "TikTokenizer":
         return values.get("vocab_size") or 1 << 17, "--vocab-size of TikTokenizer"
     is_new = release_number(version) >= (0, 17)  # without tokenizers of Megatron-LM's own
     is_bert = tokenizer.startswith("BertWordPiece") and not is_new

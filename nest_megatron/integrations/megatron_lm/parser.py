@@ -196,8 +196,10 @@ def _num_values(argument: Argument, rest: Sequence[str]) -> int:
     if argument.action != "store":
         return 0
     nargs = argument.nargs
-    if nargs is None or isinstance(nargs, int):
-        return 1 if nargs is None else nargs
+    if nargs is None:
+        return 1
+    if isinstance(nargs, int):
+        return nargs
     until = next((i for i, word in enumerate(rest) if word.startswith("--")), len(rest))
     return min(until, 1) if nargs == "?" else until
 
