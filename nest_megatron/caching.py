@@ -6,11 +6,13 @@ depend on. A search asks for thousands of layouts that differ in none of them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import gc
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 _Record = TypeVar("_Record")
@@ -21,6 +23,8 @@ _Value = TypeVar("_Value")
 #: Values of one method that an object keeps; beyond them it starts with none.
 MOST_VALUES = 1 << 20
 _NONE_YET = object()
+#: New objects after which cyclic garbage is looked for meanwhile; 700 by default.
+_NEW_OBJECTS = 1_000_000
 
 
 class Key(Generic[_Record]):
@@ -106,3 +110,14 @@ def cached_by(
         return cast(Callable[Concatenate[_Owner, _Arguments], _Value], cached)
 
     return decorate
+
+
+@contextlib.contextmanager
+def rare_garbage_collection() -> Iterator[None]:
+    """For work that makes millions of small objects and keeps most of them."""
+    usual = gc.get_threshold()
+    gc.set_threshold(_NEW_OBJECTS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)

@@ -57,7 +57,7 @@ class _Frozen(msgspec.StructMeta):
         inherited = (getattr(base, "__dataclass_fields__", {}) for base in reversed(bases))
         namespace["__dataclass_fields__"] = functools.reduce(operator.or_, (*inherited, fields))
         return super().__new__(
-            cls, name, bases, namespace, frozen=True, kw_only=True, cache_hash=True
+            cls, name, bases, namespace, frozen=True, kw_only=True, cache_hash=True, gc=False
         )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from nest_megatron.caching import rare_garbage_collection
 from nest_megatron.errors import BAD_INPUT, INTERRUPTED, OK, OUR_FAULT, PROGRAM
 from nest_megatron.printing import print_to_stderr
 
@@ -16,17 +16,10 @@ if TYPE_CHECKING:
     from nest_megatron.units import Seconds
 
 
-#: New objects after which Python looks for cyclic garbage; 700 by default.
-_NEW_OBJECTS = 1_000_000
-
-
 def run_process() -> int:
-    """Run the command line as the work of the whole process, whose time counts from its start.
-
-    A plan makes millions of small objects and drops few, so cyclic garbage is looked for rarely.
-    """
-    gc.set_threshold(_NEW_OBJECTS)
-    return main(begun_s=time.monotonic() - time.process_time())
+    """Run the command line as the work of the whole process, whose time counts from its start."""
+    with rare_garbage_collection():
+        return main(begun_s=time.monotonic() - time.process_time())
 
 
 def main(argv: Sequence[str] | None = None, *, begun_s: Seconds | None = None) -> int:

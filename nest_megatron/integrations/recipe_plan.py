@@ -440,7 +440,7 @@ def plan_recipe(
     nodes = () if hosts else node_notes(place.cluster, job.num_gpus, job.num_nodes)
     job = replace(job, notes=(*job.notes, *place.notes, *nodes))
     request = job_request(job, place.cluster, place.settings)
-    found = plan_to_launch(request, place.settings, choose)
+    found = plan_to_launch(request, choose)
     if job.restored is not None:
         job.restored.check(found, job.version)
     by_words = job.free_option == "nest.free"  # only Megatron-Bridge's scripts take them

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from nest_megatron.caching import rare_garbage_collection
 from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE, PeakLimit, out_of_memory
@@ -66,6 +67,7 @@ _MICRO_BATCHES = (1, 2, 4, 8)
 Progress = Callable[[int, float | None, float], None]
 
 
+@rare_garbage_collection()
 def plan(
     request: Request, on_progress: Progress | None = None, *, choose: int = 0
 ) -> ParallelPlan | NoPlan | EndedEarly:
@@ -299,6 +301,7 @@ class Ranked:
         return assemble(unpriced, model, predict(request, model, layout), self.record)
 
 
+@rare_garbage_collection()
 def ranked(request: Request, on_progress: Progress | None) -> Ranked | NoPlan | EndedEarly:
     """What ``plan`` chooses among: the plan, and all that were compared with it."""
     request, searched, taken = _choose(request, request.deadline(), on_progress)

@@ -31,7 +31,7 @@ from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.solver.bounds import Bounds
 from nest_megatron.solver.first_plan import first_plan
 from nest_megatron.solver.grids import GridSpace
-from nest_megatron.solver.memory_bounds import MemoryBounds, share_kept_early
+from nest_megatron.solver.memory_bounds import MemoryBounds
 from nest_megatron.solver.nodes import BLOCKS, GRID, MEMBERS, SCHEDULE, SHARD, VARIANT, Node
 from nest_megatron.solver.one_partition import (
     as_built,
@@ -49,7 +49,7 @@ from nest_megatron.solver.outcome import (
 )
 from nest_megatron.solver.ranking import SearchResult, SolvedLayout, layout_of
 from nest_megatron.solver.space import Choices, SearchSpace, sort_settings
-from nest_megatron.units import Ticks
+from nest_megatron.units import Bytes, Ticks
 
 #: Memory that no plan reaches, to ask for the fastest partition whatever it needs.
 UNLIMITED = 1 << 58
@@ -68,7 +68,8 @@ class Search(Caching):
         num_layouts: how many layouts to rank exactly.
         tie_percent: plans so close to the fastest are found of each layout, with each number of
             virtual stages, and with the stages that Megatron cuts by itself.
-        slowest: plans that take longer are dropped; without it some plan is always looked for.
+        slowest: plans that take longer are dropped, and candidates are not counted; without it
+            some plan is always looked for.
         like: a search of the same job and space, which shares what it has worked out.
         present: what the job runs today, a plan of the space whatever its limits, and whatever its
             chance to run out of memory; it is priced first. It need not fit.
@@ -121,7 +122,7 @@ class Search(Caching):
         elif space.even_stages:
             self.solve_stages = solver_of_even_stages(self.solve_stages, self.model.spec)
         self.solve_even = solver_of_even_stages(self.solve_stages, self.model.spec)
-        self.wants_any = slowest == NO_THRESHOLD
+        self.wants_any = self.counts_candidates = slowest == NO_THRESHOLD
         self.enumerated, self.interrupted = False, False
         self.heap: list[Node] = []
         self.serial = 0
@@ -170,7 +171,7 @@ class Search(Caching):
         for grid in self.grids.shards():
             if self.out_of_time():
                 return False
-            candidates = self.grids.candidates_of_shard(grid)
+            candidates = self.grids.candidates_of_shard(grid) if self.counts_candidates else 0
             if self.memory.of_shard_states(grid) > self.most_bytes:
                 refused += candidates
             else:
@@ -284,7 +285,8 @@ class Search(Caching):
     def _expand_grid(self, node: Node) -> None:
         grid, threshold = node.grid, self._threshold(node.grid, decided=False)
         fitting = self._zeros_that_fit(grid)
-        if refused := [zero for zero in self.grids.zero_stages(grid.dims) if zero not in fitting]:
+        refused = [zero for zero in self.grids.zero_stages(grid.dims) if zero not in fitting]
+        if refused and self.counts_candidates:
             self.infeasible[_STATES] += self.grids.candidates_of_grid(grid, refused)
         for schedule in self.grids.schedules(grid, fitting):
             bound = max(node.bound, self.bounds.pipelines(schedule, (NO_RECOMPUTE,))[0])
@@ -298,17 +300,7 @@ class Search(Caching):
 
     def _expand_schedule(self, node: Node) -> None:
         """Bound the stage problems themselves."""
-        families = list(self.grids.families_of(node.grid, self._zeros_that_fit(node.grid)))
-        # Of those with one ZeRO stage the last has most virtual stages, and so keeps least.
-        last = {family.zero: family for family in families}
-        least_bytes = {zero: self.memory.of_family(family) for zero, family in last.items()}
-        for family in families:
-            needed, most = least_bytes[family.zero], self.peaks.of(family)
-            if needed <= most and share_kept_early(family):
-                needed = self.memory.of_family(family)
-            if needed > most:
-                self.infeasible[_ACTIVATIONS] += len(self.grids.recompute_settings(family))
-                continue
+        for family, most in self._families_that_fit(node.grid):
             known = self.lower_bounds.get(family)
             if known is not None and known.lower_bound > self._threshold(family):
                 continue
@@ -317,6 +309,23 @@ class Search(Caching):
             self.lower_bounds[family] = least
             if known is not None or least.status is not Status.BOUNDED:
                 self._push(max(node.bound, least.lower_bound), family, MEMBERS, stages=stages)
+
+    def _families_that_fit(self, schedule: PartialLayout) -> Iterator[tuple[PartialLayout, Bytes]]:
+        """The families of a schedule that may fit in memory, each with its limit."""
+        needed = self.memory.of_family
+        for zero in self._zeros_that_fit(schedule):
+            families = [*self.grids.families_of(schedule, [zero])]
+            if not families:
+                continue
+            # The more virtual stages there are, the less is kept early.
+            most = self.peaks.of(families[0])
+            some_fit = needed(families[-1]) <= most
+            all_fit = some_fit and needed(families[0]) <= most
+            for family in families:
+                if all_fit or (some_fit and needed(family) <= most):
+                    yield family, most
+                else:
+                    self.infeasible[_ACTIVATIONS] += len(self.grids.recompute_settings(family))
 
     def _expand_members(self, node: Node) -> None:
         """Solve without recomputation; where memory costs that nothing, all else is slower."""

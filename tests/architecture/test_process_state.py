@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import ast
+import gc
 from pathlib import Path
 
 import pytest
 
+from nest_megatron.caching import rare_garbage_collection
+from nest_megatron.config.compose import compose
+from nest_megatron.config.overrides import parse
+from nest_megatron.config.request import request_of
+from nest_megatron.planner import plan
 from tests.architecture.imports import PACKAGE, SOURCES, imports_of, named_by
 
 #: Calls that change something for all threads, by module.
@@ -17,8 +23,8 @@ SINGLETONS = {"initialize_config_dir", "initialize_config_module", "create_main_
 HOMES = {"expanduser", "home", "getuser", "platformdirs"}
 #: A program by itself, which no thread of ours runs.
 PROGRAM = PACKAGE / "integrations" / "dry_run" / "view.py"
-#: Its ``run_process`` has the whole process of a command.
-COMMAND = PACKAGE / "cli" / "__init__.py"
+#: Sets how often garbage is looked for, and sets it back.
+COLLECTOR = PACKAGE / "caching.py"
 
 
 @pytest.mark.parametrize(
@@ -27,7 +33,7 @@ COMMAND = PACKAGE / "cli" / "__init__.py"
     ids=lambda path: str(path.relative_to(PACKAGE)),
 )
 def test_nothing_is_set_for_all_threads(path: Path) -> None:
-    assert path == COMMAND or "gc" not in {each.module for each in imports_of(path)}
+    assert path == COLLECTOR or "gc" not in {each.module for each in imports_of(path)}
     tree = ast.parse(path.read_text(encoding="utf-8"))
     used = {
         (node.value.id, node.attr)
@@ -42,10 +48,23 @@ def test_nothing_is_set_for_all_threads(path: Path) -> None:
         assert not names & HOMES
 
 
-def test_a_command_alone_tunes_the_collector_of_its_process() -> None:
-    tree = ast.parse(COMMAND.read_text(encoding="utf-8"))
-    own = next(each for each in tree.body if getattr(each, "name", "") == "run_process")
-    assert ast.unparse(tree).count("gc.") == ast.unparse(own).count("gc.") == 1
+def test_how_often_garbage_is_looked_for_is_set_back() -> None:
+    before = gc.get_threshold()
+    with pytest.raises(KeyboardInterrupt), rare_garbage_collection():
+        assert gc.get_threshold()[0] > 100 * before[0]
+        with rare_garbage_collection():
+            pass
+        assert gc.get_threshold()[0] > 100 * before[0]
+        raise KeyboardInterrupt
+    assert gc.get_threshold() == before
+
+
+def test_a_search_makes_few_collections() -> None:
+    request = request_of(compose(parse(["model=llama3_70b", "cluster=dgx_h100"])))
+    gc.collect()
+    before = sum(each["collections"] for each in gc.get_stats())
+    assert plan(request)
+    assert sum(each["collections"] for each in gc.get_stats()) - before < 5
 
 
 #: Methods that change what they are of.

@@ -235,7 +235,7 @@ def plan_app(view: AppView, environment: Environment) -> AppPlan:
             request = job_request(
                 job, found.cluster, found.settings, narrow=partial(space_of, view, job)
             )
-            plan, notes = plan_to_launch(request, found.settings), request.notes
+            plan, notes = plan_to_launch(request), request.notes
             require_decided(plan, request.max_seconds)
             plan = replace(
                 plan, provenance=plan.provenance.made_for("a Hydra application", None, "+nest=auto")

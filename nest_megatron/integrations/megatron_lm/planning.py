@@ -81,8 +81,6 @@ def job_request(
     return with_present_layout(request, job, composed)
 
 
-#: Runners-up that a launch ranks by default; all that wait for it count seconds.
-_RUNNERS_UP = 3
 _NUMBERS_OF_STAGES = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
 
 
@@ -187,7 +185,7 @@ def decide(
         packages=installed_packages(),
     )
     request = running_request(job, place)
-    found = plan_to_launch(request, place.settings, alternative)
+    found = plan_to_launch(request, alternative)
     if saved is not None:
         checkpoint.check_loadable(saved, found.arguments, values, version)
     step = found.predicted.iteration_time_s
@@ -196,14 +194,13 @@ def decide(
     return replace(outcome, searched=Searched(job=job, place=place, request=request, best_s=step))
 
 
-def plan_to_launch(request: Request, composed: Settings, choose: int = 0) -> ParallelPlan:
-    """The plan of a job that waits for it, with few runners-up unless their number is given.
+def plan_to_launch(request: Request, choose: int = 0) -> ParallelPlan:
+    """The plan of a job that waits for it.
 
     Raises:
         NothingFitsError, SearchEndedError: as of ``decide``.
     """
-    if "search.num_alternatives" not in composed.given:
-        request = replace(request, num_alternatives=max(_RUNNERS_UP, choose))
+    request = replace(request, num_alternatives=max(request.num_alternatives, choose))
     return require_plan(find_plan(request, choose=choose), request.notes)
 
 
