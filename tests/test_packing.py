@@ -12,7 +12,7 @@ from nest_megatron.config.request import request_of
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import nemo
 from nest_megatron.integrations.plan_job import TypedCommand
-from nest_megatron.integrations.typed_command import read_request
+from nest_megatron.integrations.typed_command import plan_command, read_request
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import plan
@@ -58,23 +58,46 @@ def test_sft_of_0_16_takes_one_pack_a_micro_batch_and_no_deep_pipeline() -> None
 
 
 @pytest.mark.parametrize(
-    ("flags", "version", "micro", "deepest"),
+    ("flags", "version", "micro", "in_bf16"),
     [
-        ("--sft", "0.20", None, None),
-        ("--sft --pipeline-model-parallel-size 4", "0.16", 1, None),
-        ("", "0.16", None, None),
-        (f"{BF16_ENDS} --num-layers-at-end-in-bf16 9", "0.16", None, 3),
-        (BF16_ENDS, "0.20", None, 32),
-        ("--first-last-layers-bf16 --num-layers-at-end-in-bf16 9", "0.20", None, None),
+        ("--sft", "0.20", None, 0),
+        ("--sft --pipeline-model-parallel-size 4", "0.16", 1, 0),
+        ("", "0.16", None, 0),
+        (f"{BF16_ENDS} --num-layers-at-end-in-bf16 9", "0.16", None, 9),
+        (BF16_ENDS, "0.20", None, 1),
+        ("--first-last-layers-bf16 --num-layers-at-end-in-bf16 9", "0.20", None, 0),
     ],
 )
-def test_what_is_left_free(
-    flags: str, version: str, micro: int | None, deepest: int | None
-) -> None:
+def test_what_is_left_free(flags: str, version: str, micro: int | None, in_bf16: int) -> None:
     _, request = asked(flags, version=version)
     space = request.space
     assert space.fixed.get("micro_batch_size") == micro
-    assert space.limits.get("pipeline_model_parallel_size") == deepest
+    assert "pipeline_model_parallel_size" not in space.limits
+    assert space.layers_in_bf16 == in_bf16
+
+
+@pytest.mark.parametrize("typed", ["--pipeline-model-parallel-size 4", ""])
+def test_layers_at_the_ends_in_bf16_are_of_one_pipeline_rank(typed: str) -> None:
+    """32 layers on 4 ranks are 8 on each: 9 in bf16 are refused, however the size is said."""
+    flags = f"{BF16_ENDS} --num-layers-at-start-in-bf16 9 --micro-batch-size 1 {typed}"
+    text = JOB.format(script="pretrain_gpt.py") + flags
+    settings = (
+        "cluster=dgx_h100",
+        *(() if typed else ("parallel.pipeline_model_parallel_size=4",)),
+    )
+    with pytest.raises(UserInputError, match="keeps 9 of the 32 layers at an end in bf16"):
+        plan_command(TypedCommand(text=text, version="0.19"), compose(parse([*settings])))
+
+
+def test_a_pipeline_that_is_freed_is_one_that_layers_in_bf16_allow() -> None:
+    """What runs today is refused, so no plan keeps it; virtual stages that are typed limit none."""
+    flags = f"{BF16_ENDS} --num-layers-at-start-in-bf16 16 --pipeline-model-parallel-size 4"
+    virtual = "--num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1"
+    text = JOB.format(script="pretrain_gpt.py") + f"{flags} {virtual}"
+    typed = TypedCommand(text=text, version="0.19", free=("pipeline_model_parallel_size",))
+    found = plan_command(typed, compose(parse(["cluster=dgx_h100"])))
+    assert found.plan.layout.dims.pipeline_model_parallel_size == 2
+    assert any("keeps 16 of the 32 layers" in note for note in found.request.notes)
 
 
 def test_lengths_of_a_packed_job_shorten_its_attention() -> None:

@@ -103,6 +103,7 @@ def launched(model: CostModel, space: SearchSpace, grid: PartialLayout) -> Launc
         transformer_impl=space.transformer_impl,
         version=space.version,
         even_stages=_even_stages(space),
+        layers_in_bf16=space.layers_in_bf16,
         **model.settings.of_launch(),
     )
 

@@ -68,6 +68,7 @@ class SearchSpace:
         sequence_parallel: it is on wherever tensor parallelism is; otherwise nowhere.
         even_stages: only cuts that Megatron makes by itself, as many layers in each virtual stage;
             for frameworks that can state no layout.
+        layers_in_bf16: as of ``LaunchRequest``.
         mtp_beside_layer: MTP layers lie between the last layer and the head, and no block of layers
             is recomputed, for a framework that builds them of their stage's layers.
         use_all_gpus: every GPU works; otherwise whole nodes may stay idle.
@@ -97,6 +98,7 @@ class SearchSpace:
     partition: StagePartition | None = None
     sequence_parallel: bool = True
     even_stages: bool = False
+    layers_in_bf16: int = 0
     mtp_beside_layer: bool = False
     use_all_gpus: bool = True
     present: Mapping[str, int] = field(default_factory=dict)

@@ -309,6 +309,7 @@ BROKEN = {
     "windows_under_cp": request(dataclasses.replace(GPT_OSS, softmax_type="vanilla"), dims(cp=2)),
     "sequence_parallel": request(sequence_parallel=True),
     "norm_under_sequence_parallel": request(grid=dims(tp=2), transformer_impl="local"),
+    "layers_in_bf16": request(grid=dims(pp=4), layers_in_bf16=LLAMA.num_layers // 4 + 1),
     "rank_order": request(MIXTRAL, dims(tp=2, pp=2, dp=4, ep=8, rank_order=SECOND)),
     "two_stacks": request(T5, dims(pp=2)),
     "block_recompute": request(
@@ -455,8 +456,6 @@ OPTIONED = {
     ),
     "option_cp_comm_type": _optioned("cp_comm_type", ["a2a+p2p"]),
     "option_cp_comm_types": _optioned("cp_comm_type", ["p2p", "a2a"], grid=dims(cp=2)),
-    "option_overlap_beside_fsdp": _optioned("overlap_moe_expert_parallel_comm", **_FSDP),
-    "option_delay_beside_fsdp": _optioned("delay_wgrad_compute", **_FSDP),
     "option_moe_shared_expert_overlap": _optioned(
         "moe_shared_expert_overlap",
         spec=DEEPSEEK,

@@ -85,6 +85,7 @@ LATER = {
     "mamba_over_tp_and_cp",
     "even_stages",
     "two_stacks",
+    "layers_in_bf16",
     "graphs_modules",
     "adapters_over_etp",
     "block_recompute",

@@ -25,6 +25,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     VIRTUAL_STAGES,
     Values,
     flag_of,
+    layers_in_bf16,
     partition_of_values,
     read_recompute,
     read_sharding,
@@ -139,6 +140,7 @@ def layout_request(
         transformer_impl=values.get("transformer_impl") or "transformer_engine",
         execution=execution,
         version=version,
+        layers_in_bf16=layers_in_bf16(values),
         options={AWARE: values.get(AWARE)},
         **settings.of_launch(),
     )

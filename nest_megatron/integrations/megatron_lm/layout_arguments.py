@@ -164,6 +164,13 @@ def read_recompute(values: Values) -> Recompute | None:
     return selective_recompute(modules)
 
 
+def layers_in_bf16(values: Values) -> int:
+    """Layers at the longer end that ``--first-last-layers-bf16`` keeps out of fp8."""
+    if not (values.get("first_last_layers_bf16") and values.get("fp8")):
+        return 0
+    return int(max(values["num_layers_at_start_in_bf16"], values["num_layers_at_end_in_bf16"]))
+
+
 def rank_order_of(values: Values) -> RankOrder:
     """The order in which ranks are numbered."""
     has_other = values.get("use_tp_pp_dp_mapping")

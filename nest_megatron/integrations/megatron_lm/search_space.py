@@ -21,6 +21,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     Values,
     flag_error,
     flag_of,
+    layers_in_bf16,
     partition_of_values,
     rank_order_of,
     states_stages,
@@ -228,20 +229,16 @@ def _not_loadable(name: str, value: object, need: Requirement) -> UserInputError
 
 def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
     own, spec, stated = read_space(settings), job.spec, _fixed_values(job, freed)
-    if (command := job.command) is not None:
-        values = command.values
-        limits = pipeline_limits(values, command.script, command.version)
-        if values.get("first_last_layers_bf16") and values.get("fp8"):  # 0.16.1 tc:991
-            most = max(values["num_layers_at_start_in_bf16"], values["num_layers_at_end_in_bf16"])
-            limits = {_PIPELINE: spec.num_layers // (most or 1), **limits}
-        # what the user states is kept
-        if not any(map(stated.get, (_PIPELINE, *STAGE_OPTIONS, *VIRTUAL_STAGES))):
-            own = replace(own, limits={**limits, **own.limits})
-    elif states_stages(stated, _LAYOUT):  # a recipe may state the virtual stages beside it
+    limits = pipeline_limits(job.values, job.script, job.version)
+    # what the user states is kept
+    if not any(map(stated.get, (_PIPELINE, *STAGE_OPTIONS, *VIRTUAL_STAGES))):
+        own = replace(own, limits={**limits, **own.limits})
+    # every field of a recipe is said: those at None stay, too, at Megatron's defaults
+    says_all = job.command is None and bool(job.stated)
+    if says_all and states_stages(stated, _LAYOUT):  # it may state the virtual stages beside it
         stated = {name: value for name, value in stated.items() if name not in VIRTUAL_STAGES}
     fixed = {name: int(stated[name]) for name in DEGREES if stated.get(name) is not None}
-    if says_all := job.command is None and bool(job.stated):
-        # every field of a recipe is said: those at None stay, too, at Megatron's defaults
+    if says_all:
         ones = {_TENSOR, _PIPELINE, "context_parallel_size"}
         ones |= {"expert_model_parallel_size"} if spec.is_moe else set()
         fixed = {**dict.fromkeys(ones - freed, 1), **fixed}
@@ -274,6 +271,7 @@ def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
         recompute=recompute,
         full_recompute=job.full_recompute,
         partition=partition,
+        layers_in_bf16=layers_in_bf16(job.values),
         even_stages=says_all and partition is None and not freed.intersection(STAGE_OPTIONS),
         sequence_parallel=not is_whole
         and (job.transformer_impl, spec.normalization) != ("local", "RMSNorm"),

@@ -119,6 +119,7 @@ class LaunchRequest(PartialLayout):
         batch_schedule: how the batch grows; every rule holds at each of its sizes.
         even_stages: layers of which every virtual stage has the same multiple, as no layout can be
             stated; 0 where stages may be uneven.
+        layers_in_bf16: at the longer end, of ``--first-last-layers-bf16``.
         options: the job's own options that are no part of a layout, by Megatron's name.
         accelerator: name of the device; empty where it is not known.
     """
@@ -142,6 +143,7 @@ class LaunchRequest(PartialLayout):
     version: str = DEFAULT_VERSION
     batch_schedule: BatchSchedule | None = None
     even_stages: int = 0
+    layers_in_bf16: int = 0
     options: Flags = field(default_factory=dict)
     accelerator: str = ""
 
@@ -334,8 +336,11 @@ DERIVED: Mapping[str, Callable[..., Any]] = {
     "recomputes_experts": lambda recomputes_layers, modules: (
         recomputes_layers or RecomputeModule.MOE in modules
     ),
-    "hides_experts": lambda one_expert_rank, is_pipelined, is_interleaved, recomputes_experts: (
-        not (one_expert_rank or recomputes_experts or (is_pipelined and not is_interleaved))
+    "overlaps_fsdp": lambda uses_megatron_fsdp, release: (
+        release >= (0, 18) or not uses_megatron_fsdp
+    ),
+    "hides_experts": lambda one_expert_rank, pp, vpp, recomputes_experts, overlaps_fsdp: (
+        overlaps_fsdp and not (one_expert_rank or recomputes_experts or pp > 1 == vpp)
     ),
     "kept_modules": kept_modules,
     "recipe": lambda precision, fp8_recipe: {

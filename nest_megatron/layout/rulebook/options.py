@@ -175,7 +175,6 @@ ENGINE_RULES = (
 )
 
 _BESIDE_OVERLAP = "it goes with --overlap-moe-expert-parallel-comm"
-_FLEX_ALONE = "the flex dispatcher exchanges tokens among several ranks"
 _OF_FSDP = "it belongs to Megatron-FSDP"
 _ONE_BY_ONE = "Megatron-FSDP shards the experts one by one"
 _INSTANCES = "num_distributed_optimizer_instances"
@@ -287,47 +286,32 @@ OPTION_RULES = (
     ),
     _option(
         "overlap_moe_expert_parallel_comm",
-        "tc:1858",
+        "tc:1858, model_chunk_schedule_plan.py (0.20 combined_1f1b.py:68 allows FSDP)",
         lambda hides_experts: hides_experts,
-        "it needs expert parallelism, virtual stages and no full recomputation",
-    ),
-    _option(
-        "overlap_moe_expert_parallel_comm",
-        "model_chunk_schedule_plan.py (0.20 combined_1f1b.py:68 allows it)",
-        lambda uses_megatron_fsdp: not uses_megatron_fsdp,
-        "its schedule passes by the layers' forward, where Megatron-FSDP gathers weights",
-        id="overlap_beside_fsdp",
-        until="0.17",
+        "it needs expert parallelism, virtual stages, no full recomputation and, before 0.18, no "
+        "Megatron-FSDP, whose weights its schedule does not gather",
     ),
     _option("delay_wgrad_compute", "tc:1872", lambda hides_experts: hides_experts, _BESIDE_OVERLAP),
-    _option(
-        "delay_wgrad_compute",
-        "tc:1872",
-        lambda uses_megatron_fsdp: not uses_megatron_fsdp,
-        _BESIDE_OVERLAP,
-        id="delay_beside_fsdp",
-        until="0.17",
-    ),
     _option(
         "moe_shared_expert_overlap",
         "tc:1234",
         lambda modules: RecomputeModule.SHARED_EXPERTS not in modules,
         "the plan recomputes shared experts",
     ),
-    _option(
-        "moe_token_dispatcher_type",
-        "moe/token_dispatcher.py:1346",
-        lambda option, spec, experts_alone: option != "flex" or not (spec.is_moe and experts_alone),
-        _FLEX_ALONE,
-    ),
     *(
         _option(
             what,
             "moe/token_dispatcher.py:1346",
-            lambda spec, experts_alone: not (spec.is_moe and experts_alone),
-            _FLEX_ALONE,
+            lambda option, spec, experts_alone: (
+                option in ("allgather", "alltoall") or not (spec.is_moe and experts_alone)
+            ),
+            "the flex dispatcher exchanges tokens among several ranks",
         )
-        for what in ("moe_flex_dispatcher_backend", "moe_enable_deepep")
+        for what in (
+            "moe_token_dispatcher_type",
+            "moe_flex_dispatcher_backend",
+            "moe_enable_deepep",
+        )
     ),
     _option(
         "cpu_offloading_num_layers",

@@ -117,6 +117,17 @@ SCHEDULE_RULES = (
         reason=_EVEN,
     ),
     Rule(
+        "layers_in_bf16",
+        "tc:991",
+        lambda spec, layers_in_bf16, pp: layers_in_bf16 <= spec.num_layers // pp,
+        _PP,
+        "--first-last-layers-bf16 keeps {layers_in_bf16} of the {num_layers} layers at an end in "
+        "bf16, and no more than one pipeline rank has",
+        "Use a smaller size, or fewer of these layers (--num-layers-at-start-in-bf16, "
+        "--num-layers-at-end-in-bf16).",
+        reason="layers at the ends in bf16 are of one pipeline rank",
+    ),
+    Rule(
         "expert_ranks_of_stage",
         "ps:792",
         lambda world_size, pp, ep, etp: world_size // pp % (ep * etp) == 0,
