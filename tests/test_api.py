@@ -206,7 +206,7 @@ def test_an_estimate_is_that_of_the_command_line() -> None:
     ("changes", "rule"),
     [
         (UNIFORM | {"recompute_num_layers": 5}, "uniform groups must divide"),
-        ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, "no such module"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}, "it needs"),
     ],
 )
 def test_an_estimate_for_a_framework_refuses_what_its_megatron_core_refuses(

@@ -20,6 +20,7 @@ from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.planner import Request, check_launchable, plan
 from nest_megatron.planner.shortage import binding, refuse_if_nothing_is_legal, single_relaxations
@@ -108,6 +109,18 @@ def test_a_batch_that_no_number_of_replicas_divides_is_to_change() -> None:
 def test_a_single_choice_is_named_alone() -> None:
     said = refusal("parallel.context_parallel_size=2", "train.precision=fp32")
     assert "Change or free context_parallel_size: that alone makes it legal." in said
+
+
+def test_a_recomputation_that_nothing_allows_is_named() -> None:
+    """``--free recompute_granularity`` makes it legal, and Megatron passes over absent experts."""
+    modules = "--recompute-granularity selective --recompute-modules"
+    with pytest.raises(UserInputError, match="recompute_granularity=selective") as raised:
+        plan(asked(f"{COMMAND} --global-batch-size 64 {modules} mla_up_proj"))
+    said = str(raised.value)
+    assert "mla_up_proj']: it needs multi_latent_attention" in said
+    assert "Change or free recompute_granularity: that alone makes it legal." in said
+    found = plan(asked(f"{COMMAND} --global-batch-size 64 {modules} core_attn moe shared_experts"))
+    assert isinstance(found, ParallelPlan)
 
 
 def test_a_bias_of_shared_experts_is_named_by_its_field() -> None:

@@ -137,11 +137,11 @@ def refuse_if_nothing_is_legal(request: Request, result: SearchResult, deadline:
     if request.policy:
         rules += f"; within the policy of {', '.join(file.path for file in request.policy)}"
         fix += " Or ask the operators of the cluster."
-    gpus, batch = f"{request.cluster.num_gpus} GPUs", f"global batch {request.global_batch_size}"
     fixed = (f"{name}={value}" for name, value in _fixed(request.space).items())
+    job = f"{request.cluster.num_gpus} GPUs, global batch {request.global_batch_size}"
     raise UserInputError(
         "the job",
-        ", ".join([gpus, batch, *fixed]),
+        ", ".join([job, *fixed]),
         f"no combination of degrees is legal for {request.spec.name} ({rules})",
         fix,
     )
@@ -158,10 +158,14 @@ def _relaxed(request: Request, deadline: Deadline) -> str:
     return ""
 
 
-def _fixed(space: SearchSpace) -> dict[str, int]:
-    """The degrees and the ZeRO stage that are fixed."""
+def _fixed(space: SearchSpace) -> dict[str, object]:
+    """The degrees, the ZeRO stage and the recomputation that are fixed."""
     zero = space.zero_stages if space.sharding is None else ()
-    return {**space.fixed, **({"zero_stage": int(zero[0])} if len(zero) == 1 else {})}
+    return {
+        **space.fixed,
+        **({"zero_stage": int(zero[0])} if len(zero) == 1 else {}),
+        **({"recompute_granularity": space.recompute.granularity} if space.recompute else {}),
+    }
 
 
 _TP, _CP = "tensor_model_parallel_size", "context_parallel_size"
@@ -199,10 +203,13 @@ def single_relaxations(request: Request, out_of_time: OutOfTime = lambda: False)
 def is_legal_without(request: Request, names: Collection[str], out_of_time: OutOfTime) -> bool:
     """Whether some combination is legal where these fixed values are left out."""
     space = request.space
-    fixed = {name: value for name, value in space.fixed.items() if name not in names}
-    partition = None if {_PP, _VPP} & set(names) else space.partition
-    zeros = SearchSpace().zero_stages if "zero_stage" in names else space.zero_stages
-    space = replace(space, fixed=fixed, partition=partition, zero_stages=zeros)
+    space = replace(
+        space,
+        fixed={name: value for name, value in space.fixed.items() if name not in names},
+        partition=None if {_PP, _VPP} & set(names) else space.partition,
+        zero_stages=SearchSpace().zero_stages if "zero_stage" in names else space.zero_stages,
+        recompute=None if "recompute_granularity" in names else space.recompute,
+    )
     grids = GridSpace(request.cost_model(), request.global_batch_size, space)
     for shard in grids.shards():
         if out_of_time():

@@ -373,7 +373,7 @@ BROKEN = {
         version="0.15",
     ),
     "recompute_uniform": request(grid=dims(pp=4), recompute=uniform(3)),
-    "recompute_modules": request(recompute=selective(RecomputeModule.MOE)),
+    "recompute_mla_up_proj": request(recompute=selective(RecomputeModule.MLA_UP_PROJ)),
     "recompute_moe_act": request(MIXTRAL, recompute=selective(RecomputeModule.MOE_ACT)),
     "recompute_local": request(
         recompute=selective(RecomputeModule.LAYERNORM), transformer_impl="local"

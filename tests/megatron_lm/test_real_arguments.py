@@ -56,7 +56,6 @@ LATER = {
     "partition_shape",
     "mtp_stage",
     "recompute_uniform",
-    "recompute_modules",
     "recompute_local",
     "fp8_engine",
     "fp8_shapes",

@@ -414,17 +414,6 @@ _OF_ENGINE = frozenset(
 _NOT_UNDER_DELAYED = frozenset({RecomputeModule.MOE_ACT, RecomputeModule.LAYERNORM})
 
 
-def _absent(spec: TransformerSpec, modules: frozenset[RecomputeModule]) -> list[str]:
-    shared = bool(spec.moe_shared_expert_intermediate_size)
-    there = {
-        RecomputeModule.MOE: spec.is_moe,
-        RecomputeModule.MOE_ACT: spec.is_moe,
-        RecomputeModule.SHARED_EXPERTS: spec.is_moe and shared,
-        RecomputeModule.MLA_UP_PROJ: spec.multi_latent_attention,
-    }
-    return sorted(module.value for module in modules if not there.get(module, True))
-
-
 def _of_engine(spec: TransformerSpec, modules: frozenset[RecomputeModule]) -> list[str]:
     biased = {RecomputeModule.MLP} if spec.add_bias_linear else frozenset()
     return sorted(module.value for module in modules & (_OF_ENGINE | biased))
@@ -442,13 +431,15 @@ RECOMPUTE_RULES = (
         until="0.17",
     ),
     Rule(
-        "recompute_modules",
-        "tc:1219, modules",
-        lambda spec, modules: not (modules and _absent(spec, modules)),
+        "recompute_mla_up_proj",
+        "tc:1219",
+        lambda spec, modules: (
+            spec.multi_latent_attention or RecomputeModule.MLA_UP_PROJ not in modules
+        ),
         _MODULES,
-        "the model has no such module",
+        "it needs multi_latent_attention",
         _LEAVE_OUT,
-        value=_absent,
+        value=lambda: [RecomputeModule.MLA_UP_PROJ.value],
     ),
     Rule(
         "recompute_moe_act",
