@@ -30,17 +30,40 @@ from nest_megatron.integrations.megatron_lm.parser import (
     split_command,
     tokens,
 )
-from nest_megatron.packages import install_command
+from nest_megatron.packages import install_command, installed_version
 
 _RECIPE = "--recipe"
 _TRAINS_RECIPE = re.compile(r"(.*/)?run_recipe\.py|--recipe(=.*)?")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
-#: Options of ``nemo llm pretrain`` that do not change what is trained. Source: nemo-run 0.11.1
-#: ``RunContext.cli_command``.
-_SWITCHES = (
-    *("--yes", "-y", "--no-confirm", "--dryrun", "--detach", "--direct", "--no-direct"),
-    *("--tail-logs", "--no-tail-logs", "--verbose", "-v"),
+#: Words of ``nemo llm pretrain`` and of ``run_recipe.py`` that do not change what is trained; those
+#: of the executor and of plugins among them. Source: nemo-run 0.11.1 ``RunContext.cli_command``.
+_PASSED = re.compile(
+    r"run\..*|-[yv]|--(yes|no-confirm|dryrun|detach|verbose|(no-)?(direct|tail-logs))"
+    r"|--(dry[-_]run|dump[-_]env)"
 )
+#: Options of ``run_recipe.py`` -> what they say, or the field that they set, since 0.6 but for the
+#: first three. Source: ``_build_parser``, ``COMMON_OVERRIDE_FIELDS``.
+_OPTIONS = """\
+--mode mode
+--step_func --step-func step_func
+--dataset dataset
+-ms --max_steps train.train_iters
+-gb --global_batch_size train.global_batch_size
+-mb --micro_batch_size train.micro_batch_size
+-sl --seq_length dataset.seq_length
+-tp --tensor_model_parallel_size model.tensor_model_parallel_size
+-pp --pipeline_model_parallel_size model.pipeline_model_parallel_size
+-cp --context_parallel_size model.context_parallel_size
+-vp --virtual_pipeline_model_parallel_size model.virtual_pipeline_model_parallel_size
+-ep --expert_model_parallel_size model.expert_model_parallel_size
+-etp --expert_tensor_parallel_size model.expert_tensor_parallel_size
+--lr optimizer.lr
+--min_lr optimizer.min_lr
+--warmup_iters scheduler.lr_warmup_iters
+--pretrained_checkpoint checkpoint.pretrained_checkpoint
+--save_dir checkpoint.save
+--load_dir checkpoint.load
+--save_interval checkpoint.save_interval"""
 
 
 def read_recipe(
@@ -75,10 +98,18 @@ _PRINTING = threading.Lock()
 
 
 @contextlib.contextmanager
-def _printing_to_standard_error() -> Iterator[None]:
-    """Keep standard output for what we print: a plan's JSON may go there."""
-    with _PRINTING, contextlib.redirect_stdout(sys.stderr):
-        yield
+def _made_by(maker: str, name: str, install: str, fix: str) -> Iterator[None]:
+    """Refuse a recipe that its framework does not make, and keep standard output for our plan."""
+    try:
+        with _PRINTING, contextlib.redirect_stdout(sys.stderr):
+            yield
+    except UserInputError:
+        raise
+    except ImportError as error:
+        limit = f"{maker} cannot be imported here ({first_line(error)})"
+        raise _command_error(name, limit, install) from error
+    except Exception as error:
+        raise _command_error(name, f"{maker} does not make it: {first_line(error)}", fix) from error
 
 
 class _Parser(argparse.ArgumentParser):
@@ -93,15 +124,16 @@ def _command_error(value: str, limit: str, fix: str) -> UserInputError:
 
 
 def _fields(words: Sequence[str]) -> list[str]:
-    """Words that set fields of a recipe; a ``UserInputError`` for any other."""
-    for word in words:
+    """Words that set fields of a recipe; a ``UserInputError`` for others that matter."""
+    fields = [word for word in words if not _PASSED.fullmatch(word)]
+    for word in fields:
         if word.startswith("-") or "=" not in word:
             raise _command_error(
                 word,
                 "what it changes of the recipe is not known here",
                 "Write the fields that it sets, each as FIELD=VALUE.",
             )
-    return list(words)
+    return fields
 
 
 def _nemo_job(words: Sequence[str], assume_harmless: Sequence[str], vocab_size: int | None) -> Job:
@@ -110,11 +142,8 @@ def _nemo_job(words: Sequence[str], assume_harmless: Sequence[str], vocab_size: 
     parser.add_argument("task", choices=["pretrain", "finetune"])
     parser.add_argument("--factory", "-f", required=True)
     parser.add_argument("--name", "-n")
-    for switch in _SWITCHES:
-        parser.add_argument(switch, action="store_true")
     given, rest = parser.parse_known_args(words)
-    own = [word for word in rest if not word.startswith("run.")]  # the executor's, and plugins'
-    recipe = _nemo_recipe(given.task, given.factory, _fields(own))
+    recipe = _nemo_recipe(given.task, given.factory, _fields(rest))
     return replace(
         nemo.read_recipe(recipe, vocab_size=vocab_size, assume_harmless=assume_harmless),
         script=given.factory,
@@ -127,25 +156,15 @@ def _nemo_job(words: Sequence[str], assume_harmless: Sequence[str], vocab_size: 
     )
 
 
-@_printing_to_standard_error()
 def _nemo_recipe(task: str, factory: str, fields: list[str]) -> Any:
     """What ``nemo llm`` would run, by NeMo-Run's own reader."""
-    nemo.require_language_models()
-    try:
+    fix = f"`nemo llm {task} --factory NAME --dryrun` shows what it takes."
+    with _made_by("NeMo-Run", factory, f"{install_command('nemo')}.", fix):
+        nemo.require_language_models()
         from nemo.collections import llm
         from nemo_run.cli.api import RunContext
-    except ImportError as error:
-        limit = f"it cannot be imported here ({first_line(error)})"
-        fix = f"{install_command('nemo')}."
-        raise UserInputError("nemo llm", factory, limit, fix) from error
-    try:
+
         return RunContext(name=task, factory=factory).parse_fn(getattr(llm, task), fields)
-    except Exception as error:
-        raise _command_error(
-            factory,
-            f"NeMo-Run does not make it: {first_line(error)}",
-            f"`nemo llm {task} --factory NAME --dryrun` shows what it takes.",
-        ) from error
 
 
 def _bridge_job(
@@ -155,13 +174,18 @@ def _bridge_job(
     named = parser.add_mutually_exclusive_group(required=True)
     named.add_argument(_RECIPE)
     named.add_argument("--model")
-    parser.add_argument("--mode")  # what the recipe's own name says, but for DoRA
-    parser.add_argument("--step_func", "--step-func")  # what feeds the model: no field
+    is_old = re.match(r"0\.[1-5]\b", installed_version("megatron-bridge") or "")
+    for row in _OPTIONS.splitlines()[: 3 if is_old else None]:
+        *options, meaning = row.split()
+        parser.add_argument(*options, dest=meaning)
     given, rest = parser.parse_known_args(command.argv)
+    typed = [f"{name}={value}" for name, value in vars(given).items() if "." in name and value]
+    # the mode is what the recipe's own name says, but for DoRA; the step feeds the model: no field
     task = "peft" if given.mode in ("lora", "dora") else given.mode
     name = given.recipe or f"{given.model}_{task}_config"
     scheme = {"peft_scheme": "dora"} if given.mode == "dora" else {}
-    cfg = _bridge_recipe(name, scheme, _fields(split_words(rest)[1]))
+    fields = [*typed, *_fields(split_words(rest)[1])]
+    cfg = _bridge_recipe(name, scheme, fields, given.dataset)
     known: dict[str, Any] = {"environment": {}, "assume_harmless": assume_harmless}
     job = megatron_bridge.read_recipe(cfg, vocab_size=vocab_size, **known)
     return replace(
@@ -173,36 +197,26 @@ def _bridge_job(
     )
 
 
-@_printing_to_standard_error()
-def _bridge_recipe(name: str, scheme: Mapping[str, str], fields: list[str]) -> Any:
-    """The configuration that ``run_recipe.py`` makes of a recipe and its overrides."""
-    try:
+def _bridge_recipe(
+    name: str, scheme: Mapping[str, str], fields: list[str], data: str | None = None
+) -> Any:
+    """The configuration that ``run_recipe.py`` makes of a recipe, its data and its overrides."""
+    install = "Plan where it is installed; docs/nemo.md says how."
+    fix = "Correct the fields, or give what it lacks."
+    with _made_by("Megatron-Bridge", name, install, fix):
         from megatron.bridge import recipes
         from megatron.bridge.training.utils import omegaconf_utils
-    except ImportError as error:
-        raise UserInputError(
-            _RECIPE,
-            name,
-            f"Megatron-Bridge cannot be imported here ({first_line(error)})",
-            "Plan where it is installed; docs/nemo.md says how.",
-        ) from error
-    names = re.compile(r"\w+_config\b").findall
-    others = Path(recipes.__path__[0]).parent.glob("perf_recipes/**/__init__.py")
-    known = {*names(" ".join(dir(recipes)))}.difference(*map(names, map(Path.read_text, others)))
-    limit = (
-        "run_recipe.py finds no such recipe in megatron.bridge.recipes (those of perf_recipes, "
-        "which come first, take +nest=auto)"
-    )
-    require_known(_RECIPE, name, known, limit)
-    try:
-        return megatron_bridge.pack_as_script(
-            omegaconf_utils.process_config_with_overrides(
-                getattr(recipes, name)(**scheme), cli_overrides=fields
-            )
+
+        names = re.compile(r"\w+_config\b").findall
+        others = Path(recipes.__path__[0]).parent.glob("perf_recipes/**/__init__.py")
+        of_others = map(names, map(Path.read_text, others))
+        limit = (
+            "run_recipe.py finds no such recipe in megatron.bridge.recipes (those of perf_recipes, "
+            "which come first, take +nest=auto)"
         )
-    except Exception as error:
-        raise _command_error(
-            name,
-            f"Megatron-Bridge does not make it: {first_line(error)}",
-            "Correct the fields, or give what it lacks.",
-        ) from error
+        require_known(_RECIPE, name, {*names(" ".join(dir(recipes)))}.difference(*of_others), limit)
+        cfg = getattr(recipes, name)(**scheme)
+        if data is not None:
+            cfg.dataset = recipes.utils.dataset_utils.build_dataset_config(cfg, data)
+        cfg = omegaconf_utils.process_config_with_overrides(cfg, cli_overrides=fields)
+        return megatron_bridge.as_script(cfg, fields)

@@ -64,7 +64,7 @@ def test_other_commands_are_none_of_a_recipe() -> None:
         ("nemo llm pretrain --factory x --yaml y.yaml", "--yaml"),
         ("run_recipe.py --recipe x --peft_scheme lora", "--peft_scheme"),
         ("run_recipe.py --recipe x model.num_layers", "model.num_layers"),
-        ("run_recipe.py --recipe x -tp 4", "FIELD=VALUE"),
+        ("run_recipe.py --recipe x --deterministic", "FIELD=VALUE"),
         ("run_recipe.py --mode pretrain", "--recipe --model"),
     ],
 )
@@ -77,15 +77,59 @@ def test_the_step_function_of_a_script_is_no_field_of_its_recipe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Models that see images are trained with ``--step_func vlm_step``."""
-    found = []
+    found = fields_set(f"{BRIDGE} --step_func vlm_step train.train_iters=10", monkeypatch)
+    assert found == ["train.train_iters=10"]
 
-    def made(name: str, _: object, fields: list[str]) -> Any:
-        found.append((name, fields))
+
+def fields_set(words: str, patch: pytest.MonkeyPatch) -> list[str]:
+    """The fields that a command of ``run_recipe.py`` sets, and the name of its data, if any."""
+    found: list[str] = []
+
+    def made(_: str, __: object, fields: list[str], data: str | None) -> Any:
+        found.extend([*fields, *filter(None, [data])])
         return frameworks.bridge_config(catalogue.model("llama3_8b"))
 
-    monkeypatch.setattr(recipe_command, "_bridge_recipe", made)
-    read_recipe(f"{BRIDGE} --step_func vlm_step train.train_iters=10")
-    assert found == [("mine", ["train.train_iters=10"])]
+    patch.setattr(recipe_command, "_bridge_recipe", made)
+    assert read_recipe(words) is not None
+    return found
+
+
+def test_options_of_the_script_set_fields_before_those_that_are_typed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``run_recipe.py`` of Megatron-Bridge 0.6, ``COMMON_OVERRIDE_FIELDS``."""
+    words = (
+        "model.tensor_model_parallel_size=2 -tp 4 -pp=2 -cp 1 -vp 5 -ep 8 -etp 1 -mb 2 "
+        "--global_batch_size=64 -sl 4096 --max_steps 10 --lr 1e-4 --min_lr 0 --warmup_iters 5 "
+        "--pretrained_checkpoint /data/base --save_dir /a --load_dir /b --save_interval 20 "
+        "--dataset mock --dry-run --dump_env"
+    )
+    sizes = {
+        "tensor_model_parallel_size": 4,
+        "pipeline_model_parallel_size": 2,
+        "context_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": 5,
+        "expert_model_parallel_size": 8,
+        "expert_tensor_parallel_size": 1,
+    }
+    assert fields_set(f"{BRIDGE} {words}", monkeypatch) == [
+        *("train.train_iters=10", "train.global_batch_size=64", "train.micro_batch_size=2"),
+        "dataset.seq_length=4096",
+        *(f"model.{name}={size}" for name, size in sizes.items()),
+        *("optimizer.lr=1e-4", "optimizer.min_lr=0", "scheduler.lr_warmup_iters=5"),
+        "checkpoint.pretrained_checkpoint=/data/base",
+        *("checkpoint.save=/a", "checkpoint.load=/b", "checkpoint.save_interval=20"),
+        "model.tensor_model_parallel_size=2",
+        "mock",
+    ]
+
+
+def test_older_scripts_have_no_such_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--seq_length`` of 0.3 is an argument of the recipe, which few have."""
+    monkeypatch.setattr(recipe_command, "installed_version", lambda _: "0.3.1")
+    with pytest.raises(UserInputError, match="FIELD=VALUE"):
+        read_recipe(f"{BRIDGE} --seq_length 4096")
+    assert fields_set(f"{BRIDGE} --step_func gpt_step", monkeypatch) == []
 
 
 @pytest.mark.parametrize(
@@ -137,6 +181,14 @@ def test_a_recipe_is_the_one_that_its_script_takes(
     job = read_recipe(f"run_recipe.py --recipe {names[0]}")
     assert job is not None
     assert job.spec.seq_length == cfg.dataset.seq_length  # of a pack, which the script makes so
+    assert not cfg.model.pipeline_model_parallel_layout
+    cfg.model._pipeline_model_parallel_layout_builder = lambda pp, vp: "Et*16|t*16L"[: 12 * pp]
+    read_recipe(f"run_recipe.py --recipe {names[0]}")  # the script lays stages out by this
+    assert cfg.model.pipeline_model_parallel_layout == "Et*16|t*16L"
+    cfg.model.pipeline_model_parallel_layout = "Et*9|t*23L"
+    typed = "model.pipeline_model_parallel_layout=Et*9|t*23L"
+    read_recipe(f"run_recipe.py --recipe {names[0]} '{typed}'")
+    assert cfg.model.pipeline_model_parallel_layout == "Et*9|t*23L"
     with pytest.raises(UserInputError, match=r"perf_recipes, which come first, take \+nest=auto"):
         read_recipe(f"run_recipe.py --recipe {names[1]}")
 

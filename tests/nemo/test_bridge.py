@@ -82,6 +82,24 @@ def test_a_command_is_read_as_its_script_runs_it(monkeypatch: pytest.MonkeyPatch
         recipe_command.read_recipe("run_recipe.py --recipe gpt3_17b_pretrain_config")
 
 
+def test_stages_are_those_that_the_script_lays_out_for_sizes_that_are_typed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron.bridge import recipes
+
+    name = "kimi_k2_pretrain_512gpu_h100_bf16_config"
+    if not hasattr(recipes, name):
+        pytest.skip(f"this Megatron-Bridge has no {name}")
+    monkeypatch.setattr(recipes, name, lambda: bridge.config(f"kimi.h100.kimi_k2:{name}"))
+    command = f"torchrun --nproc-per-node 8 --nnodes 64 run_recipe.py --recipe {name}"
+    for words, virtual, last in (("-pp 8", 1, 5), ("-pp 8 -vp 2", 2, 1), ("", 1, 1)):
+        found = nest_megatron.estimate_command(f"{command} {words}", cluster="dgx_h100").layout
+        assert found.dims.virtual_pipeline_model_parallel_size == virtual
+        assert len(found.partition.chunk(found.partition.num_chunks - 1)) == last + 1  # the head
+    with pytest.raises(UserInputError, match="Invalid PP and VP size: 2 and 1"):
+        recipe_command.read_recipe(f"{command} -pp 2")
+
+
 def test_a_scheme_of_fine_tuning_is_read_as_the_script_takes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

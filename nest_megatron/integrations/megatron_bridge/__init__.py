@@ -298,13 +298,21 @@ apply_plan = BridgeConfig.apply_plan
 plan_changes = BridgeConfig.plan_changes
 
 
-def pack_as_script(cfg: Any) -> Any:
-    """A configuration whose packs are as long as its sequences, as ``run_recipe.py`` has them.
+def as_script(cfg: Any, words: Iterable[str]) -> Any:
+    """A configuration as ``run_recipe.py`` trains it with some overrides.
 
-    Source: ``sync_offline_packing_alignment`` (0.6).
+    Packs are as long as sequences, and stages are laid out for the sizes that are typed.
+
+    Source: ``sync_offline_packing_alignment``, ``sync_model_pipeline_layout`` (0.6).
     """
     if (specs := value_or(cfg.dataset, "offline_packing_specs")) is not None:
         specs.packed_sequence_size = cfg.dataset.seq_length
+    model = cfg.model
+    layout = value_or(model, "_pipeline_model_parallel_layout_builder")
+    if layout and "model.pipeline_model_parallel_layout=" not in " ".join(words):
+        model.pipeline_model_parallel_layout = layout(
+            model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size
+        )
     return cfg
 
 

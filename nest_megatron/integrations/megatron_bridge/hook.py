@@ -25,8 +25,8 @@ from nest_megatron.integrations.megatron_bridge import (
     CONNECTIONS,
     BridgeConfig,
     apply_plan,
+    as_script,
     needs_connections,
-    pack_as_script,
     read_recipe,
 )
 from nest_megatron.integrations.megatron_lm.agreement import propagating_errors
@@ -90,7 +90,7 @@ def planning(process: Process, on_plan: Callable[[LaunchedJob], None]) -> Proces
                 node = read_yaml(Path(config_filepath), "config-file")
                 stated += dict(leaves(node)) if isinstance(node, Mapping) else {}
             if "recipe_runner" in sys.modules:  # run_recipe.py does the same to what is returned
-                pack_as_script(config)
+                as_script(config, rest)
                 script = sys.modules["__main__"]
                 for word in " ".join(sys.argv).replace("=", " ").split():
                     if benchmark := script.resolved_benchmark_recipe_metadata(word):
