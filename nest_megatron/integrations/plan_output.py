@@ -26,7 +26,7 @@ from nest_megatron.config.policy import may_tune, read_policy, require_may_free
 from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM as MEGATRON_LM_TARGETS
 from nest_megatron.cost_model.target_defaults import target_named
-from nest_megatron.errors import PlanFileError, UserInputError
+from nest_megatron.errors import PlanFileError, UserInputError, typed_setting
 from nest_megatron.files import check_output, expanded, now, read_bytes, read_opened
 from nest_megatron.integrations.fields import short_text
 from nest_megatron.integrations.megatron_lm.attach import launchable_request
@@ -245,8 +245,9 @@ def read_launched(path: Path, num_gpus: int | None = None) -> PinnedPlan:
         UserInputError: if it is not as it was pinned, or a policy does not let it be launched: a
             ``PolicyError``, or a ``SignatureError`` where a signature is asked for.
     """
-    path = expanded(path, "nest.plan")
-    content, place = read_opened(path, "nest.plan")  # once: what is judged is what is launched
+    what = typed_setting("plan")
+    path = expanded(path, what)
+    content, place = read_opened(path, what)  # once: what is judged is what is launched
     found, policy = parse_pinned(content, path, num_gpus), read_policy()
     for file in policy:
         if found.pin.by == TUNE and may_tune(file):  # it asks for no signers and folders
@@ -254,7 +255,7 @@ def read_launched(path: Path, num_gpus: int | None = None) -> PinnedPlan:
         if _is_outside(place, file):
             raise file.broken(
                 "launch.plan_folders",
-                "nest.plan",
+                what,
                 str(path),
                 f"plans are launched from {' or '.join(file.launch.plan_folders)}",
             )

@@ -18,7 +18,7 @@ from nest_megatron.cost_model.settings import CostSettings, restored_settings
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.target_defaults import target_named
 from nest_megatron.cost_model.traits import ExecutionTraits
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import UserInputError, typed_setting
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.batch_schedule import BatchSchedule
 from nest_megatron.layout.plan import ParallelPlan
@@ -113,7 +113,7 @@ def refusal(
 ) -> MismatchError:
     """The error that names every difference."""
     return MismatchError(
-        "nest.plan",
+        typed_setting("plan"),
         ", ".join(each.what for each in found),
         "the job is not the one that this plan was pinned for: " + "; ".join(map(str, found)),
         fix,

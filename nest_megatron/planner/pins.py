@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nest_megatron import minisign
-from nest_megatron.errors import PlanFileError, UserInputError
+from nest_megatron.errors import PlanFileError, UserInputError, typed_setting
 from nest_megatron.files import expanded, read_bytes, read_text, require_unwritable, write_text
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import MEGATRON_LM, ParallelPlan
@@ -130,7 +130,7 @@ def read_pinned(path: Path, num_gpus: int | None = None) -> PinnedPlan:
         UnpinnedError: if it is not pinned.
         ChangedPinError: if a byte of it changed since.
     """
-    return parse_pinned(read_bytes(path, "nest.plan"), path, num_gpus)
+    return parse_pinned(read_bytes(path, typed_setting("plan")), path, num_gpus)
 
 
 def parse_pinned(content: bytes, path: Path, num_gpus: int | None = None) -> PinnedPlan:
@@ -161,7 +161,7 @@ def plan_text(content: bytes, path: Path) -> str:
         text = content.decode()
     except UnicodeDecodeError as error:
         raise PlanFileError(
-            "plan",
+            typed_setting("plan"),
             str(path),
             f"it is not UTF-8 text: {error}",
             "Take the file again, or plan again.",
@@ -174,7 +174,7 @@ def plan_text(content: bytes, path: Path) -> str:
 
 def _changed(path: Path) -> ChangedPinError:
     return ChangedPinError(
-        "nest.plan",
+        typed_setting("plan"),
         str(path),
         "its contents do not match its first line: it was changed after it was pinned",
         "Take the reviewed file again, or plan and pin again.",
@@ -187,7 +187,7 @@ def _pinned_body(text: str, path: Path) -> str:
         fix = "It is no plan: name a file that nest-megatron pin has written."
         if text.startswith("schema:"):
             fix = f"Review it, then: nest-megatron pin {shlex.quote(str(path))}"
-        raise UnpinnedError("nest.plan", str(path), "it is not pinned", fix)
+        raise UnpinnedError(typed_setting("plan"), str(path), "it is not pinned", fix)
     head, _, body = text.partition("\n")
     if head != _HEAD + _sum(body):
         raise _changed(path)

@@ -10,7 +10,8 @@ import pytest
 
 from nest_megatron.cluster.discovery import LocalGpus
 from nest_megatron.cluster.records import Precision
-from nest_megatron.errors import PlanFileError, UserInputError
+from nest_megatron.errors import PlanFileError, UserInputError, settings_typed_as
+from nest_megatron.integrations.plan_output import read_launched
 from nest_megatron.layout import plan_file
 from nest_megatron.planner.pinned_job import ActualJob, require_same_job
 from nest_megatron.planner.pins import PinnedPlan, read_pinned, read_plan
@@ -143,6 +144,19 @@ def test_an_unpinned_plan_is_not_launched(pinned: PinnedPlan, tmp_path: Path) ->
     assert read_plan(path) == (pinned.plan, None)
     with pytest.raises(PlanFileError, match="not pinned"):
         read_pinned(path)
+
+
+def test_a_file_is_called_as_it_was_typed(tmp_path: Path) -> None:
+    """A launch has ``nest.plan=FILE``, a command and a plugin a plan."""
+    path = tmp_path / "plan.yaml"
+    for text in (None, "schema: 2", "# nest-megatron pinned plan, sha256 of all below: 0"):
+        if text is not None:
+            path.write_text(text, encoding="utf-8")
+        assert run("verify", str(path)).err.startswith(f"error: plan = {path}: ")
+        with pytest.raises(UserInputError, match=r"^plan = "):
+            read_launched(path)
+        with settings_typed_as("nest."), pytest.raises(UserInputError, match=r"^nest\.plan = "):
+            read_launched(path)
 
 
 def test_commands_read_pinned_files(pinned_path: Path) -> None:

@@ -33,7 +33,7 @@ from nest_megatron.config.cluster_detection import (
 from nest_megatron.config.compose import compose
 from nest_megatron.config.launch import Mode
 from nest_megatron.config.overrides import value_text
-from nest_megatron.errors import OneRankError, UserInputError
+from nest_megatron.errors import OneRankError, UserInputError, settings_typed_as
 from nest_megatron.history.records import Launch, RunRecord
 from nest_megatron.integrations import recorder
 from nest_megatron.integrations.hydra.read import (
@@ -241,19 +241,20 @@ def plan_app(view: AppView, environment: Environment) -> AppPlan:
                 plan, provenance=plan.provenance.made_for("a Hydra application", None, "+nest=auto")
             )
         else:
-            pinned = read_launched(pinned_file(settings.plan), size)
-            plan, notes, signer = pinned.plan, (pin_note(pinned.pin),), pinned.signer
-            job = read_app(view, compose(settings.settings(None)))
-            named = settings.cluster is not None
-            actual = actual_job(
-                pinned,
-                job,
-                num_gpus=size,
-                cluster=place().cluster if named else None,
-                gpus=local_gpus() if here and not named else None,
-                gpus_per_host=processes_per_host(environment) if here else None,
-            )
-            require_same_job(pinned, actual)
+            with settings_typed_as("nest."):
+                pinned = read_launched(pinned_file(settings.plan), size)
+                plan, notes, signer = pinned.plan, (pin_note(pinned.pin),), pinned.signer
+                job = read_app(view, compose(settings.settings(None)))
+                named = settings.cluster is not None
+                actual = actual_job(
+                    pinned,
+                    job,
+                    num_gpus=size,
+                    cluster=place().cluster if named else None,
+                    gpus=local_gpus() if here and not named else None,
+                    gpus_per_host=processes_per_host(environment) if here else None,
+                )
+                require_same_job(pinned, actual)
     require_expressible(plan, view, job)
     planned = planned_values(launch_request(plan))
     values = {
