@@ -248,6 +248,10 @@ class Recipe(Configuration, ABC):
         config, data, places = self.find(self.model), self.find(self.data), self.places
         family, stated, execution = family_of(config), self.item_values(), places.values()
         unforced = replace(places, forced={}).values()
+        if places.overlap and not stated.get(
+            "sequence_parallel"
+        ):  # both turn it off with a warning
+            execution["tp_comm_overlap"] = False
         for item, value in stated.items():
             if item.endswith("_parallel_size") and value is not None:
                 self.whole(self.items[item])
@@ -405,6 +409,8 @@ class Recipe(Configuration, ABC):
             if (value := self.find(path)) is not ABSENT
         }
         layout = "pipeline_model_parallel_layout"
+        if self.find("ddp.use_distributed_optimizer") is True:  # Megatron-Bridge turns on both
+            stated["use_distributed_optimizer"] = True
         if self._has_one_order and _ORDER in stated:
             stated[_ORDER] = False
         return {**stated, layout: layout_text(stated.get(layout))}

@@ -41,19 +41,14 @@ from nest_megatron.model.encoder import EXPERTS, Adapters, PeftScheme
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import frozen
 
-#: Data of supervised fine-tuning, by the classes of both frameworks.
-_SFT_DATA = frozenset(
-    (
-        "DirectHFSFTDatasetConfig",
-        "EnergonDatasetConfig",
-        "FineTuningDataModule",
-        "FinetuningDatasetConfig",
-        "GPTSFTDatasetConfig",
-        "MockVLMSFTDatasetConfig",
-    )
-)
-#: Those of them whose options are those of ``GPTSFTDataset``.
-_GPT_SFT = _SFT_DATA & {"FineTuningDataModule", "FinetuningDatasetConfig", "GPTSFTDatasetConfig"}
+#: Data whose options are those of ``GPTSFTDataset``, by the classes of both frameworks.
+_GPT_SFT = {"FineTuningDataModule", "FinetuningDatasetConfig", "GPTSFTDatasetConfig"}
+#: Data of supervised fine-tuning.
+_SFT_DATA = _GPT_SFT | {
+    "DirectHFSFTDatasetConfig",
+    "EnergonDatasetConfig",
+    "MockVLMSFTDatasetConfig",
+}
 #: Where the packs that were made beforehand are described.
 _SPECS = ("packed_sequence_specs", "offline_packing_specs")
 #: Switches of packs that are made of the sequences of one micro batch.
@@ -95,7 +90,7 @@ def packed_sequence_size(data: Any) -> int | None:
         size = find(data, f"{name}.packed_sequence_size")
         if isinstance(size, int) and size > 0:
             return size
-    return None
+    return value_or(data, "seq_length") if value_or(data, "enable_offline_packing") else None
 
 
 def data_requirements(recipe: Configuration, micro_batch_size: int) -> dict[str, Requirement]:
@@ -311,7 +306,10 @@ class Restored:
         if self.missing:
             return f"{self.missing} A plan counts on the format {self.saved.format}."
         how = "as was found there" if self.is_seen else self.format_source
-        found = f"The job restores {self.source}, in the format {self.saved.format} ({how})."
+        found = (
+            f"The job restores {self.source or 'a checkpoint that restore_config does not name'}, "
+            f"in the format {self.saved.format} ({how})."
+        )
         if self.afresh:
             found += (
                 " Its optimizer's state keeps the layout that it was saved with, which is taken to "

@@ -272,40 +272,41 @@ def _pieces(path: Path) -> Iterator[str]:
     content = read_bytes(path, str(path), most=_MOST_BYTES)
     if not content:
         raise _file_error(path, "it is empty")
-    for number, value in _fields(content, path):
-        if number == 1:
-            yield dict(_fields(value, path)).get(1, b"").decode("utf-8", errors="replace")
+    try:
+        for number, value in _fields(content):
+            if number == 1:
+                yield dict(_fields(value)).get(1, b"").decode("utf-8", errors="replace")
+    except IndexError as error:
+        raise _file_error(path, "it is no SentencePiece model, or cut short") from error
 
 
-def _fields(content: bytes, path: Path) -> Iterator[tuple[int, bytes]]:
-    """The fields of a protobuf message; of numbers, nothing but that they are there."""
+def _fields(content: bytes) -> Iterator[tuple[int, bytes]]:
+    """The fields of a protobuf message; of numbers, nothing but that they are there.
+
+    Raises:
+        IndexError: for another message, or one that is cut short.
+    """
     at = 0
     while at < len(content):
-        key, at = _varint(content, at, path)
+        key, at = _varint(content, at)
         kind, size = key & 7, {1: 8, 5: 4}.get(key & 7, 0)
-        if kind == 0:
-            _, at = _varint(content, at, path)
-        elif kind == 2:
-            size, at = _varint(content, at, path)
-        elif kind not in (1, 5):
-            raise _file_error(path, "it is no SentencePiece model")
-        if at + size > len(content):
-            raise _file_error(path, "it is no SentencePiece model, or cut short")
+        if kind in (0, 2):
+            size, at = _varint(content, at)
+            size *= kind > 0
+        if kind not in (0, 1, 2, 5) or at + size > len(content):
+            raise IndexError
         yield key >> 3, content[at : at + size]
         at += size
 
 
-def _varint(content: bytes, at: int, path: Path) -> tuple[int, int]:
+def _varint(content: bytes, at: int) -> tuple[int, int]:
     value = 0
-    for shift in range(0, 70, 7):
-        if at >= len(content):
-            break
-        byte = content[at]
-        at += 1
-        value |= (byte & 127) << shift
+    for place in range(10):
+        byte = content[at + place]
+        value |= (byte & 127) << 7 * place
         if byte < 128:
-            return value, at
-    raise _file_error(path, "it is no SentencePiece model, or cut short")
+            return value, at + place + 1
+    raise IndexError
 
 
 def _file_error(path: Path, limit: str) -> UserInputError:

@@ -92,6 +92,13 @@ def test_a_pack_is_as_long_as_it_is_said_to_be() -> None:
     assert cfg.dataset.seq_length == 512
 
 
+def test_packs_that_nobody_describes_are_as_long_as_sequences() -> None:
+    """``run_recipe.py`` of Megatron-Bridge 0.6 describes them so."""
+    cfg = _bridge(seq_length=1024)
+    cfg.dataset.enable_offline_packing = True
+    assert _planned(cfg).layout.micro_batch_size == 1
+
+
 def test_packs_of_one_batch_keep_its_size() -> None:
     cfg = _bridge(seq_length=1024, pack_sequences_in_batch=True)
     with pytest.raises(UserInputError, match=r"dataset.pack_sequences_in_batch.*two sequences"):

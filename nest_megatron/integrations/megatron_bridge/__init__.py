@@ -305,7 +305,7 @@ def as_script(cfg: Any, words: Iterable[str]) -> Any:
 
     Source: ``sync_offline_packing_alignment``, ``sync_model_pipeline_layout`` (0.6).
     """
-    if (specs := value_or(cfg.dataset, "offline_packing_specs")) is not None:
+    if specs := value_or(cfg.dataset, "offline_packing_specs"):
         specs.packed_sequence_size = cfg.dataset.seq_length
     model = cfg.model
     layout = value_or(model, "_pipeline_model_parallel_layout_builder")

@@ -191,6 +191,32 @@ def test_packs_are_those_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
         assert read_recipe(cfg).spec.seq_length == size
 
 
+@pytest.mark.parametrize("switch", ["ddp", "optimizer"])
+def test_either_switch_of_the_distributed_optimizer_turns_on_both(switch: str) -> None:
+    """``_validate_and_sync_distributed_optimizer_settings``."""
+    cfg = llama()
+    for name in ("ddp", "optimizer"):
+        getattr(cfg, name).use_distributed_optimizer = name == switch
+    assert read_recipe(cfg).zero is ZeroStage.OPTIMIZER
+
+
+def test_user_buffers_of_the_overlap_settings_are_off_without_sequence_parallelism() -> None:
+    """``CommOverlapConfig.setup`` turns them off, where Megatron-LM ends."""
+    cfg = llama()
+    cfg.model.tensor_model_parallel_size = 2
+    cfg.comm_overlap = CommOverlapConfig(tp_comm_overlap=True)
+    for on in (False, True):
+        cfg.model.sequence_parallel = on
+        assert read_recipe(cfg).memory_flags["tp_comm_overlap"] is on
+    cfg.model.sequence_parallel = False
+    plan, _ = auto_recipe(
+        cfg, cluster="dgx_h100", overrides=["cluster.num_gpus=8"], free=["recompute"]
+    )
+    assert not any("tp_comm_overlap" in note for note in plan.notes)
+    apply_plan(cfg, laid_out(tp=2))  # which has them off beside sequence parallelism
+    assert (cfg.model.sequence_parallel, cfg.comm_overlap.tp_comm_overlap) == (True, False)
+
+
 def test_shared_weights_take_what_bridge_asks_for() -> None:
     cfg = llama()
     cfg.checkpoint.async_save = True

@@ -410,6 +410,14 @@ def test_what_cannot_be_kept_is_named_by_its_field(
     assert "--" not in str(caught.value)
 
 
+def test_a_checkpoint_that_has_no_name_yet_is_called_so() -> None:
+    """As of ``mamba2_130m.finetune_recipe()``."""
+    recipe = llama()
+    recipe.resume = SimpleNamespace(restore_config=SimpleNamespace(path=None))
+    (note,) = [each for each in read_recipe(recipe).notes if "restores" in each]
+    assert "restores a checkpoint that restore_config does not name, in the format" in note
+
+
 def test_offloading_of_no_layer_is_off_in_a_plan() -> None:
     """megatron-core refuses the switch beside several stages, however many layers it offloads."""
     recipe = llama()
