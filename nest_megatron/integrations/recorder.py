@@ -169,11 +169,15 @@ class Recorder:
                 self._patches.enter_context(mock.patch.object(module, name, wrapper(original)))
 
     def with_timing(self, function: Callable[..., Result]) -> Callable[..., Result]:
-        """A forward or backward pass of this rank's layers, timed inside watched steps."""
+        """A forward or backward pass of this rank's layers, timed inside watched steps.
+
+        No moment can be marked in a CUDA graph that is being captured.
+        """
+        from torch import cuda
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Result:
-            if not self._in_step or _is_capturing():
+            if not self._in_step or (cuda.is_initialized() and cuda.is_current_stream_capturing()):
                 return function(*args, **kwargs)
             begun = self._clock.mark()
             result = function(*args, **kwargs)
@@ -369,13 +373,6 @@ def outcome_of(error: BaseException) -> Outcome:
     # as torch says it, and NCCL and CUDA libraries outside its allocator
     is_full = isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error))
     return Outcome.OUT_OF_MEMORY if is_full else Outcome.FAILED
-
-
-def _is_capturing() -> bool:
-    """Whether a CUDA graph is being captured, into which no moment can be marked."""
-    import torch
-
-    return torch.cuda.is_initialized() and bool(torch.cuda.is_current_stream_capturing())
 
 
 def peak_memory_bytes() -> Bytes | None:

@@ -111,7 +111,9 @@ _MOST_BYTES = 512 << 20
 _LIMITS = Limits(num_bytes=_MOST_BYTES, num_nodes=_MOST_BYTES // 8)
 #: ``len`` of transformers' AutoTokenizer (a:167, sft_tokenizer.py:42; b huggingface_tokenizer:345).
 _HUGGING_FACE = ("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer")
-_SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_SPECIAL = re.findall(
+    r"\S+", "bos_token eos_token unk_token sep_token pad_token cls_token mask_token"
+)
 _EXTRA = ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens")
 #: Of the vocabulary that a tokenizer is published with.
 _TOKENIZER_ROWS = {

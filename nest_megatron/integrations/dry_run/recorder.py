@@ -17,20 +17,19 @@ from typing import NoReturn
 
 FOLDER = Path(os.environ.get("NEST_DRY_RUN", "/nonexistent"))
 PROGRAMS = FOLDER / "bin"
-SHELLS = ("bash", "sh", "dash", "zsh", "ksh")
+_names = re.compile(r"\S+").findall
+SHELLS = _names("bash sh dash zsh ksh")
 #: Programs that start the one behind their own options, which runs here in the same way.
-WRAPPERS = (
-    *("env", "nohup", "time", "timeout", "nice", "ionice", "stdbuf", "setsid", "taskset", "chrt"),
-    *("numactl", "sudo", "unbuffer", "script"),
+WRAPPERS = _names(
+    "env nohup time timeout nice ionice stdbuf setsid taskset chrt numactl sudo unbuffer script"
 )
 #: Those that start one where ``run`` is said, and what they start.
-RUNNERS = ("conda", "mamba", "micromamba", "poetry", "pdm", "pipenv")
-LAUNCHERS = (
-    *("torchrun", "python", "python3", "pytorchrun", "srun", "mpirun", "mpiexec", "mpiexec.hydra"),
-    *("orterun", "prterun", "deepspeed", "accelerate", "accelerate-launch", "ft_launcher"),
-    *("ray", "uv", "uvx", "docker", "podman", "nerdctl", "apptainer", "singularity", "enroot"),
-    *("nsys", "ncu"),
-)
+RUNNERS = _names("conda mamba micromamba poetry pdm pipenv")
+LAUNCHERS = _names("""
+    torchrun python python3 pytorchrun srun mpirun mpiexec mpiexec.hydra orterun prterun deepspeed
+    accelerate accelerate-launch ft_launcher ray uv uvx docker podman nerdctl apptainer singularity
+    enroot nsys ncu
+""")
 _ANSWERED = ("nvidia-smi", "scontrol", "hostname")
 STANDS_FOR = (*SHELLS, *WRAPPERS, *RUNNERS, *LAUNCHERS, "sbatch", *_ANSWERED)
 _PYTHON = re.compile(r"python[\d.]*")
