@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -28,6 +29,7 @@ from nest_megatron.integrations.megatron_lm.agreement import (
 )
 from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob
 from nest_megatron.integrations.megatron_lm.rendezvous import NoAgreementError
+from nest_megatron.integrations.recorder import Recorder
 from tests.cli.runs import environment
 from tests.launch.stores import (
     HERE,
@@ -393,6 +395,28 @@ def test_rank_0_may_search_longer_than_ranks_wait_for_each_other() -> None:
         return broadcast(store, solve)
 
     assert on_all_ranks(act) == ["the plan"] * 3
+
+
+def test_a_rank_is_alive_between_its_plan_and_its_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-Bridge's script has work of its own there, such as data that rank 0 prepares."""
+    command = read_words(["+nest=auto"])
+    monkeypatch.setattr(Recorder, "begin", lambda self, *_, **__: broadcast(self._store, str))
+
+    def act(rank: int) -> bool:
+        args = Namespace(rank=rank, world_size=2)
+        job = LaunchedJob(words=command, launch=read_launch(command), script="", argv=(), args=args)
+        job.store, job.decision = join(rank, 2), Mock()
+        with job.ending_together():
+            broadcast(job.store, str)
+        if rank == 0:
+            shorten(job.store, heartbeat_timeout_s=0.4)  # it sends them more often
+            entry = job.store._entry
+            wait_until(lambda: job.store._entry > entry + 1)
+        with job.ending_together():
+            job.begin_record()
+        return job.store._stopped.is_set()
+
+    assert on_all_ranks(act, 2) == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ for each, and not at all in between. Only rank 0 polls, which is a single proces
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
@@ -63,6 +64,7 @@ class RendezvousStore(TimedStore):
         self.leave(_ROLL, socket.gethostname())
         self._heartbeat = threading.Thread(target=self._send_heartbeats, daemon=True)
         self._heartbeat.start()
+        atexit.register(self.stop_heartbeat)
 
     @property
     def interval_s(self) -> Seconds:

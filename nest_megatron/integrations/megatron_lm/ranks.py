@@ -177,8 +177,6 @@ class LaunchedJob:
                         stream.flush()
                     os._exit(exit_code_of(end))
             raise
-        if self.store is not None:
-            self.store.stop_heartbeat()
 
     def last_value(self, key: str) -> str | None:
         """What the command itself says of a setting, so that all its ranks know."""
@@ -243,6 +241,8 @@ class LaunchedJob:
             mode=self.words.mode.value, signer=self.signer, changes=changed_flags(self.changes)
         )
         self.recorder.begin(launch, order=decision.ranks)
+        if self.store is not None:
+            self.store.stop_heartbeat()
 
 
 def launched_job(words: Sequence[str]) -> LaunchedJob | None:
