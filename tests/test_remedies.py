@@ -50,7 +50,7 @@ def test_each_remedy_is_one_with_its_plan() -> None:
     request = dataclasses.replace(request, memory_spaces={})
     found = nothing(request)
     number, *others = found.remedies
-    assert number.change == "cluster.num_gpus=4"
+    assert number.change == "cluster.num_gpus=3"
     fits = {words: has_plan(other) for words, other in memory_changes(request).items()}
     enough = [{*words} for words in fits if fits[words]]
     minimal = [" ".join(w) for w in fits if fits[w] and not any(e < {*w} for e in enough)]
@@ -63,6 +63,15 @@ def test_each_remedy_is_one_with_its_plan() -> None:
         assert 0 < (remedy.peak_memory_bytes or 0) <= found.capacity_bytes
         assert remedy.layout in remedy.words()
         assert " a step, " in remedy.words()
+
+
+@pytest.mark.parametrize("margin", [0.25, 0.4, 0.5])
+def test_below_a_host_the_smallest_number_is_told(margin: float) -> None:
+    job = f"memory.margin={margin}"
+    numbers = [each for each in range(1, 9) if has_plan(asked(f"cluster.num_gpus={each}", job))]
+    for fewer in {1, numbers[0] - 1}:
+        number, *_ = nothing(asked(f"cluster.num_gpus={fewer}", job)).remedies
+        assert number.change == f"cluster.num_gpus={numbers[0]}"
 
 
 def test_changes_are_tried_singly_and_together() -> None:

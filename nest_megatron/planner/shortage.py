@@ -453,7 +453,7 @@ def _held(space: SearchSpace) -> list[str]:
 
 
 def _fewest_gpus(request: Request, deadline: Deadline) -> tuple[int, bool] | None:
-    """More GPUs, in whole hosts, with which some plan fits; or by a bound none with fewer.
+    """More GPUs, beyond a host in whole ones, with which some plan fits; or a bound on them.
 
     The bound on states is doubled and halved to, which takes little time; from there on up numbers
     are tried, of more than 32 hosts one in each ``_STEP``. Where time ends that, the bound is left,
@@ -493,11 +493,12 @@ def _fewest_gpus(request: Request, deadline: Deadline) -> tuple[int, bool] | Non
 
 
 def _sizes(num_gpus: int, host: int, unit: int, has_room: Callable[[int], bool]) -> Iterator[int]:
-    """Larger numbers of GPUs from the smallest that has room for states on, in units of hosts."""
-    while (num_gpus := 2 * num_gpus) < host:
-        if has_room(num_gpus):
-            yield num_gpus
-    low = num_gpus // 2 // unit
+    """Larger numbers of GPUs from the smallest that has room for states on.
+
+    Each one up to a host, then units of hosts.
+    """
+    yield from filter(has_room, range(num_gpus + 1, host))
+    low = num_gpus // unit
     high = low + 1
     while not has_room(high * unit):
         low, high = high, 2 * high

@@ -67,14 +67,13 @@ def settings_for_nodes(composed: Settings, counts: Sequence[int]) -> Settings:
     """
     require_all_gpus(composed, "each row of --for-nodes")
     cluster = read_cluster(composed)
-    size = gpus_per_host(cluster)
-    most = max(counts) * size
+    most = max(counts) * gpus_per_host(cluster)
     if "cluster.num_gpus" in composed.given and cluster.num_gpus < most:
         raise UserInputError(
             _WHAT,
             _words(counts),
             f"{max(counts)} nodes have {most} GPUs, and cluster.num_gpus={cluster.num_gpus}",
-            f"End at {cluster.num_gpus // size}, or leave cluster.num_gpus out.",
+            f"Leave cluster.num_gpus out, or raise it to {most}.",
         )
     fields = {**(composed.cluster or {}), "num_gpus": most}
     return replace(composed, cluster=fields, given={**composed.given, "cluster.num_gpus": None})
