@@ -25,8 +25,9 @@ def catalogue_root() -> Traversable:
         return importlib.resources.files(PACKAGE)
     checkout = Path(__file__).resolve().parent.parent / "hydra_configs"
     if not checkout.is_dir():
-        limit, fix = "the catalogue is not installed", "Install nest-megatron again."
-        raise UserInputError(PACKAGE, None, limit, fix)
+        raise UserInputError(
+            PACKAGE, None, "the catalogue is not installed", "Install nest-megatron again."
+        )
     return checkout
 
 
@@ -66,7 +67,7 @@ def catalogue_names(group: str) -> tuple[str, ...]:
         UserInputError: if there is no such group.
     """
     if group not in GROUPS:
-        limit, fix = f"the groups are {', '.join(GROUPS)}", nearest(group, GROUPS)
-        raise UserInputError("catalogue group", group, limit, fix)
+        limit = f"the groups are {', '.join(GROUPS)}"
+        raise UserInputError("catalogue group", group, limit, nearest(group, GROUPS))
     files = (entry.name for entry in catalogue_root().joinpath(group).iterdir())
     return tuple(sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml")))

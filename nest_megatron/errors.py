@@ -29,6 +29,10 @@ class NestError(Exception):
     exit_code = BAD_INPUT
     rule: str | None = None
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle what it keeps, since ``__init__`` takes something else."""
+        return Exception.__new__, (type(self), *self.args), self.__dict__
+
 
 class FaultError(NestError):
     """An invariant of this package does not hold: no input of a user is to blame."""
@@ -180,5 +184,4 @@ def require_seconds(what: str, value: float) -> float:
     """A time for something, which must be above 0 and finite."""
     if 0 < value < math.inf:
         return value
-    limit = "it must be above 0 and finite"
-    raise UserInputError(what, value, limit, "Give seconds, such as 120.")
+    raise UserInputError(what, value, "it must be above 0 and finite", "Give seconds, such as 120.")

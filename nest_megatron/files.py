@@ -49,8 +49,9 @@ def require_new(path: Path, what: str) -> None:
         UserInputError: naming it.
     """
     if not is_standard_output(path) and os.path.lexists(expanded(path, what)):
-        limit = "this file exists, and it is not replaced"
-        raise _refused(what, path, limit, "Name another file, or take it away first.")
+        raise _refused(
+            what, path, "this file exists, and it is not replaced", "Name another, or take it away."
+        )
 
 
 def write_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> None:
@@ -88,9 +89,12 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> None:
             else:
                 name.replace(path)
     except OSError as error:
-        fix = "Name a file where there is space, you may write, and no other program writes."
-        limit = f"it cannot be written: {error.strerror or error}"
-        raise _refused("out", path, limit, fix) from error
+        raise _refused(
+            "out",
+            path,
+            f"it cannot be written: {error.strerror or error}",
+            "Name a place where there is space, you may write, and no other program writes.",
+        ) from error
 
 
 def now() -> str:

@@ -175,7 +175,7 @@ class Dimension(NamedTuple):
 
 _COUNT = Dimension(
     "a number",
-    {**{name: Fraction(size) for name, size in {**_DECIMAL, **_BINARY}.items() if name}}
+    {name: Fraction(size) for name, size in {**_DECIMAL, **_BINARY}.items() if name}
     | {"B": Fraction(10**9)},
     "128k (128,000), 128Ki (131,072) or 15T",
 )
@@ -186,21 +186,15 @@ _DIMENSIONS: Mapping[str, Dimension] = {
         "100GB/s, or 400Gb/s",
     ),
     "_flops_per_s": Dimension(
-        "a rate in FLOP/s",
-        _prefixed("FLOP/s", "FLOPS", binary=False),
-        "989TFLOP/s",
+        "a rate in FLOP/s", _prefixed("FLOP/s", "FLOPS", binary=False), "989TFLOP/s"
     ),
     "_bytes": Dimension("a size in bytes", _prefixed("B"), "80GB, or 141GiB"),
     "_watts": Dimension("a power in watts", _prefixed("W", binary=False), "1.2kW"),
     "_minutes": Dimension(
-        "a time in minutes",
-        {name: size / 60 for name, size in _TIMES.items()},
-        "90s, or 10min",
+        "a time in minutes", {name: size / 60 for name, size in _TIMES.items()}, "90s, or 10min"
     ),
     "_hours": Dimension(
-        "a time in hours",
-        {name: size / 3600 for name, size in _TIMES.items()},
-        "50000h",
+        "a time in hours", {name: size / 3600 for name, size in _TIMES.items()}, "50000h"
     ),
     "_seconds": Dimension("a time in seconds", _TIMES, "90s, or 2min"),
     "_s": Dimension("a time in seconds", _TIMES, "2us, or 1.5ms"),
@@ -250,7 +244,7 @@ def read_quantity(text: str, field: str, what: str = "") -> int | float:
     """
     dimension = dimension_of(field)
     match = _QUANTITY.fullmatch(text.strip()) if len(text) <= _LONGEST else None
-    unit = None if match is None else match[2]
+    unit = match and match[2]
     if match is None or unit not in dimension.units:
         limit = f"it is {dimension.words}, and {unit or 'this'} is not a unit of it"
         fix = f"Write for example {dimension.example}, or the plain number."

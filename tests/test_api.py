@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import re
 import subprocess
 import sys
@@ -311,6 +312,15 @@ def test_a_job_that_fits_nowhere_is_an_error_with_the_refusal() -> None:
         nest_megatron.plan(model="llama3_70b", cluster="dgx_h100", num_gpus=8, global_batch_size=8)
     assert caught.value.refusal.missing_bytes > 0
     assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"tp": 3}, {"max_seconds": 1e-9}])
+def test_errors_reach_another_process_as_they_are(settings: dict[str, Any]) -> None:
+    with pytest.raises(NestError) as raised:
+        nest_megatron.plan(model="llama3_70b", cluster="dgx_h100", num_gpus=8, **settings)
+    there = pickle.loads(pickle.dumps(raised.value))
+    assert (type(there), str(there)) == (raised.type, str(raised.value))
+    assert vars(there) == vars(raised.value)
 
 
 def test_gemma_3_is_planned_where_it_is_built() -> None:

@@ -125,8 +125,7 @@ def plan(
     >>> found.predicted.fits, found.layout.global_batch_size
     (True, 128)
     """
-    sizes = num_gpus, global_batch_size
-    found = compose_keywords(model, cluster, settings, config_dir, *sizes)
+    found = compose_keywords(model, cluster, settings, config_dir, num_gpus, global_batch_size)
     return plan_job(found, shortlist=shortlist, on_progress=on_progress)
 
 
@@ -178,10 +177,9 @@ def plan_command(
     >>> found.layout.dims.data_parallel_size * found.layout.dims.tensor_model_parallel_size
     16
     """
-    sizes = num_gpus, global_batch_size
     require_function("on_progress", on_progress)
     typed = typed_command(command, free, megatron_version, strict=strict)
-    composed = compose_keywords(None, cluster, settings, config_dir, *sizes)
+    composed = compose_keywords(None, cluster, settings, config_dir, num_gpus, global_batch_size)
     found = plan_typed(typed, composed, time.monotonic(), on_progress, shortlist=shortlist)
     return planned_command(found, composed)
 
@@ -217,8 +215,9 @@ def estimate(
     >>> priced.layout.dims.data_parallel_size
     8
     """
-    sizes = num_gpus, global_batch_size
-    return estimate_job(compose_keywords(model, cluster, settings, config_dir, *sizes))
+    return estimate_job(
+        compose_keywords(model, cluster, settings, config_dir, num_gpus, global_batch_size)
+    )
 
 
 def estimate_command(
@@ -287,8 +286,7 @@ def plan_table(
     counts = tuple(_whole_numbers("nodes", nodes, "range(15, 17)"))
     if min(counts) < 1:
         raise _no_numbers("nodes", counts, "range(15, 17)")
-    sizes = None, global_batch_size
-    composed = compose_keywords(model, cluster, settings, config_dir, *sizes)
+    composed = compose_keywords(model, cluster, settings, config_dir, None, global_batch_size)
     job = table_job(settings_for_nodes(composed, counts))
     return PlanTable(record=plan_for_nodes(job, counts), notes=job.request.notes)
 
@@ -318,8 +316,7 @@ def plan_for_gpus(
     from nest_megatron.api.sweep import sweep_row
 
     def planned(size: int, begun_s: Seconds) -> Plan:
-        sizes = size, global_batch_size
-        composed = compose_keywords(model, cluster, settings, config_dir, *sizes)
+        composed = compose_keywords(model, cluster, settings, config_dir, size, global_batch_size)
         return plan_job(composed, begun_s=begun_s)
 
     results = []
@@ -355,11 +352,7 @@ def table_job(composed: Settings) -> TableJob:
     from nest_megatron.integrations.megatron_lm.node_counts import TableJob
 
     request = job_of_settings(composed)
-    return TableJob(
-        request=request,
-        version=request.space.version,
-        finished=with_launch,
-    )
+    return TableJob(request=request, version=request.space.version, finished=with_launch)
 
 
 def load_plan(path: StrPath) -> Plan:

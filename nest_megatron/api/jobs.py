@@ -245,12 +245,11 @@ def opened(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise _refused(
             folder,
-            "results of several jobs are kept in a folder, and it cannot be made: "
-            f"{error.strerror}",
+            f"results of jobs are kept in a folder, and it cannot be made: {error.strerror}",
             "Name a folder inside one that is there.",
         ) from error
     try:
-        with FileLock(folder / _JOBS / "lock").acquire(timeout=0):
+        with FileLock(folder / _JOBS / "lock", timeout=0):
             yield
     except Timeout as error:
         raise _refused(
@@ -336,11 +335,18 @@ def launch(folder: Path, numbers: Sequence[int], settings: Sequence[Setting]) ->
     overrides.append(f"job={','.join(map(str, numbers))}")
     try:
         with _LAUNCHING, importlib.resources.as_file(catalogue_root()) as catalogue:
-            name = JobRuntime.instance().get("name")  # of the application that runs us
-            own = Hydra(name, _config_loader(catalogue.resolve()))
-            own.multirun("sweep", run_one, overrides, with_log_configuration=False)
+            application = JobRuntime.instance().get("name")  # that runs us
+            own = Hydra(application, _config_loader(catalogue.resolve()))
+            ended = own.multirun("sweep", run_one, overrides, with_log_configuration=False)
     except (HydraException, OmegaConfBaseException) as error:
         raise _plain_error(error, settings) from error
+    except OSError as error:
+        limit = f"the jobs' launcher cannot write to it: {error.strerror}"
+        raise _refused(folder, limit, "Name a folder where there is space.") from error
+    for batch in ended:
+        for job in batch:
+            if job.return_value:
+                raise job.return_value
 
 
 def _config_loader(folder: Path) -> ConfigLoader:
@@ -365,20 +371,26 @@ def _config_loader(folder: Path) -> ConfigLoader:
     return ConfigLoaderImpl(config_search_path=path)
 
 
-def run_one(config: DictConfig) -> int:
-    """The task that a launcher runs, perhaps elsewhere; what comes of it is in the folder."""
-    folder = Path(config.folder)
-    listed = read_json(folder / _JOBS / _LIST, "sweep")
-    job, tell = from_plain(SweepJob, listed["jobs"][config.job]), listed["tell"]
-    if not is_done(folder, job):
-        if (on_job := ON_JOB.get()) is not None:
-            on_job(config.job)
-        with progress() if tell else contextlib.nullcontext() as report:
-            result = outcome(lambda begun_s: job.plan(begun_s, report))
-        write_result(folder, job, result)
-        if tell and sys.stderr.isatty():
-            print_to_stderr(f"Job {config.job + 1} is done.")
-    return OK
+def run_one(config: DictConfig) -> Exception | None:
+    """The task that a launcher runs, perhaps elsewhere; what comes of it is in the folder.
+
+    An error that the folder cannot hold is returned: Hydra prints one that is raised.
+    """
+    try:
+        folder = Path(config.folder)
+        listed = read_json(folder / _JOBS / _LIST, "sweep")
+        job, tell = from_plain(SweepJob, listed["jobs"][config.job]), listed["tell"]
+        if not is_done(folder, job):
+            if (on_job := ON_JOB.get()) is not None:
+                on_job(config.job)
+            with progress() if tell else contextlib.nullcontext() as report:
+                result = outcome(lambda begun_s: job.plan(begun_s, report))
+            write_result(folder, job, result)
+            if tell and sys.stderr.isatty():
+                print_to_stderr(f"Job {config.job + 1} is done.")
+    except Exception as error:  # noqa: BLE001 - it is raised where the sweep runs
+        return error
+    return None
 
 
 def outcome(plan: Callable[[Seconds], Plan]) -> Result:

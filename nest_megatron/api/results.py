@@ -260,8 +260,7 @@ class PlanTable(Shown):
 
     def plans(self) -> dict[int, Plan]:
         """The plans by number of nodes."""
-        found = self.record.planned()
-        return {entry.num_nodes: Plan(record=each) for entry, each in found}
+        return {entry.num_nodes: Plan(record=each) for entry, each in self.record.planned()}
 
     def save(self, path: StrPath, *, force: bool = False) -> None:
         """Write the file that ``nest-megatron pin`` freezes; arguments as of ``Plan.save``."""
@@ -302,7 +301,7 @@ class Scaling(Shown):
 
     def plans(self) -> dict[int, Plan]:
         """The plans by number of GPUs, of those that have one."""
-        found = [row.plan for row in self.rows if row.plan is not None]
+        found = filter(None, (row.plan for row in self.rows))
         return {each.cluster.num_gpus: Plan(record=each) for each in found}
 
     def to_dict(self) -> dict[str, Any]:

@@ -350,5 +350,5 @@ def test_a_plan_that_cannot_be_written_is_printed(
     done = run("plan", *SMALL, *LIMITS, f"out={tmp_path / 'plan.yaml'}")
     assert done.code == BAD_INPUT
     assert "--tensor-model-parallel-size" in done.out
-    assert "Name a file where there is space" in done.err
+    assert "Name a place where there is space" in done.err
     assert list(tmp_path.iterdir()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import resource
 import time
 from pathlib import Path
 
@@ -89,6 +90,29 @@ def test_other_launchers_plan_the_same(launcher: tuple[str, ...], tmp_path: Path
     times = [job["plan"]["predicted"] for job in done.json()["jobs"]]
     basic = sweep(tmp_path / "here", *TWO).json()["jobs"]
     assert times == [job["plan"]["predicted"] for job in basic]
+
+
+@pytest.mark.parametrize("launcher", [(), ("hydra/launcher=joblib",)], ids=["basic", "joblib"])
+@pytest.mark.parametrize(
+    ("most_bytes", "words"),
+    [(1536, "sweep: the jobs' launcher cannot write to it: "), (8192, "it cannot be written: ")],
+)
+def test_a_result_that_cannot_be_written_is_told_in_our_words(
+    launcher: tuple[str, ...], most_bytes: int, words: str, tmp_path: Path
+) -> None:
+    if launcher:
+        pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    out = tmp_path / "sweep"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limits[1]))  # as a full disk
+    try:
+        done = spawn("plan", "-m", *TWO, *launcher, f"out={out}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert done.code == 2
+    assert done.err.startswith(f"error: out = {out}")
+    assert f"{words}File too large" in done.err, done.err
+    assert list(out.glob("sweep*")) == []
 
 
 def test_finished_jobs_are_not_done_again(tmp_path: Path) -> None:
