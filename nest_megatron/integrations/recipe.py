@@ -248,9 +248,8 @@ class Recipe(Configuration, ABC):
         config, data, places = self.find(self.model), self.find(self.data), self.places
         family, stated, execution = family_of(config), self.item_values(), places.values()
         unforced = replace(places, forced={}).values()
-        if places.overlap and not stated.get(
-            "sequence_parallel"
-        ):  # both turn it off with a warning
+        # without it both frameworks turn the overlap off, with a warning
+        if places.overlap and not stated.get("sequence_parallel"):
             execution["tp_comm_overlap"] = False
         for item, value in stated.items():
             if item.endswith("_parallel_size") and value is not None:
