@@ -111,9 +111,7 @@ _MOST_BYTES = 512 << 20
 _LIMITS = Limits(num_bytes=_MOST_BYTES, num_nodes=_MOST_BYTES // 8)
 #: ``len`` of transformers' AutoTokenizer (a:167, sft_tokenizer.py:42; b huggingface_tokenizer:345).
 _HUGGING_FACE = ("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer")
-_SPECIAL = re.findall(
-    r"\S+", "bos_token eos_token unk_token sep_token pad_token cls_token mask_token"
-)
+_SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _EXTRA = ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens")
 #: Of the vocabulary that a tokenizer is published with.
 _TOKENIZER_ROWS = {
@@ -291,10 +289,12 @@ def _fields(content: bytes) -> Iterator[tuple[int, bytes]]:
     at = 0
     while at < len(content):
         key, at = _varint(content, at)
-        kind, size = key & 7, {1: 8, 5: 4}.get(key & 7, 0)
+        kind = key & 7
+        size = {1: 8, 5: 4}.get(kind, 0)
         if kind in (0, 2):
-            size, at = _varint(content, at)
-            size *= kind > 0
+            number, at = _varint(content, at)
+            if kind:
+                size = number
         if kind not in (0, 1, 2, 5) or at + size > len(content):
             raise IndexError
         yield key >> 3, content[at : at + size]
