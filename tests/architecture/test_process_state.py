@@ -50,12 +50,16 @@ def test_nothing_is_set_for_all_threads(path: Path) -> None:
 
 def test_how_often_garbage_is_looked_for_is_set_back() -> None:
     before = gc.get_threshold()
-    with pytest.raises(KeyboardInterrupt), rare_garbage_collection():
-        assert gc.get_threshold()[0] > 100 * before[0]
+
+    @rare_garbage_collection()
+    def interrupted() -> None:
         with rare_garbage_collection():
             pass
         assert gc.get_threshold()[0] > 100 * before[0]
         raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert gc.get_threshold() == before
 
 
