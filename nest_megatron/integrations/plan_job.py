@@ -216,9 +216,12 @@ def _as_settings(prefix: str, record: object) -> dict[str, str]:
 
 
 def _no_settings(path: Path, value: str) -> UserInputError:
-    limit = "the plan's job has it, and the file does not say by which settings"
-    fix = "Plan each change of it with nest-megatron plan, from its command or its settings."
-    return UserInputError(str(path), value, limit, fix)
+    return UserInputError(
+        str(path),
+        value,
+        "the plan's job has it, and the file does not say by which settings",
+        "Plan each change of it with nest-megatron plan, from its command or its settings.",
+    )
 
 
 def _space_settings(plan: ParallelPlan, free: Mapping[str, str]) -> dict[str, str]:

@@ -434,5 +434,4 @@ def flag_cost_report(planned_s: Seconds, costs: Iterable[tuple[str, Seconds]]) -
             f"{cost:.1f} %" if cost >= 0.05 else "nothing",
         )
     step = format_seconds(planned_s)
-    title = f"nest: what your flags cost, by predicted steps ({step} with all)"
-    return Group(Text(title), table)
+    return Group(Text(f"nest: what your flags cost, by predicted steps ({step} with all)"), table)

@@ -106,8 +106,9 @@ def _made_by(maker: str, name: str, install: str, fix: str) -> Iterator[None]:
     except UserInputError:
         raise
     except ImportError as error:
-        limit = f"{maker} cannot be imported here ({first_line(error)})"
-        raise _command_error(name, limit, install) from error
+        raise _command_error(
+            name, f"{maker} cannot be imported here ({first_line(error)})", install
+        ) from error
     except Exception as error:
         raise _command_error(name, f"{maker} does not make it: {first_line(error)}", fix) from error
 
@@ -158,8 +159,12 @@ def _nemo_job(words: Sequence[str], assume_harmless: Sequence[str], vocab_size: 
 
 def _nemo_recipe(task: str, factory: str, fields: list[str]) -> Any:
     """What ``nemo llm`` would run, by NeMo-Run's own reader."""
-    fix = f"`nemo llm {task} --factory NAME --dryrun` shows what it takes."
-    with _made_by("NeMo-Run", factory, f"{install_command('nemo')}.", fix):
+    with _made_by(
+        "NeMo-Run",
+        factory,
+        f"{install_command('nemo')}.",
+        f"`nemo llm {task} --factory NAME --dryrun` shows what it takes.",
+    ):
         nemo.require_language_models()
         from nemo.collections import llm
         from nemo_run.cli.api import RunContext
@@ -201,9 +206,12 @@ def _bridge_recipe(
     name: str, scheme: Mapping[str, str], fields: list[str], data: str | None = None
 ) -> Any:
     """The configuration that ``run_recipe.py`` makes of a recipe, its data and its overrides."""
-    install = "Plan where it is installed; docs/nemo.md says how."
-    fix = "Correct the fields, or give what it lacks."
-    with _made_by("Megatron-Bridge", name, install, fix):
+    with _made_by(
+        "Megatron-Bridge",
+        name,
+        "Plan where it is installed; docs/nemo.md says how.",
+        "Correct the fields, or give what it lacks.",
+    ):
         from megatron.bridge import recipes
         from megatron.bridge.training.utils import omegaconf_utils
 

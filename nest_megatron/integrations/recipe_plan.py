@@ -216,12 +216,15 @@ def _overlap(
     }
     if "wgrad_deferral_limit" in stated:
         yield f"{prefix}.wgrad_deferral_limit", None, _DEFERRED
-    if any(stated.get(name, value) != value for name, value in links.items()):
-        for name in filter(stated.__contains__, links):
+    for name, value in links.items():
+        if stated.get(name, value) != value:
             yield f"{prefix}.{name}", None, f"{_LINKS}, by themselves"
+    # ``_get_optimizer_overlap_cfgs``: off with one replica, whose context ranks reduce all the same
+    dims = plan.layout.dims
+    is_on = dims.data_parallel_size > 1 or dims.context_parallel_size == 1
     for name in OVERLAPS:
         planned = plan.arguments[name]
-        if stated.get(name, planned) != planned:
+        if stated.get(name, planned and is_on) != planned:
             why = "the plan's time counts on it" if planned else reason(plan, name)
             yield f"{prefix}.{name}", planned, why
 

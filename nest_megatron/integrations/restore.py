@@ -110,18 +110,25 @@ def data_requirements(recipe: Configuration, micro_batch_size: int) -> dict[str,
                 f"a micro batch of {micro_batch_size} holds no two sequences to pack",
                 "Set micro_batch_size to at least 2, or turn it off.",
             )
-        why = "the sequences of a micro batch are packed into one"
-        needs["micro_batch_size"] = _need(micro_batch_size, why, f"turn {recipe.data}.{name} off")
+        needs["micro_batch_size"] = _need(
+            micro_batch_size,
+            "the sequences of a micro batch are packed into one",
+            f"turn {recipe.data}.{name} off",
+        )
     padded = all(find(data, f"{n}.pad_seq_to_mult") is ABSENT for n in _SPECS) or has_packs(data)
     if packed_sequence_size(data) is not None and padded:
         stated = recipe.find(recipe.items["context_parallel_size"])
-        why = "sequences of a pack are padded for one context-parallel size"
         needs["context_parallel_size"] = _need(
-            stated if isinstance(stated, int) else 1, why, without_packs
+            stated if isinstance(stated, int) else 1,
+            "sequences of a pack are padded for one context-parallel size",
+            without_packs,
         )
     elif is_finetuning(data) and recipe.find(f"{recipe.model}.calculate_per_token_loss") is ABSENT:
-        why = "fine-tuning with context parallelism needs calculate_per_token_loss"
-        needs["context_parallel_size"] = _need(1, why, "upgrade the framework")
+        needs["context_parallel_size"] = _need(
+            1,
+            "fine-tuning with context parallelism needs calculate_per_token_loss",
+            "upgrade the framework",
+        )
     return needs
 
 
@@ -347,8 +354,12 @@ def restored_by_command(values: Values) -> Restored | None:
     source = next((name for name in named if not Path(name).is_dir()), None)
     if source is None or values.get("moe_use_upcycling"):
         return None
-    how = "as --ckpt-format has it: there is no such folder on this host"
-    return _unseen_checkpoint(source, str(values.get("ckpt_format") or "torch_dist"), values, how)
+    return _unseen_checkpoint(
+        source,
+        str(values.get("ckpt_format") or "torch_dist"),
+        values,
+        "as --ckpt-format has it: there is no such folder on this host",
+    )
 
 
 def restored_by_bridge(cfg: Any) -> Restored | None:

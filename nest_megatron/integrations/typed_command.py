@@ -371,9 +371,12 @@ def estimate_command(typed: TypedCommand, composed: Settings) -> ParallelPlan:
     job, cluster = read_typed(typed, composed)
     for name in sorted(composed.given):
         if name.startswith("parallel."):
-            limit, fix = "the layout is that of the command", "Give its flag with --set."
-            value = stated_values(composed.parallel).get(name.partition(".")[2])
-            raise UserInputError(name, value, limit, fix)
+            raise UserInputError(
+                name,
+                stated_values(composed.parallel).get(name.partition(".")[2]),
+                "the layout is that of the command",
+                "Give its flag with --set.",
+            )
     job = replace(job, num_gpus=job.num_gpus or cluster.num_gpus)
     request = request_for(
         with_device_settings(job, cluster), cluster, composed, SearchSpace(), choose_execution=False

@@ -204,6 +204,25 @@ def test_a_recipe_is_priced_as_it_is(command: str) -> None:
     assert not found.record.launch
 
 
+def test_what_its_data_do_not_take_is_not_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both frameworks end such a job."""
+
+    def packed(*_: object) -> Any:
+        cfg = frameworks.bridge_config(catalogue.model("llama3_8b"))
+        cfg.dataset.offline_packing_specs = SimpleNamespace(packed_sequence_size=8192)
+        cfg.train.micro_batch_size = 2
+        return cfg
+
+    monkeypatch.setattr(recipe_command, "_bridge_recipe", packed)
+    done = run("estimate", "--from", BRIDGE, "cluster=dgx_h100")
+    assert done.code == 2
+    assert "micro_batch_size = 2: the data needs 1: a micro batch is one pack" in done.err
+    planned = nest_megatron.plan_command(BRIDGE, cluster="dgx_h100", search={"num_alternatives": 0})
+    assert planned.layout.micro_batch_size == 1
+    assert planned.before is not None
+    assert "a micro batch is one pack" in planned.before.refused
+
+
 def test_a_recipe_is_planned_beside_what_it_is(command: str) -> None:
     done = run("plan", "--from", command, "cluster=dgx_h100", *QUICK)
     assert done.code == 0, done.err

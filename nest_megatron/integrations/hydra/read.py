@@ -142,8 +142,7 @@ def _values(view: AppView) -> dict[str, Any]:
     if activation is not None:
         known = _TABLE["activations"]
         if activation not in known:
-            limit = f"supported are {', '.join(known)}"
-            raise unplannable("model.activation", activation, limit)
+            raise unplannable("model.activation", activation, f"supported are {', '.join(known)}")
         values[known[activation]] = True
     shared = view.value("share_embeddings_and_output_weights")
     if shared is not None:

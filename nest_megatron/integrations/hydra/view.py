@@ -211,8 +211,12 @@ _WRITTEN = Source(correct="docs/hydra_apps.md shows each.")
 def read_settings(node: Any) -> AppSettings:
     """The settings of the ``nest`` node; an unknown key or a node of another kind is refused."""
     if not isinstance(node, Mapping | None):
-        limit = "the group nest was not composed, so nothing would be planned"
-        raise UserInputError("nest", node, limit, _WRITTEN.correct)
+        raise UserInputError(
+            "nest",
+            node,
+            "the group nest was not composed, so nothing would be planned",
+            _WRITTEN.correct,
+        )
     open_ = ("fields", "overrides", "may_differ")
     values = {name: each for name, each in (node or {}).items() if each or name not in open_}
     count, names = values.get("num_gpus"), values.get("may_differ")

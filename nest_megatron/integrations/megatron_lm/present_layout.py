@@ -242,8 +242,15 @@ def typed_plan(job: Job, request: Request, composed: Settings) -> tuple[Parallel
         UserInputError: for what no plan may have, with the rule of Megatron or of ours.
     """
     variant, refused = typed_layout(job, request, composed)
+    for name, need in job.required.items():
+        own = variant.layout.sizes.get(name, need.value)
+        if need.value not in (None, own):
+            refused = f"{name} = {own}: {need.who} needs {need.value}: {need.reason}"
     if refused:
-        in_recipe = job.command is None
-        fix = "Change the recipe's fields." if in_recipe else "Change its flags (--set)."
-        raise UserInputError("--from", job.script, refused, fix)
+        raise UserInputError(
+            "--from",
+            job.script,
+            refused,
+            "Change its flags (--set)." if job.command else "Change the recipe's fields.",
+        )
     return estimate_for(request, variant.layout, settings=variant.settings), variant

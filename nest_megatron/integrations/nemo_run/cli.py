@@ -55,8 +55,12 @@ def nest_auto(
     try:
         make = importlib.import_module(f"{_RECIPES}.{recipe}").pretrain_recipe
     except (ModuleNotFoundError, AttributeError) as error:
-        fix = f"Give the name of a module in {_RECIPES} that has a pretrain_recipe."
-        raise UserInputError("nest_auto recipe", recipe, str(error), fix) from error
+        raise UserInputError(
+            "nest_auto recipe",
+            recipe,
+            str(error),
+            f"Give the name of a module in {_RECIPES} that has a pretrain_recipe.",
+        ) from error
     task = make(num_nodes=num_nodes, num_gpus_per_node=num_gpus_per_node)
     options = TaskOptions(
         cluster=cluster, overrides=overrides or [], keep=keep or [], vocab_size=vocab_size

@@ -143,8 +143,9 @@ class TaskOptions:
                 "plan", self.plan, "mode='auto' searches for a plan", "Give mode='pinned'."
             )
         if self.watch is not None and not (isinstance(self.watch, int) and self.watch >= 0):
-            limit = "it is a whole number of at least 0"
-            raise _plugin_error("watch", self.watch, limit, "Give a number of steps.")
+            raise _plugin_error(
+                "watch", self.watch, "it is a whole number of at least 0", "Give a number of steps."
+            )
 
 
 def plan_recipe(

@@ -217,6 +217,18 @@ def test_user_buffers_of_the_overlap_settings_are_off_without_sequence_paralleli
     assert (cfg.model.sequence_parallel, cfg.comm_overlap.tp_comm_overlap) == (True, False)
 
 
+@pytest.mark.parametrize(("cp", "overlaps"), [(2, True), (1, None)])
+def test_one_replica_of_several_context_ranks_overlaps_what_it_reduces(
+    cp: int, overlaps: bool | None
+) -> None:
+    """``_get_optimizer_overlap_cfgs`` counts replicas alone, and gradients are those of both."""
+    cfg = llama()
+    cfg.comm_overlap = CommOverlapConfig()
+    apply_plan(cfg, laid_out(tp=8 // cp, cp=cp, pp=8))
+    assert cfg.comm_overlap.overlap_grad_reduce is overlaps
+    assert cfg.comm_overlap.overlap_param_gather is overlaps
+
+
 def test_shared_weights_take_what_bridge_asks_for() -> None:
     cfg = llama()
     cfg.checkpoint.async_save = True
