@@ -74,6 +74,15 @@ def test_below_a_host_the_smallest_number_is_told(margin: float) -> None:
         assert number.change == f"cluster.num_gpus={numbers[0]}"
 
 
+def test_windows_under_context_parallelism_have_a_nearest_plan_and_remedies() -> None:
+    """They are not exchanged in a ring, which is what other jobs are looked at with."""
+    sizes = ("model=starcoder2_7b", "parallel.context_parallel_size=4", "memory.margin=0.7")
+    found = nothing(asked("cluster.num_gpus=4", *sizes))
+    assert "CP 4" in found.nearest
+    assert "CP 4" in found.remedies[0].layout
+    assert has_plan(asked(found.remedies[0].change, *sizes))
+
+
 def test_changes_are_tried_singly_and_together() -> None:
     words = memory_changes(asked())
     singles = {word for each in words for word in each}

@@ -529,13 +529,15 @@ def _least_memory(space: SearchSpace, model: CostModel) -> SearchSpace:
 
     No larger micro batch needs less than one sequence, but where attention keeps its scores: their
     softmax is fused for four matrices at a time. Of how layers run only offloading frees memory,
-    and leaving out what the job has.
+    and leaving out what the job has; the exchange of windows is what Megatron accepts.
     """
-    name, job = "micro_batch_size", space.execution
+    name, job, needed = "micro_batch_size", space.execution, ["offload_modules"]
+    if model.spec.window_size is not None:  # windows go with few exchanges under CP
+        needed.append("cp_comm_type")
     executions = {
         choice: values
         for choice, values in space.executions.items()
-        if choice == "offload_modules" or getattr(job, choice) != getattr(PLAIN, choice)
+        if choice in needed or getattr(job, choice) != getattr(PLAIN, choice)
     }
     limits, most = space.limits, 1
     if LayerShard(flash_attention=model.flash_attention).keeps_scores(model.spec):
