@@ -259,7 +259,10 @@ def family_of(config: Any) -> Family:
 def _hybrid(config: Any) -> dict[str, Any]:
     """A pattern, or the shares that make one; 0.16.1 has no MTP layers there.
 
-    Source: ``HybridModelProvider.finalize`` of Megatron-Bridge 0.6.
+    Another number of layers beside a pattern is refused.
+
+    Source: ``HybridModelProvider.finalize`` of Megatron-Bridge 0.6, ``allocate_layers`` of
+    megatron-core's ``mamba_hybrid_layer_allocation``.
     """
     found = (value_or(config, f"hybrid_{name}_pattern") for name in ("layer", "override"))
     pattern = next(filter(None, found), "")
@@ -270,6 +273,13 @@ def _hybrid(config: Any) -> dict[str, Any]:
     main, predictors = pattern.partition("/")[0], value_or(config, "mtp_num_layers", 0)
     if (depth := value_or(config, "mtp_hybrid_override_pattern")) is not None:
         pattern = "/".join((main, *(depth,) * predictors))
+    if value_or(config, "num_layers", len(main)) != len(main):
+        raise UserInputError(
+            "num_layers",
+            config.num_layers,
+            f"the pattern of the model has {len(main)} layers",
+            "Change both, or neither.",
+        )
     return {
         "hybrid_layer_pattern": pattern,
         "num_layers": len(main),
@@ -277,27 +287,11 @@ def _hybrid(config: Any) -> dict[str, Any]:
     }
 
 
-def _nemo_hybrid(config: Any) -> dict[str, Any]:
-    """NeMo states the number of layers and their pattern; megatron-core refuses two numbers.
-
-    Source: ``allocate_layers`` of megatron-core's ``mamba_hybrid_layer_allocation``.
-    """
-    found = _hybrid(config)
-    if config.num_layers != found["num_layers"]:
-        raise UserInputError(
-            "model.config.num_layers",
-            config.num_layers,
-            f"hybrid_override_pattern has {found['num_layers']} layers",
-            "Change both, or neither.",
-        )
-    return found
-
-
 def _nemotron_h(config: Any) -> dict[str, Any]:
     """NeMo writes the squared ReLU of these models as a function without a name."""
     name = getattr(value_or(config, "activation_func"), "__qualname__", "")
     own = name.startswith("NemotronHConfigBase.")
-    return _nemo_hybrid(config) | ({"activation": "squared_relu"} if own else {})
+    return _hybrid(config) | ({"activation": "squared_relu"} if own else {})
 
 
 def _heterogeneous(config: Any) -> dict[str, Any]:
@@ -408,7 +402,7 @@ FAMILIES: dict[str | None, Family] = {
     "HybridModelProvider": Family(fields=_hybrid),
     "MambaModelProvider": Family(fields=_hybrid),
     "NemotronHConfigBase": Family(fields=_nemotron_h),
-    "SSMConfig": Family(fields=_nemo_hybrid),
+    "SSMConfig": Family(fields=_hybrid),
     "HeterogeneousTransformerConfig": Family(fields=_heterogeneous),
     "Gemma2Config": Family(fields=_gemma2, packs=False),
     "Gemma2ModelProvider": Family(fields=_gemma2, packs=False),

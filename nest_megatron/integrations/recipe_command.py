@@ -186,8 +186,7 @@ def _bridge_job(
     given, rest = parser.parse_known_args(command.argv)
     typed = [f"{name}={value}" for name, value in vars(given).items() if "." in name and value]
     # the mode is what the recipe's own name says, but for DoRA; the step feeds the model: no field
-    task = "peft" if given.mode in ("lora", "dora") else given.mode
-    name = given.recipe or f"{given.model}_{task}_config"
+    name = given.recipe or f"{given.model}_{re.sub('[ld]ora', 'peft', str(given.mode))}_config"
     scheme = {"peft_scheme": "dora"} if given.mode == "dora" else {}
     fields = [*typed, *_fields(split_words(rest)[1])]
     cfg = _bridge_recipe(name, scheme, fields, given.dataset)

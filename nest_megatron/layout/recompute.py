@@ -55,7 +55,7 @@ class Recompute:
         full = self.granularity is RecomputeGranularity.FULL
         if full != (self.method is not None) or full != (self.num_layers is not None):
             raise UserInputError(
-                "parallel.recompute_method / recompute_num_layers",
+                "recompute_method / recompute_num_layers",
                 (self.method, self.num_layers),
                 "recompute_granularity full needs both, and no other takes them",
                 "With full add recompute_method=uniform and recompute_num_layers=1 (it saves each "
@@ -63,14 +63,14 @@ class Recompute:
             )
         if self.num_layers is not None and self.num_layers < 1:
             raise UserInputError(
-                "parallel.recompute_num_layers",
+                "recompute_num_layers",
                 self.num_layers,
                 "it counts layers, so it is at least 1",
                 "Give a positive whole number.",
             )
         if bool(self.modules) != (self.granularity is RecomputeGranularity.SELECTIVE):
             raise UserInputError(
-                "parallel.recompute_modules",
+                "recompute_modules",
                 self.modules,
                 "it goes with recompute_granularity selective, and only with it",
                 "Name at least one module with selective, none otherwise.",

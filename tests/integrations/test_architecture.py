@@ -228,3 +228,13 @@ def test_every_field_of_megatron_core_is_classified() -> None:
     found = {field.name for field in dataclasses.fields(config.MLATransformerConfig)}
     assert found <= architecture.CLASSIFIED
     assert len(found) > 200
+
+
+@pytest.mark.parametrize("family", ["HybridModelProvider", "MambaModelProvider", "SSMConfig"])
+def test_another_number_of_layers_beside_a_pattern_is_refused(family: str) -> None:
+    """Megatron-Bridge and megatron-core end; the pattern alone was priced."""
+    config = SimpleNamespace(hybrid_layer_pattern="M-|M*/E", mtp_num_layers=1, num_layers=4)
+    assert architecture.FAMILIES[family].fields(config)["num_layers"] == 4
+    config.num_layers = 8
+    with pytest.raises(UserInputError, match="num_layers = 8: the pattern of the model has 4"):
+        architecture.FAMILIES[family].fields(config)

@@ -223,6 +223,29 @@ def test_what_its_data_do_not_take_is_not_priced(monkeypatch: pytest.MonkeyPatch
     assert "a micro batch is one pack" in planned.before.refused
 
 
+@pytest.mark.parametrize(
+    ("sizes", "field"),
+    [
+        ({"pipeline_model_parallel_size": 5}, "model.num_layers_in_first_pipeline_stage"),
+        ({"virtual_pipeline_model_parallel_size": 4}, "model.pipeline_model_parallel_size"),
+        ({"recompute_granularity": "full"}, "recompute_method / recompute_num_layers"),
+    ],
+)
+def test_what_is_wrong_is_named_by_the_fields_of_the_recipe(
+    sizes: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*_: object) -> Any:
+        cfg = frameworks.bridge_config(catalogue.model("llama3_8b"))
+        vars(cfg.model).update(sizes)
+        return cfg
+
+    monkeypatch.setattr(recipe_command, "_bridge_recipe", wrong)
+    done = run("estimate", "--from", BRIDGE, "cluster=dgx_h100", "cluster.num_gpus=40")
+    assert (done.code, field in done.err) == (2, True), done.err
+    assert "--" not in done.err
+    assert "parallel.recompute" not in done.err
+
+
 def test_a_recipe_is_planned_beside_what_it_is(command: str) -> None:
     done = run("plan", "--from", command, "cluster=dgx_h100", *QUICK)
     assert done.code == 0, done.err

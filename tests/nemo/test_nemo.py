@@ -96,7 +96,7 @@ def test_families_with_layers_of_their_own_are_planned_within_their_limits(name:
 def test_layers_beside_their_pattern_are_as_many() -> None:
     source = recipes.recipe("mamba2_130m")
     source.model.config.num_layers = 12
-    with pytest.raises(UserInputError, match="num_layers = 12: hybrid_override_pattern has 24"):
+    with pytest.raises(UserInputError, match="num_layers = 12: the pattern of the model has 24"):
         read_recipe(source, vocab_size=50_000)
 
 

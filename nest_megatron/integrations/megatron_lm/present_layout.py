@@ -19,6 +19,8 @@ from nest_megatron.integrations.megatron_lm.attach import (
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     Values,
     flag_error,
+    flag_of,
+    naming_fields,
     partition_of_values,
     rank_order_of,
     read_recompute,
@@ -241,7 +243,8 @@ def typed_plan(job: Job, request: Request, composed: Settings) -> tuple[Parallel
     Raises:
         UserInputError: for what no plan may have, with the rule of Megatron or of ours.
     """
-    variant, refused = typed_layout(job, request, composed)
+    with naming_fields({flag_of(name): field for name, field in job.fields.items()}):
+        variant, refused = typed_layout(job, request, composed)
     for name, need in job.required.items():
         own = variant.layout.sizes.get(name, need.value)
         if need.value not in (None, own):
