@@ -65,7 +65,7 @@ EXPERTS = (
     "parallel.tensor_model_parallel_size=2",
     "parallel.pipeline_model_parallel_size=1",
     "parallel.zero_stage=1",
-    "search.num_alternatives=0",
+    "search.num_alternatives=1",
 )
 LLAMA_WORDS = (
     "--num-layers 16 --hidden-size 2048 --num-attention-heads 32 --seq-length 2048 "

@@ -28,7 +28,7 @@ FIXED = (
     "parallel.tensor_model_parallel_size=2",
     "parallel.pipeline_model_parallel_size=2",
     "parallel.zero_stage=1",
-    "search.num_alternatives=0",
+    "search.num_alternatives=1",
 )
 
 

@@ -194,7 +194,8 @@ class ParallelPlan:
     """A complete plan; ``plan_file`` writes and reads it exactly.
 
     Args:
-        offers: what a job would gain by choices that it rules out, one sentence each.
+        offers: what a job would gain by choices that it rules out, one sentence each; none where no
+            runner-up is requested.
         goodput: where a mean time between failures is given.
         choice: how the plan was chosen, where it was searched for, and not requested by its number.
         shortlist: which of the plan and its runners-up could be the fastest, if requested.

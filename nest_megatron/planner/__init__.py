@@ -97,7 +97,9 @@ def plan(
             choice=None if choose else _with_riskier(request, deadline, searched, chosen),
             shortlist=_shortlist(model, plans) if request.shortlist else None,
             present=_present_layout(request, searched, first.solved),
-            offers=offers(best, request, find, partial(_faster, request, deadline)),
+            offers=offers(best, request, find, partial(_faster, request, deadline))
+            if request.num_alternatives
+            else (),
         )
         require_allowed(found, request.policy)
         return found
