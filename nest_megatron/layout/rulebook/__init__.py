@@ -50,13 +50,16 @@ def check(
 
 
 def first_broken(request: LaunchRequest, *, but: Collection[str] = ()) -> str:
-    """Who refuses a request, with the first rule that it breaks and its source; empty for none."""
+    """Who refuses a request, with the first rule that it breaks and its source; empty for none.
+
+    Args:
+        but: the rules of Megatron-LM's own script, where it runs under another framework.
+    """
+    framework = "megatron-core" if but else "Megatron-LM"
     for rule, found in check(request, but=but):
-        who = (
-            "nest-megatron does not plan it"
-            if rule.ours
-            else (f"Megatron-LM {request.version} refuses it")
-        )
+        who = f"{framework} {request.version} refuses it"
+        if rule.ours:
+            who = "nest-megatron does not plan it"
         return f"{who}: {found.what} = {found.value}: {found.limit} ({rule.file})"
     return ""
 
