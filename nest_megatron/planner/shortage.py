@@ -311,19 +311,16 @@ def no_plan(
     """
     number = _fewest_gpus(request, deadline.part(_NUMBER_SHARE)) if request.remedies else None
     until = deadline.part(_NUMBER_SHARE)
-    search = _new_search(request, model, until)
-    shortage = least_memory(search, until.passed)
+    shortage = least_memory(_new_search(request, model, until), until.passed)
     is_complete = not until.passed()
     assert shortage is not None, "a legal space has a plan that lacks least memory"
-    remedies = list(_of_capacity(request, shortage))
-    if request.remedies:
-        remedies = [*_with_plans(request, number, deadline, find), *remedies]
+    others = _with_plans(request, number, deadline, find) if request.remedies else ()
     return NoPlan(
         shortage=shortage,
         missing_bytes=shortage.missing_bytes,
         capacity_bytes=shortage.limit_bytes,
         nearest=describe_grid(shortage.grid),
-        remedies=tuple(remedies),
+        remedies=(*others, *_of_capacity(request, shortage)),
         search=record,
         complete=is_complete,
     )
@@ -531,9 +528,8 @@ def _least_memory(space: SearchSpace, model: CostModel) -> SearchSpace:
     softmax is fused for four matrices at a time. Of how layers run only offloading frees memory,
     and leaving out what the job has; the exchange of windows is what Megatron accepts.
     """
-    name, job, needed = "micro_batch_size", space.execution, ["offload_modules"]
-    if model.spec.window_size is not None:  # windows go with few exchanges under CP
-        needed.append("cp_comm_type")
+    name, job = "micro_batch_size", space.execution
+    needed = "offload_modules", model.spec.window_size and "cp_comm_type"
     executions = {
         choice: values
         for choice, values in space.executions.items()
