@@ -226,13 +226,13 @@ def require_tune(folder: Path) -> None:
         rule = "pinned_only" if rules.pinned_only else "signers" if rules.signers else None
         if rule is None and not _is_outside(folder.resolve(), file):
             continue
-        limit = "its runs launch plans that nobody has reviewed"
         fix = (
             "--dry-run shows the runs and starts none; the operators of the cluster may allow them "
             f"with launch.may_tune: [{user_name()}] in {file.path}."
         )
         where = file.where(f"launch.{rule or 'plan_folders'}")
-        raise PolicyError("tune", value=None, limit=f"{limit} ({where})", fix=fix)
+        limit = f"its runs launch plans that nobody has reviewed ({where})"
+        raise PolicyError("tune", None, limit, fix)
 
 
 def read_launched(path: Path, num_gpus: int | None = None) -> PinnedPlan:

@@ -182,5 +182,6 @@ def _other_batch(plan: ParallelPlan) -> UserInputError | None:
     if batch == planned:
         return None
     value = "{} sequences in {} micro batches".format(*batch)
-    limit = "the plan is for {} in {}".format(*planned)
-    return UserInputError("batch", value, limit, "Plan for the batch that runs.")
+    return UserInputError(
+        "batch", value, "the plan is for {} in {}".format(*planned), "Plan for the batch that runs."
+    )

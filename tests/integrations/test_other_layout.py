@@ -286,3 +286,48 @@ def test_other_layouts_run_out_of_memory_as_rarely_as_the_plan(chance: float) ->
     assert other is not None
     assert other.other.uncertainty.out_of_memory <= chance
     assert other.difference.percent >= 0
+
+
+EXCHANGES = [
+    ("a2a+p2p", ["--hierarchical-context-parallel-sizes", "2", "2"], 2, "p2p"),
+    ("a2a+p2p", ["--hierarchical-context-parallel-sizes", "2", "2"], 4, "a2a+p2p"),
+    ("a2a", [], 8, "p2p"),
+]
+
+
+@pytest.mark.parametrize(("exchange", "more", "size", "other"), EXCHANGES)
+def test_other_numbers_of_context_ranks_exchange_as_they_can(
+    exchange: str, more: list[str], size: int, other: str
+) -> None:
+    """Two levels are those of one size, and heads divide among the ranks of some sizes."""
+    words = (
+        "torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py --num-layers 24 --hidden-size 2048 "
+        "--num-attention-heads 16 --seq-length 16384 --max-position-embeddings 16384 --bf16 "
+        "--group-query-attention --num-query-groups 4 --swiglu --normalization RMSNorm "
+        "--vocab-size 32000 --tokenizer-type NullTokenizer --global-batch-size 64 "
+        f"--context-parallel-size 4 --cp-comm-type {exchange} --use-distributed-optimizer "
+        "--micro-batch-size 1"
+    )
+    explained = api.estimate_command([*words.split(), *more], cluster="dgx_h100").explain()
+    beside, found = explained.versus(f"cp={size}"), explained.why_not(f"cp={size}")
+    assert beside.other.layout.execution.cp_comm_type.value == other
+    assert found.verdict != "illegal"
+    assert found.versus is not None
+    assert found.versus.other.predicted.iteration_time_s <= beside.other.predicted.iteration_time_s
+
+
+def test_a_plan_of_a_recipe_is_held_to_no_rule_of_the_command_line() -> None:
+    """Megatron-Bridge does not compare positions with the sequence."""
+    job = {"model": "megatron_5b", "cluster": "dgx_h100", "num_gpus": 8, "seq_length": 4096}
+    plan = api.estimate(**job, target="megatron_bridge_0.6", tensor_model_parallel_size=4)
+    assert plan.model.max_position_embeddings == 2048
+    assert plan.explain().versus("tp=2").other.layout.dims.tensor_model_parallel_size == 2
+
+
+@pytest.mark.parametrize(("layout", "sharding"), [("zero=3", "megatron_fsdp"), ("zero=1", "ddp")])
+def test_a_stage_of_zero_has_what_carries_it(
+    explained: Explanation, layout: str, sharding: str
+) -> None:
+    for found in (explained.versus(f"{layout},recompute=none"), explained.why_not(layout).versus):
+        assert found is not None
+        assert found.other.layout.sharding.value == sharding

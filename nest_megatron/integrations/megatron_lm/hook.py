@@ -47,10 +47,15 @@ def before_training() -> None:
     sys.argv[1:] = rest
     _job = launched_job(ours)
     if _job is not None and any(word.partition("=")[0] == "--yaml-cfg" for word in rest):
-        limit = "Megatron's own parser fails on files like its example, which lacks arguments that "
-        limit += "it reads (enable_msc), in every release that was tried"
-        fix = "Give the settings as flags, or launch without nest."
-        end(UserInputError("--yaml-cfg", True, limit, fix))
+        limit = (
+            "Megatron's own parser fails on files like its example, which lacks arguments that it "
+            "reads (enable_msc), in every release that was tried"
+        )
+        end(
+            UserInputError(
+                "--yaml-cfg", True, limit, "Give the settings as flags, or leave out nest."
+            )
+        )
 
 
 def _is_hydras_own() -> bool:
@@ -75,11 +80,12 @@ def after_arguments(module: ModuleType) -> None:
         return
     original = _wrap(module, "validate_args", _validate_args)
     if original is None:
-        lacks = (
-            f"this Megatron-LM has no {module.__name__}.validate_args, so nothing can be planned"
+        end(
+            NestError(
+                f"this Megatron-LM has no {module.__name__}.validate_args, so nothing can be "
+                f"planned (releases that were tried: {', '.join(RELEASES)}). Launch without +nest."
+            )
         )
-        tried = f"releases that were tried: {', '.join(RELEASES)}"
-        end(NestError(f"{lacks} ({tried}). Launch without +nest."))
     bound = sys.modules.get("megatron.training.initialize")
     if getattr(bound, "validate_args", None) is original:
         bound.validate_args = module.validate_args  # type: ignore[union-attr]

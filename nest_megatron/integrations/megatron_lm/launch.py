@@ -447,9 +447,11 @@ def _replacement(
     except UserInputError as error:
         if (smaller := _largest_below(job, place, pinned.plan.layout.dims)) is None:
             raise
-        fix = f"Start {smaller} ranks, the most below {actual.num_gpus} that the pinned plan's "
-        fix += f"degrees and stages can be used on, or {way_out}."
-        raise UserInputError(error.what, error.value, limit=error.limit, fix=fix) from error
+        fix = (
+            f"Start {smaller} ranks, the most below {actual.num_gpus} that the pinned plan's "
+            f"degrees and stages can be used on, or {way_out}."
+        )
+        raise UserInputError(error.what, error.value, error.limit, fix) from error
 
 
 def _largest_below(job: Job, place: JobCluster, dims: ParallelDims) -> int | None:

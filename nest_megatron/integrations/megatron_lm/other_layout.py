@@ -28,7 +28,11 @@ from nest_megatron.config.space import (
 from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.cost_model.target_defaults import DEFAULT_TARGET, target_named
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, STATED_ELSEWHERE
+from nest_megatron.integrations.megatron_lm.attach import (
+    LAUNCHER,
+    OF_THE_COMMAND_LINE,
+    STATED_ELSEWHERE,
+)
 from nest_megatron.integrations.megatron_lm.parser import read_argv
 from nest_megatron.integrations.megatron_lm.present_layout import refusal_text
 from nest_megatron.integrations.plan_job import rates_of, reliability_of
@@ -37,12 +41,11 @@ from nest_megatron.layout.dims import REPLICA_DEGREES, SHORT_DEGREES, ParallelDi
 from nest_megatron.layout.estimate import Difference
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.knobs import KnobConditions, always_on
-from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.policy import PolicyError
 from nest_megatron.layout.rulebook.facts import RELEASES
 from nest_megatron.layout.stage_layout import StagePartition, parse_layout, spread_partition
-from nest_megatron.model.execution import Execution
+from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.plain import to_plain
 from nest_megatron.planner import EndedEarly, NoPlan, Request
 from nest_megatron.planner import plan as find_plan
@@ -66,6 +69,8 @@ _BOUNDED = (
 _PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 #: What a plan was chosen by.
 _RULE = ("max_oom_chance", "tie_percent")
+#: How context ranks exchange where the plan's exchange does not go with their number.
+_RING = PLAIN.cp_comm_type
 #: Sizes of the user's that are changed to find a legal layout.
 _MOST_CHANGED = 2
 
@@ -166,7 +171,9 @@ class WhyNot(Shown):
             yield indented(f"The layout that lacks least: {layout_words(self.versus.other)}")
             yield stages_table(self.versus.other)
         elif self.versus is not None:
-            yield Text("What is not named is searched; sharding and execution are the plan's.")
+            yield Text(
+                "What is not named is searched; sharding and execution are the plan's where legal."
+            )
             yield from self.versus.report()
         if self.verdict in ("illegal", "does not fit"):
             yield heading("The nearest layout that is legal and fits")
@@ -266,16 +273,16 @@ class PlannedJob:
                 "plans have it wherever tensor parallelism is on",
                 "Give it to --versus.",
             )
-        own, zero = self._plan.layout.sharding, read_zero(composed.parallel)
-        zeros = (self._plan.layout.zero if zero is None else zero,)
+        own, zero = self._plan.layout, read_zero(composed.parallel)
         order, fixed = read_rank_order(composed.parallel), fixed_degrees(composed)
         return SearchSpace(
             fixed=buildable_degrees(self._plan.model, self._target, fixed),
             partition=self._stages(composed, fixed),
-            zero_stages=zeros,
-            sharding=own if zero is None else None,
+            zero_stages=(own.zero if zero is None else zero,),
+            sharding=own.sharding if zero is None else None,
             recompute=read_recompute(composed.parallel),
             execution=self._execution,
+            executions={"cp_comm_type": (_RING,), "hierarchical_context_parallel_sizes": ((),)},
             version=self._version,
             batch_unit=schedule.batch_unit if schedule else None,
             rank_orders=tuple(RankOrder) if order is None else (order,),
@@ -322,23 +329,20 @@ class PlannedJob:
             sizes = stages.pipeline_model_parallel_size, stages.num_chunks
             if sizes != (dims.pipeline_model_parallel_size, dims.num_chunks):
                 stages = spread_partition(self._plan.model, dims)
-        return self.variant_of(grid, stages, own=zero is None)
+        sharding = self._plan.layout.sharding if zero is None else None
+        ring = replace(self._execution, cp_comm_type=_RING, hierarchical_context_parallel_sizes=())
+        executed = (
+            replace(grid, execution=allowed_execution(each, grid))
+            for each in (self._execution, ring)
+        )
+        variants = [replace(self.own, layout=e.with_stages(stages, sharding)) for e in executed]
+        return next((each for each in variants if not self.refusal(each)), variants[0])
 
     def _stages(self, composed: Settings, given: Mapping[str, int]) -> StagePartition | None:
         """The stages that were named, for the pipeline's own size where no other is."""
         text = composed.parallel.pipeline_model_parallel_layout
         pp = given.get(_PP, self._plan.layout.dims.pipeline_model_parallel_size)
         return None if text is None else parse_layout(text, self._plan.model, pp)
-
-    def variant_of(
-        self, grid: PartialLayout, partition: StagePartition, *, own: bool = True
-    ) -> Variant:
-        """A grid and its stages as the job would run them; ``own``: in the plan's sharding."""
-        grid = replace(grid, execution=allowed_execution(self._execution, grid))
-        return Variant(
-            settings=self._settings,
-            layout=grid.with_stages(partition, self._plan.layout.sharding if own else None),
-        )
 
     def _dims(self, given: Mapping[str, int], rank_order: RankOrder | None) -> ParallelDims:
         """The plan's degrees with those given; the GPUs that are left replicate."""
@@ -365,7 +369,8 @@ class PlannedJob:
         gpus, placed = variant.layout.num_gpus, self._plan.layout.num_gpus
         if gpus != placed:
             return f"tp * pp * cp * dp = {gpus}: the plan is for {placed} GPUs"
-        return refusal_text(self._job, variant, self._values, self._version, but=STATED_ELSEWHERE)
+        but = STATED_ELSEWHERE if self._plan.launch else OF_THE_COMMAND_LINE
+        return refusal_text(self._job, variant, self._values, self._version, but=but)
 
     def rule(self, composed: Settings) -> str:
         """The same for the plan's layout with what was named."""
@@ -448,19 +453,19 @@ def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> W
         )
     if isinstance(found, NoPlan):
         grid = found.shortage.grid
-        variant = job.variant_of(grid, spread_partition(plan.model, grid.dims))
+        layout = grid.with_stages(spread_partition(plan.model, grid.dims), space.sharding)
         nearest = _nearest(job, space, asked)
         return replace(
             nearest,
-            versus=job.versus(variant),
+            versus=job.versus(replace(job.own, layout=layout)),
             needed_bytes=found.shortage.needed_bytes,
             bounded=nearest.bounded or _is_bounded(found),
         )
     if lost := _not_kept(found, space):  # a model without experts has no sizes of experts
         rule = job.rule(composed) or f"{lost[0]} = {asked[lost[0]]}: this model has it not"
         return replace(_nearest(job, space, asked), rule=rule)
-    variant = job.variant_of(found.layout.without_stages(), found.layout.partition)
-    return WhyNot(asked=asked, versus=job.versus(variant), bounded=_is_bounded(found))
+    versus = job.versus(replace(job.own, layout=found.layout))
+    return WhyNot(asked=asked, versus=versus, bounded=_is_bounded(found))
 
 
 def _nearest(job: PlannedJob, space: SearchSpace, asked: Mapping[str, Any]) -> WhyNot:

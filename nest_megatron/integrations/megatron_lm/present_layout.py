@@ -210,8 +210,10 @@ def refusal_text(
 def _dims(job: Job, request: Request) -> ParallelDims:
     """The degrees that are typed, one virtual stage a rank; the GPUs that are left replicate."""
     values = job.values
-    names = (*REPLICA_DEGREES, "expert_model_parallel_size")
-    degrees = {name: int(values.get(name) or 1) for name in names}
+    degrees = {
+        name: int(values.get(name) or 1)
+        for name in (*REPLICA_DEGREES, "expert_model_parallel_size")
+    }
     if request.spec.is_moe:
         etp = "expert_tensor_parallel_size"
         degrees[etp] = int(values.get(etp) or degrees[_TP])

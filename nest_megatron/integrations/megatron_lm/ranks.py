@@ -156,8 +156,7 @@ class LaunchedJob:
         """Whether this rank says why it ends: one of each host, or each that was started alone."""
         if self.store is None:
             return is_first_of_host()
-        started_alone = not {"LOCAL_RANK", "SLURM_LOCALID"} & os.environ.keys()
-        return started_alone or self.store.prints_errors
+        return not {"LOCAL_RANK", "SLURM_LOCALID"} & os.environ.keys() or self.store.prints_errors
 
     @contextlib.contextmanager
     def ending_together(self) -> Iterator[None]:

@@ -138,8 +138,8 @@ def job_from_values(
     for name in (*PARALLEL_ARGUMENTS, "micro_batch_size", "global_batch_size"):
         value = values.get(name)
         if name.endswith("_size") and isinstance(value, int) and value < 1:
-            fix = "Correct the flag, or leave it out."  # Megatron divides by it before it checks it
-            raise flag_error(name, value, "it must be at least 1", fix)
+            # Megatron divides by it before it checks it
+            raise flag_error(name, value, "it must be at least 1", "Correct it, or leave it out.")
     assumed: list[str] = []
     values = {**values, "hybrid_layer_pattern": hybrid_pattern(values, script, version)}
     spec = _spec(values, script, version, assumed)

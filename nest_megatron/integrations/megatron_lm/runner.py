@@ -37,8 +37,8 @@ def run_script(arguments: Sequence[str]) -> int:
     if not script.is_file():
         from nest_megatron.report.console import print_error
 
-        limit, fix = "there is no such file", "Check the path."
-        print_error(UserInputError("script", words[0], limit, fix), as_json=False)
+        wrong = UserInputError("script", words[0], "there is no such file", "Check the path.")
+        print_error(wrong, as_json=False)
         return BAD_INPUT
     sys.argv = words
     if not sys.flags.safe_path:  # as `python SCRIPT` has it; `python -m` put the current folder
