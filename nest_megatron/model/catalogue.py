@@ -154,7 +154,7 @@ def _window(values: Mapping[str, Any]) -> dict[str, Any]:
 #: Values that the cost model knows how to price.
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "family": tuple(ModelFamily),
-    "position_embedding_type": ("rope", "learned_absolute", "none", "alibi"),
+    "position_embedding_type": ("rope", "yarn", "learned_absolute", "none", "alibi"),
     "normalization": ("RMSNorm", "LayerNorm"),
     "activation": ("gelu", "silu", "relu", "squared_relu", "quick_gelu"),
     "softmax_type": ("vanilla", "learnable"),

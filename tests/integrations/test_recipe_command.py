@@ -307,6 +307,24 @@ def test_the_vocabulary_that_a_recipe_leaves_open_is_set_beside_it(
     assert run("whatif", str(file), "memory=141GB", "--json").code == 0
 
 
+def test_positions_that_are_scaled_are_those_of_its_plan_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """``whatif`` refused the plan of GPT-OSS, which has them."""
+
+    def scaled(*_: object) -> Any:
+        cfg = frameworks.bridge_config(catalogue.model("llama3_8b"))
+        cfg.model.position_embedding_type = "yarn"
+        return cfg
+
+    monkeypatch.setattr(recipe_command, "_bridge_recipe", scaled)
+    file = tmp_path / "plan.yaml"
+    done = run("plan", "--from", BRIDGE, "cluster=dgx_h100", *QUICK, f"out={file}")
+    assert done.code == 0, done.err
+    done = run("whatif", str(file), "memory=141GB", "--json")
+    assert done.code == 0, done.err
+
+
 @pytest.mark.parametrize("flag", ["--vocab-size=50280", "--bf16"])
 def test_nothing_else_of_a_recipe_is_set_beside_it(command: str, flag: str) -> None:
     done = run("plan", "--from", command, "cluster=dgx_h100", *QUICK, "--set", flag)
