@@ -14,7 +14,7 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.stage_layout import StagePartition, uniform_partition
-from nest_megatron.solver.backend import choose, solver_of
+from nest_megatron.solver.backend import backend_to_run, solver_of
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace, divisors
 from nest_megatron.units import to_seconds
@@ -146,7 +146,7 @@ def compared(run: Published, seconds: float) -> Compared:
         model,
         grid.global_batch_size,
         space_of(run),
-        solver_of(choose(None)),
+        solver_of(backend_to_run(None)),
         num_layouts=1,
         out_of_time=lambda: time.perf_counter() - started > seconds,
     ).run()
@@ -190,7 +190,7 @@ def _best_even(run: Published, model: CostModel) -> float:
     for cut in dict.fromkeys(cuts):
         space = dataclasses.replace(space_of(run), partition=cut)
         search = Search(
-            model, grid.global_batch_size, space, solver_of(choose(None)), num_layouts=1
+            model, grid.global_batch_size, space, solver_of(backend_to_run(None)), num_layouts=1
         )
         times += [to_seconds(plan.iteration) for plan in search.run().plans[:1]]
     return min(times)

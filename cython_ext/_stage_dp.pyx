@@ -1655,7 +1655,7 @@ cdef bint has_shape(
     Py_ssize_t num_forward,
     Py_ssize_t num_backward,
 ) noexcept nogil:
-    """Whether the numbers of a problem belong together, as ``problem_checks.check_shape`` asks."""
+    """Whether the numbers of a problem belong together, as ``backend._check_shape`` asks."""
     cdef Py_ssize_t x
     if w.p < 1 or w.v < 1 or w.m < 1 or w.n > MOST_UNITS or w.p > w.n or w.v > w.n // w.p:
         return False
@@ -1686,7 +1686,7 @@ def solve(problem, int64_t threshold, int64_t node_limit, learning, out_of_time)
         out_of_time: asked at every pause, or ``None``; once true the search ends as at its limit.
 
     Returns:
-        The fields of a ``StageSolution``, or ``None`` for what ``problem_checks`` refuses:
+        The fields of a ``StageSolution``, or ``None`` for what ``backend`` refuses:
         malformed, or with a value that is negative or so large that a sum could leave int64.
 
     Raises:

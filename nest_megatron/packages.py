@@ -19,8 +19,9 @@ def is_built(module: str, otherwise: str) -> bool:
     """Whether a compiled module is there; one warning says what happens ``otherwise``."""
     try:
         importlib.import_module(module)
-    except ImportError:
-        _log.warning("The compiled %s is not built: %s.", module, otherwise)
+    except ImportError as error:
+        fix = "Reinstall with a C compiler to build it"
+        _log.warning("%s is not there (%s): %s. %s.", module, error, otherwise, fix)
         return False
     return True
 

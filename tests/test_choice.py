@@ -26,7 +26,7 @@ from nest_megatron.planner.choice import Candidate, candidate, choose_plan
 from nest_megatron.report.html import html_report
 from nest_megatron.report.terminal import answer_report, plan_report
 from nest_megatron.report.words import other_layouts, proof
-from nest_megatron.solver.backend import choose, solver_of
+from nest_megatron.solver.backend import backend_to_run, solver_of
 from nest_megatron.solver.ranking import SearchResult
 from nest_megatron.solver.search import Search
 from nest_megatron.units import format_seconds
@@ -65,7 +65,7 @@ def searched(model: str, num_gpus: int, tie_percent: float) -> tuple[CostModel, 
         cost,
         asked.global_batch_size,
         asked.space,
-        solver_of(choose(None), lambda: False),
+        solver_of(backend_to_run(None), lambda: False),
         limit=PeakLimit(cost, asked.max_oom_chance),
         tie_percent=tie_percent,
     )
@@ -184,7 +184,11 @@ def test_what_runs_today_is_kept_with_a_risk_that_a_new_layout_may_not_have() ->
 def test_what_runs_today_is_left_where_it_more_likely_runs_out() -> None:
     asked = request(num_gpus=32)
     cost = asked.cost_model()
-    risky = Search(cost, 128, asked.space, solver_of(choose(None), lambda: False)).run().plans[0]
+    risky = (
+        Search(cost, 128, asked.space, solver_of(backend_to_run(None), lambda: False))
+        .run()
+        .plans[0]
+    )
     peak = found(dataclasses.replace(asked, present=risky.layout)).present
     assert peak is not None
     assert out_of_memory(cost, risky.layout, peak.peak_memory_bytes) > 0.5

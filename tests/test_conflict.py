@@ -24,7 +24,7 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.planner import Request, check_launchable, plan
 from nest_megatron.planner.shortage import binding, refuse_if_nothing_is_legal, single_relaxations
-from nest_megatron.solver.backend import choose, solver_of
+from nest_megatron.solver.backend import backend_to_run, solver_of
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
 from tests.catalogue import model
@@ -201,7 +201,7 @@ def test_no_rule_is_named_and_nothing_freed_where_time_is_over() -> None:
 def test_the_words_of_a_refusal_end_with_the_time_of_its_search() -> None:
     wanted = asked(FIVE)
     cost_model = CostModel(wanted.spec, wanted.cluster, wanted.settings, wanted.times)
-    solver = solver_of(choose(wanted.backend), lambda: False)
+    solver = solver_of(backend_to_run(wanted.backend), lambda: False)
     searched = Search(cost_model, wanted.global_batch_size, wanted.space, solver).run()
     over = Deadline(begun_s=0.0, seconds=0.0)
     with pytest.raises(UserInputError) as raised:

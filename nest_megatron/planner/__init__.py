@@ -42,7 +42,7 @@ from nest_megatron.planner.shortage import (
     no_plan,
     refuse_if_nothing_is_legal,
 )
-from nest_megatron.solver.backend import choose, solver_of
+from nest_megatron.solver.backend import backend_to_run, solver_of
 from nest_megatron.solver.outcome import NO_THRESHOLD
 from nest_megatron.solver.ranking import SearchResult, SolvedLayout
 from nest_megatron.solver.search import Search
@@ -201,7 +201,7 @@ def _search(
         model,
         request.global_batch_size,
         space or request.space,
-        solver_of(choose(request.backend), ends.passed),
+        solver_of(backend_to_run(request.backend), ends.passed),
         limit=PeakLimit(model, max_oom_chance or request.max_oom_chance, request.site),
         num_layouts=num_layouts or request.num_alternatives + 1,
         tie_percent=request.tie_percent if is_first else 0.0,

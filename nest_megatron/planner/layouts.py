@@ -52,7 +52,7 @@ from nest_megatron.plain import frozen
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.planner.request import Request
 from nest_megatron.profile.records import ANALYTIC_NAME, Source
-from nest_megatron.solver.backend import choose
+from nest_megatron.solver.backend import backend_to_run
 from nest_megatron.solver.one_partition import check_partition
 from nest_megatron.solver.outcome import NO_THRESHOLD
 from nest_megatron.solver.ranking import SearchResult, SolvedLayout
@@ -252,7 +252,7 @@ def search_record(
         gap_percent=100.0 * (found - lower) / max(1, lower),
         stage_nodes=result.nodes,
         seconds=round(seconds, 3),
-        backend=choose(request.backend).value,
+        backend=backend_to_run(request.backend).value,
         space=describe_space(request.space, request.cluster, request.policy),
         not_modelled=_not_modelled(request, plan),
     )

@@ -31,7 +31,7 @@ from nest_megatron.model.shard import LayerShard
 from nest_megatron.plain import frozen
 from nest_megatron.planner.layouts import PredictedLayout, describe_grid
 from nest_megatron.planner.request import NumericOffer, Request
-from nest_megatron.solver.backend import choose, solver_of
+from nest_megatron.solver.backend import backend_to_run, solver_of
 from nest_megatron.solver.executions import known_facts, launched
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.memory_shortage import Shortage, fits, least_memory
@@ -514,7 +514,7 @@ def _fits(request: Request, deadline: Deadline) -> bool:
 
 
 def _new_search(request: Request, model: CostModel | None, deadline: Deadline) -> Search:
-    solve = solver_of(choose(request.backend), deadline.passed)
+    solve = solver_of(backend_to_run(request.backend), deadline.passed)
     model = model or request.cost_model()
     limit = PeakLimit(model, request.max_oom_chance, request.site)
     space = _least_memory(request.space, model)

@@ -27,7 +27,7 @@ from nest_megatron.research.baselines import (
     network_blind,
 )
 from nest_megatron.research.baselines.job import BaselineChoice, ComparisonJob
-from nest_megatron.solver.backend import choose, solver_of
+from nest_megatron.solver.backend import backend_to_run, solver_of
 from nest_megatron.units import Seconds, format_gib, format_seconds
 
 
@@ -166,7 +166,7 @@ def _theirs(request: Request, ours: Compared, baseline: Baseline) -> Compared:
             model=model,
             global_batch_size=request.global_batch_size,
             space=request.space,
-            solve_stages=solver_of(choose(request.backend), deadline.passed),
+            solve_stages=solver_of(backend_to_run(request.backend), deadline.passed),
             peaks=PeakLimit(model, request.max_oom_chance),
             out_of_time=deadline.passed,
         )

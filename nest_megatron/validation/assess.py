@@ -28,7 +28,7 @@ from nest_megatron.layout.stage_layout import StagePartition, is_uniform, unifor
 from nest_megatron.packages import import_from_checkout
 from nest_megatron.plain import frozen
 from nest_megatron.planner.choice import Candidate
-from nest_megatron.solver.backend import choose, solver_of
+from nest_megatron.solver.backend import backend_to_run, solver_of
 from nest_megatron.solver.one_partition import joined
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD
 from nest_megatron.solver.ranking import SolvedLayout
@@ -166,7 +166,7 @@ def _balanced(problem: PipelineProblem) -> StagePartition:
     few = min(problem.num_microbatches, _ROUNDS * problem.num_stages)
     question = problem._replace(capacity_bytes=_NO_LIMIT, num_microbatches=few, block_num_layers=0)
     try:
-        boundaries = solver_of(choose())(question, NO_THRESHOLD, _MOST_NODES).boundaries
+        boundaries = solver_of(backend_to_run())(question, NO_THRESHOLD, _MOST_NODES).boundaries
     except UserInputError as error:
         raise RefusedRowError("schedule is impossible", str(error)) from error
     if not boundaries:
@@ -183,7 +183,7 @@ def iteration_ticks(problem: PipelineProblem, partition: StagePartition) -> Tick
     unbounded = problem._replace(capacity_bytes=_NO_LIMIT)
     try:
         only = joined(unbounded, partition.boundaries)
-        return solver_of(choose())(only, NO_THRESHOLD, DEFAULT_NODE_LIMIT).iteration
+        return solver_of(backend_to_run())(only, NO_THRESHOLD, DEFAULT_NODE_LIMIT).iteration
     except UserInputError as error:
         raise RefusedRowError("schedule is impossible", str(error)) from error
 

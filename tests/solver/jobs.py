@@ -15,7 +15,7 @@ from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
 
-KERNEL = backend.solver_of(backend.choose())
+KERNEL = backend.solver_of(backend.backend_to_run())
 
 
 def small_spec(rng: random.Random) -> TransformerSpec:

@@ -27,7 +27,7 @@ from nest_megatron.solver.search import UNLIMITED
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue
 
-SOLVE = backend.solver_of(backend.choose())
+SOLVE = backend.solver_of(backend.backend_to_run())
 
 
 @pytest.mark.parametrize(

@@ -298,7 +298,7 @@ def timed(
 ) -> Search:
     rng = random.Random(seed)
     model = CostModel(small_spec(rng), small_cluster(rng), small_settings())
-    solve = backend.solver_of(backend.choose(), clocks.get("out_of_time"))
+    solve = backend.solver_of(backend.backend_to_run(), clocks.get("out_of_time"))
     return Search(
         *(model, rng.choice([4, 8, 12]), SMALL_SPACE, solve),
         num_layouts=4,

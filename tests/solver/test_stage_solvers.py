@@ -19,6 +19,7 @@ from nest_megatron.cost_model.pipeline import (
     fits_in_memory,
 )
 from nest_megatron.errors import UserInputError
+from nest_megatron.packages import is_built
 from nest_megatron.solver import backend, reference
 from nest_megatron.solver.backend import Backend, solve_compiled
 from nest_megatron.solver.chunk_space import partitions
@@ -380,13 +381,13 @@ def test_both_refuse_limits_alike(limits: tuple[int, int]) -> None:
 
 def test_backend_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(backend.ENVIRONMENT_VARIABLE, raising=False)
-    assert backend.choose() is Backend.KERNEL
+    assert backend.backend_to_run() is Backend.KERNEL
     monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "reference")
-    assert backend.choose() is Backend.REFERENCE
-    assert backend.choose(Backend.KERNEL) is Backend.KERNEL
+    assert backend.backend_to_run() is Backend.REFERENCE
+    assert backend.backend_to_run(Backend.KERNEL) is Backend.KERNEL
     monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "kernelx")
     with pytest.raises(UserInputError, match="Did you mean kernel"):
-        backend.choose()
+        backend.backend_to_run()
 
 
 def test_a_missing_kernel_is_said_once(
@@ -395,10 +396,10 @@ def test_a_missing_kernel_is_said_once(
     monkeypatch.delenv(backend.ENVIRONMENT_VARIABLE, raising=False)
     monkeypatch.setitem(__import__("sys").modules, "nest_megatron.solver._stage_dp", None)
     monkeypatch.delattr("nest_megatron.solver._stage_dp", raising=False)
-    backend._available.cache_clear()
+    is_built.cache_clear()
     with caplog.at_level(logging.WARNING):
-        assert [backend.choose(), backend.choose()] == [Backend.REFERENCE] * 2
+        assert [backend.backend_to_run(), backend.backend_to_run()] == [Backend.REFERENCE] * 2
     assert len(caplog.records) == 1
     with pytest.raises(ImportError):
         solve_compiled(replaced())
-    backend._available.cache_clear()
+    is_built.cache_clear()
