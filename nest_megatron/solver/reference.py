@@ -16,8 +16,8 @@ With one chunk a rank:
    a dynamic program over (stage, unit). A branch dies when any path bound reaches the threshold.
 5. *Nogoods.* In a search that takes long, a (stage, unit) below which all died keeps how long each
    path bound at fault must be there for all to die again; a prefix that meets this dies on arrival
-   (``nogoods.py``). A branch that several path bounds kill is charged to one that asks nothing new
-   of its level, or else to the one with the largest margin, the first in the ring of several.
+   (``Nogoods``). A branch that several path bounds kill is charged to one that asks nothing new of
+   its level, or else to the one with the largest margin, the first in the ring of several.
 
 The makespan is the longest path of a graph whose node weights are sums over units, so each path
 bounds it from below, whatever the partition; ticks are whole numbers, so no rounding can spoil a
@@ -48,7 +48,6 @@ from nest_megatron.cost_model.pipeline import (
     fits_in_memory,
 )
 from nest_megatron.solver.chunk_space import Boundaries, interleaved_partitions
-from nest_megatron.solver.nogoods import Needs, Nogoods
 from nest_megatron.solver.outcome import (
     DEFAULT_LEARNING,
     DEFAULT_NODE_LIMIT,
@@ -59,7 +58,7 @@ from nest_megatron.solver.outcome import (
     StageSolution,
     Status,
 )
-from nest_megatron.solver.path_bounds import PathBound, Table, critical_path
+from nest_megatron.solver.path_bounds import Needs, Nogoods, PathBound, Table, critical_path
 from nest_megatron.units import Ticks
 
 _evaluate = partial(evaluate, run=summarize_reference)
