@@ -17,7 +17,7 @@ from nest_megatron.layout import rulebook
 from nest_megatron.layout.recompute import RecomputeModule
 from nest_megatron.layout.rulebook.facts import Rule, facts_of, facts_reader
 from nest_megatron.layout.rulebook.search import STEPS, is_searched, search_steps
-from nest_megatron.solver.executions import known_facts, launched
+from nest_megatron.solver.executions import known_facts, launch_request
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
@@ -71,7 +71,7 @@ def grid_space() -> GridSpace:
 def breaches(grids: GridSpace, rule: Rule) -> set[bool]:
     """Whether candidates of a space keep a rule."""
     return {
-        rule.keeps(launched(grids.model, grids.space, grid).facts)
+        rule.keeps(launch_request(grids.model, grids.space, grid).facts)
         for family in islice(families(grids), 0, None, 3)
         for recompute in grids.recompute_settings(family)[:6]
         for grid in [dataclasses.replace(family, recompute=recompute)]

@@ -22,7 +22,7 @@ from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import TokenDispatcher
 from nest_megatron.planner.layouts import PredictedLayout, describe_grid
 from nest_megatron.planner.request import NumericOffer, Request
-from nest_megatron.solver.executions import launched
+from nest_megatron.solver.executions import launch_request
 from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Bytes, Seconds, format_gib, format_seconds, to_seconds
@@ -126,7 +126,7 @@ def _of_packages(plan: PredictedLayout, request: Request) -> Iterator[str]:
             moe_flex_dispatcher_backend=backend,
         )
         other = replace(layout, execution=allowed_execution(execution, layout))
-        accepted = allows_execution(launched(model, request.space, other))
+        accepted = allows_execution(launch_request(model, request.space, other))
         if accepted and other.execution.is_node_limited:
             found.append((backend, estimate(model, other)))
     for backend, faster in _fastest(plan, found):

@@ -32,7 +32,7 @@ from nest_megatron.plain import frozen
 from nest_megatron.planner.layouts import PredictedLayout, describe_grid
 from nest_megatron.planner.request import NumericOffer, Request
 from nest_megatron.solver.backend import backend_to_run, solver_of
-from nest_megatron.solver.executions import known_facts, launched
+from nest_megatron.solver.executions import known_facts, launch_request
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.memory_shortage import Shortage, fits, least_memory
 from nest_megatron.solver.outcome import OutOfTime
@@ -274,7 +274,7 @@ def _broken(request: Request) -> Iterator[tuple[list[Rule], Facts, list[UserInpu
         )
         own_graphs = space.cuda_graphs is not None
         execution = allowed_execution(space.execution, grid, own_graphs=own_graphs)
-        job = launched(model, space, replace(grid, execution=execution))
+        job = launch_request(model, space, replace(grid, execution=execution))
         facts = replace(job, global_batch_size=batch, partition=space.partition).facts
         yield step.broken(facts), facts, list(_other_limits(request, dims))
 

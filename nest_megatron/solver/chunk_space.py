@@ -4,11 +4,10 @@
   the first of several, which Megatron refuses).
 * Virtual stages (``v > 1``): the layouts that interleaving can use well. The first chunk holds the
   embedding and ``a`` layers, the last one ``b`` layers and the head, and all chunks between hold
-  ``q`` layers, but that ``r`` of them hold one more: either the first ``r`` or the last ``r``.
-  ``a`` and ``b`` range over ``0 .. q + 1``. With MTP layers the last chunk holds them too, or the
-  chunk before it does, beside its layers or without any, and the head stands alone. (Within one
-  round of chunks all ranks work in step, so chunks of different sizes only make ranks wait for each
-  other: ``docs/solver.md``.)
+  ``q`` layers, or one more: either the first ``r`` of them or the last ``r``. ``a`` and ``b`` range
+  over ``0 .. q + 1``. With MTP layers the last chunk holds them too, or the chunk before it does,
+  with its layers or without any, and the head stands alone. Decision 003 of ``docs/decisions.md``
+  says why.
 
 The order in which partitions are listed is the tie rule: of two that take equally long, the earlier
 one is the answer. Bigger chunks come first.
@@ -56,23 +55,27 @@ def interleaved_partitions(problem: PipelineProblem) -> Iterator[Boundaries]:
 def _edge_layouts(
     problem: PipelineProblem, *, mtp_apart: bool = False, mtp_alone: bool = False
 ) -> Iterator[Boundaries]:
-    layers, interior = problem.num_layers, problem.num_chunks - 2 - mtp_alone
+    """Partitions whose MTP layers lie in one place.
+
+    Args:
+        mtp_apart: not in the last chunk but in the one before it.
+        mtp_alone: which then holds no layers.
+    """
+    layers, interior = problem.num_layers, problem.num_chunks - (3 if mtp_alone else 2)
     most = layers // interior + 1
     for first in range(most, -1, -1):
         for last in range(0 if mtp_apart else most, -1, -1):
             base, extra = divmod(layers - first - last, interior)
             if base < 1 or max(first, last) > base + 1:
                 continue
-            rising = [base] * (interior - extra) + [base + 1] * extra
-            nothing = [0] * mtp_alone
-            yield _boundaries(problem, first, rising[::-1] + nothing, mtp_apart=mtp_apart)
+            larger, smaller = [base + 1] * extra, [base] * (interior - extra)
+            orders = [larger + smaller]
             if extra:
-                yield _boundaries(problem, first, rising + nothing, mtp_apart=mtp_apart)
-
-
-def _boundaries(
-    problem: PipelineProblem, first: int, interior: list[int], *, mtp_apart: bool
-) -> Boundaries:
-    inner = [*accumulate(interior, initial=1 + first)]
-    inner[-1] += mtp_apart
-    return (0, *inner, problem.num_units)
+                orders.append(smaller + larger)
+            for sizes in orders:
+                ends = [*accumulate(sizes, initial=1 + first)]
+                if mtp_alone:
+                    ends.append(ends[-1] + 1)
+                elif mtp_apart:
+                    ends[-1] += 1
+                yield (0, *ends, problem.num_units)

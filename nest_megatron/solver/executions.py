@@ -55,8 +55,13 @@ AllowedRecompute = Mapping[Execution, RecomputeKinds]
 _NEVER_SLOWER = frozenset({"moe_permute_fusion", "moe_router_fusion", "tp_comm_overlap"})
 #: Facts of a layout that switch off a part of an execution (``allowed_execution``).
 _SWITCH_OFF = (
-    *("sequence_parallel", "one_context_rank", "one_expert_rank", "experts_alone"),
-    *("is_pipelined", "is_interleaved", "is_fsdp"),
+    "sequence_parallel",
+    "one_context_rank",
+    "one_expert_rank",
+    "experts_alone",
+    "is_pipelined",
+    "is_interleaved",
+    "is_fsdp",
 )
 #: Parts that Megatron refuses together with others: a job that keeps one goes without the others.
 _KEPT = ("moe_shared_expert_overlap", "cpu_offloading_num_layers", "offload_modules")
@@ -92,8 +97,8 @@ def _with_virtual_stages(dims: ParallelDims, virtual: int) -> ParallelDims:
     return replace(dims, virtual_pipeline_model_parallel_size=virtual)
 
 
-def launched(model: CostModel, space: SearchSpace, grid: PartialLayout) -> LaunchRequest:
-    """A grid as Megatron's rules read it at the launch."""
+def launch_request(model: CostModel, space: SearchSpace, grid: PartialLayout) -> LaunchRequest:
+    """What Megatron's rules read of a grid at the launch."""
     return LaunchRequest.of(
         model.spec,
         grid,
@@ -122,7 +127,7 @@ def known_facts(model: CostModel, space: SearchSpace, global_batch_size: int) ->
         dims=ParallelDims(), global_batch_size=1, micro_batch_size=1, sequence_parallel=False
     )
     return Facts(
-        job=launched(model, space, nowhere),
+        job=launch_request(model, space, nowhere),
         batch_unit=space.batch_unit or global_batch_size,
         batch_grows=space.batch_unit is not None,
     )
@@ -168,7 +173,7 @@ class Executions(Caching):
             if set(OF_LAYOUT).issuperset(sources(name))
         ]
         # Of one execution that no layout and no recomputation changes, no fact matters.
-        varies = self._variants != (_least_of(self._default),) or has_graphs(space)
+        varies = self._variants != (_without_optional_parts(self._default),) or has_graphs(space)
         self._facts = tuple(dict.fromkeys((*(_SWITCH_OFF if varies else ()), *read)))
         self._names = tuple(dict.fromkeys(each for name in self._facts for each in sources(name)))
         self._read = facts_reader(self._names)
@@ -194,7 +199,9 @@ class Executions(Caching):
             with_stages_and_zero(pipelined, 1, ZeroStage.NONE),
             with_stages_and_zero(pipelined, 2, ZeroStage.NONE),
         )
-        return _together([*dict.fromkeys(each for grid in layouts for each in self.possible(grid))])
+        return _with_all_on(
+            [*dict.fromkeys(each for grid in layouts for each in self.possible(grid))]
+        )
 
     @cached_by(
         lambda self, grid: (
@@ -285,7 +292,7 @@ class Executions(Caching):
         return tuple(self.model.unit_time(kind, places, shard) for kind in self.model.num_units)
 
 
-def _together(executions: Sequence[Execution]) -> tuple[Execution, ...]:
+def _with_all_on(executions: Sequence[Execution]) -> tuple[Execution, ...]:
     """The executions with everything switched on that some of them has and that saves time.
 
     What hides the token all-to-all is switched on together: the better of both is priced. Of
@@ -316,10 +323,12 @@ def _dominates(
         return False
     if one.overlap_moe_expert_parallel_comm and not other.overlap_moe_expert_parallel_comm:
         return False  # it keeps one more micro batch
-    if not all(map(_no_more, units[one], units[other])):
+    if not all(map(_is_no_worse, units[one], units[other])):
         return False
     order = list(possible)
-    return order.index(one) < order.index(other) or not all(map(_no_more, units[other], units[one]))
+    return order.index(one) < order.index(other) or not all(
+        map(_is_no_worse, units[other], units[one])
+    )
 
 
 def _combinations(space: SearchSpace) -> Iterator[Execution]:
@@ -338,7 +347,7 @@ def _combinations(space: SearchSpace) -> Iterator[Execution]:
             continue  # such as a backend of another dispatcher
 
 
-def _least_of(execution: Execution) -> Execution:
+def _without_optional_parts(execution: Execution) -> Execution:
     """What is left of an execution where all that can be is forbidden."""
     for recompute in (FULL_RECOMPUTE, selective_recompute([RecomputeModule.SHARED_EXPERTS])):
         grid = PartialLayout(
@@ -352,7 +361,7 @@ def _least_of(execution: Execution) -> Execution:
     return execution
 
 
-def _no_more(one: UnitTimes, other: UnitTimes) -> bool:
+def _is_no_worse(one: UnitTimes, other: UnitTimes) -> bool:
     """Whether a unit takes no more time and memory than another, part by part."""
     return one is other or (
         one.backward.total <= other.backward.total

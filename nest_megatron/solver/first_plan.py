@@ -17,9 +17,9 @@ from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolver
 from nest_megatron.solver.ranking import SolvedLayout, fastest
 from nest_megatron.solver.space import settings_keeping_least
 
-#: The dozen: the widest tensor sizes, each with the smallest micro batches.
+#: How many of the widest tensor sizes are tried, and of the smallest micro batches with each.
 _TENSOR_SIZES, _MICRO_BATCHES = 4, 3
-#: Context sizes of each, tried while they gain, and pipelines of each of them.
+#: Context sizes that are tried with each, and pipelines with each of these.
 _MOST_CONTEXTS, _MOST_PIPELINES = 4, 6
 #: Share of the memory that states may take, so that activations have the rest.
 _FOR_STATES = 0.5
@@ -40,10 +40,12 @@ def first_plan(
     Returns:
         ``None`` if none of these fits: the search itself has to tell.
     """
-    return fastest(_plan_of(grids, memory, peaks, solve, shards) for shards in _dozen(grids))
+    return fastest(
+        _plan_of(grids, memory, peaks, solve, shards) for shards in _shards_to_try(grids)
+    )
 
 
-def _dozen(grids: GridSpace) -> Iterator[list[PartialLayout]]:
+def _shards_to_try(grids: GridSpace) -> Iterator[list[PartialLayout]]:
     """The shards of each tensor size and micro batch, those with few context ranks first.
 
     Experts are whole, on as many ranks as there are and on those of a node.
@@ -82,7 +84,7 @@ def _plan_of(
             plan
             for grid in islice(_pipelines(grids, memory, peaks, shard), _MOST_PIPELINES)
             for executed in grids.executed(grid)
-            for plan in _solved(grids, peaks, solve, executed)
+            for plan in _solve_first_that_fits(grids, peaks, solve, executed)
         ]
         found = fastest(plans)
         if best is not None and (found is None or best.rank < found.rank):
@@ -121,12 +123,12 @@ def _cost(zero: ZeroStage) -> tuple[bool, bool, int]:
     return zero.is_fsdp, zero is not ZeroStage.OPTIMIZER, int(zero)
 
 
-def _solved(
+def _solve_first_that_fits(
     grids: GridSpace, peaks: PeakLimit, solve: StageSolver, grid: PartialLayout
 ) -> Iterator[SolvedLayout]:
     """A grid with the first of its recompute settings that fits, and others of its kind."""
     stages = StageProblems(grids.model, grid, peaks.of(grid))
-    for settings in _ladder(grids.recompute_settings(grid)):
+    for settings in _settings_to_try(grids.recompute_settings(grid)):
         fits = False
         for recompute in settings:
             found = solve(stages.problem(recompute), NO_THRESHOLD, _MOST_NODES)
@@ -137,7 +139,7 @@ def _solved(
             return
 
 
-def _ladder(settings: tuple[Recompute, ...]) -> Iterator[list[Recompute]]:
+def _settings_to_try(settings: tuple[Recompute, ...]) -> Iterator[list[Recompute]]:
     """Nothing recomputed; one module or two; what keeps least."""
     yield [recompute for recompute in settings if recompute == NO_RECOMPUTE]
     yield [recompute for recompute in settings if 1 <= len(recompute.modules) <= 2]

@@ -67,7 +67,7 @@ def solver_of_partition(solve: StageSolver, partition: StagePartition) -> StageS
     """
 
     def solve_one(problem: PipelineProblem, threshold: Ticks, node_limit: int) -> StageSolution:
-        found = solve(joined(problem, partition.boundaries), threshold, node_limit)
+        found = solve(join_chunks(problem, partition.boundaries), threshold, node_limit)
         return found._replace(boundaries=partition.boundaries) if found.boundaries else found
 
     return solve_one
@@ -83,7 +83,7 @@ def solver_of_even_stages(solve: StageSolver, spec: TransformerSpec) -> StageSol
     return solve_even
 
 
-def as_built(
+def solver_with_mtp_at_head(
     solve: StageSolver,
     spec: TransformerSpec,
     *,
@@ -110,14 +110,14 @@ def as_built(
         first = units - (2 if beside_head else 3)
         if first + 1 < problem.num_chunks:
             return StageSolution(Status.INFEASIBLE, NO_THRESHOLD)
-        found = solve(_with_end_joined(problem, first), threshold, node_limit)
+        found = solve(_join_end(problem, first), threshold, node_limit)
         boundaries = (*found.boundaries[:-1], units) if found.boundaries else ()
         return found._replace(boundaries=boundaries)
 
     return solve_whole
 
 
-def _with_end_joined(problem: PipelineProblem, first: int) -> PipelineProblem:
+def _join_end(problem: PipelineProblem, first: int) -> PipelineProblem:
     """The units from ``first`` on as one, whose layer no block of recomputation covers."""
     end = chunk_cost(problem._replace(block_num_layers=0), first, problem.num_units)
     costs = (*problem.costs, end)
@@ -128,7 +128,7 @@ def _with_end_joined(problem: PipelineProblem, first: int) -> PipelineProblem:
     )
 
 
-def joined(problem: PipelineProblem, boundaries: tuple[int, ...]) -> PipelineProblem:
+def join_chunks(problem: PipelineProblem, boundaries: tuple[int, ...]) -> PipelineProblem:
     """The problem with one unit for each chunk of a partition.
 
     Every unit but the first and the last counts as a layer, so that the family of

@@ -34,10 +34,10 @@ from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.memory_bounds import MemoryBounds
 from nest_megatron.solver.nodes import BLOCKS, GRID, MEMBERS, SCHEDULE, SHARD, VARIANT, Node
 from nest_megatron.solver.one_partition import (
-    as_built,
     check_partition,
     solver_of_even_stages,
     solver_of_partition,
+    solver_with_mtp_at_head,
 )
 from nest_megatron.solver.outcome import (
     DEFAULT_NODE_LIMIT,
@@ -95,7 +95,7 @@ class Search(Caching):
 
     def __post_init__(self, limit: PeakLimit | None, slowest: Ticks, like: Search | None) -> None:
         space = self.space
-        self.solve_stages = as_built(
+        self.solve_stages = solver_with_mtp_at_head(
             self.solve_stages,
             self.model.spec,
             mtp_beside_layer=space.mtp_beside_layer,
@@ -122,7 +122,7 @@ class Search(Caching):
         elif space.even_stages:
             self.solve_stages = solver_of_even_stages(self.solve_stages, self.model.spec)
         self.solve_even = solver_of_even_stages(self.solve_stages, self.model.spec)
-        self.wants_any = self.counts_candidates = slowest == NO_THRESHOLD
+        self.is_first = slowest == NO_THRESHOLD
         self.enumerated, self.interrupted = False, False
         self.heap: list[Node] = []
         self.serial = 0
@@ -139,7 +139,7 @@ class Search(Caching):
         present = self._price_present()
         self.enumerated = self._enumerate()
         drained = self.enumerated and self._drain()
-        if self.wants_any and not (drained or (self.solved and self.best)):
+        if self.is_first and not (drained or (self.solved and self.best)):
             grids, solve = self.grids.with_own_counts(), self.solve_stages
             self._keep_any(first_plan(grids, self.memory, self.peaks, solve))
         return self._result(present, drained=drained)
@@ -171,7 +171,7 @@ class Search(Caching):
         for grid in self.grids.shards():
             if self.out_of_time():
                 return False
-            candidates = self.grids.candidates_of_shard(grid) if self.counts_candidates else 0
+            candidates = self.grids.candidates_of_shard(grid) if self.is_first else 0
             if self.memory.of_shard_states(grid) > self.most_bytes:
                 refused += candidates
             else:
@@ -251,19 +251,19 @@ class Search(Caching):
         """Largest time with which a plan of this grid still matters.
 
         Args:
-            decided: its virtual stages are.
+            decided: whether the grid has its number of virtual stages.
         """
         if not decided:
             return max(_least(self.best, layout_of(grid), self.worst_kept), self.longest_tie)
         return max(self._threshold_of_any_stages(grid), self._threshold_of_even_stages(grid))
 
     def _threshold_of_any_stages(self, grid: PartialLayout) -> Ticks:
-        """The same of the fastest plan of its layout, and of ties with its virtual stages."""
+        """Largest time of the fastest plan of the layout, or of a tie with its virtual stages."""
         best = _least(self.best, layout_of(grid), self.worst_kept)
         return max(best, _least(self.ties, _tie_of(grid, is_even=False), self.longest_tie))
 
     def _threshold_of_even_stages(self, grid: PartialLayout) -> Ticks:
-        """The same of plans with the stages that Megatron cuts by itself."""
+        """Largest time of a tie with the stages that Megatron cuts by itself; -1 for none."""
         if self.only_one or self.model.spec.num_layers % grid.dims.num_chunks:
             return -1
         return _least(self.ties, _tie_of(grid, is_even=True), self.longest_tie)
@@ -286,7 +286,7 @@ class Search(Caching):
         grid, threshold = node.grid, self._threshold(node.grid, decided=False)
         fitting = self._zeros_that_fit(grid)
         refused = [zero for zero in self.grids.zero_stages(grid.dims) if zero not in fitting]
-        if refused and self.counts_candidates:
+        if refused and self.is_first:
             self.infeasible[_STATES] += self.grids.candidates_of_grid(grid, refused)
         for schedule in self.grids.schedules(grid, fitting):
             bound = max(node.bound, self.bounds.pipelines(schedule, (NO_RECOMPUTE,))[0])
@@ -486,8 +486,8 @@ class Search(Caching):
         if self.on_progress:
             best = min((kept.iteration for kept in self.best.values()), default=None)
             # What is being expanded is open, and no longer on the heap.
-            proven = (self._least_open, self.unproven, *(() if best is None else (best,)))
-            self.on_progress(self.solved, best, min(proven))
+            proven = min(self._least_open, self.unproven)
+            self.on_progress(self.solved, best, proven if best is None else min(proven, best))
         return found
 
     def _solve(
@@ -503,9 +503,9 @@ class Search(Caching):
         """Keep a plan that is the best of its layout, or simpler than what ties with it."""
         longest = math.floor(plan.iteration * (1 + self.tie_percent / 100))
         self.longest_tie = min(self.longest_tie, longest)
-        is_even = is_uniform(self.model.spec, plan.layout.partition)
-        for tie in (False, True) if is_even else (False,):
-            _keep_better(self.ties, _tie_of(plan.layout, is_even=tie), plan)
+        _keep_better(self.ties, _tie_of(plan.layout, is_even=False), plan)
+        if is_uniform(self.model.spec, plan.layout.partition):
+            _keep_better(self.ties, _tie_of(plan.layout, is_even=True), plan)
         is_best = _keep_better(self.best, layout_of(plan.layout), plan)
         if is_best and len(self.best) >= self.num_layouts:
             times = sorted(kept.iteration for kept in self.best.values())

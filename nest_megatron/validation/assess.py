@@ -29,7 +29,7 @@ from nest_megatron.packages import import_from_checkout
 from nest_megatron.plain import frozen
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.solver.backend import backend_to_run, solver_of
-from nest_megatron.solver.one_partition import joined
+from nest_megatron.solver.one_partition import join_chunks
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD
 from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.units import Bytes, Seconds, Ticks, to_seconds, to_ticks
@@ -182,7 +182,7 @@ def iteration_ticks(problem: PipelineProblem, partition: StagePartition) -> Tick
     """
     unbounded = problem._replace(capacity_bytes=_NO_LIMIT)
     try:
-        only = joined(unbounded, partition.boundaries)
+        only = join_chunks(unbounded, partition.boundaries)
         return solver_of(backend_to_run())(only, NO_THRESHOLD, DEFAULT_NODE_LIMIT).iteration
     except UserInputError as error:
         raise RefusedRowError("schedule is impossible", str(error)) from error

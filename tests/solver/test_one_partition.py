@@ -33,7 +33,11 @@ from nest_megatron.solver import backend
 from nest_megatron.solver.backend import Backend
 from nest_megatron.solver.chunk_space import partitions
 from nest_megatron.solver.memory_shortage import least_memory
-from nest_megatron.solver.one_partition import as_built, joined, solver_of_partition
+from nest_megatron.solver.one_partition import (
+    join_chunks,
+    solver_of_partition,
+    solver_with_mtp_at_head,
+)
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD, Status
 from nest_megatron.solver.ranking import SolvedLayout, layout_of, preference
 from nest_megatron.solver.search import Search
@@ -77,7 +81,7 @@ def test_a_joined_problem_costs_the_same(generate: Callable[[int], PipelineProbl
     for seed in range(60):
         problem = generate(seed)
         marks = random_marks(random.Random(seed), problem.num_units, problem.num_chunks)
-        once = joined(problem, marks)
+        once = join_chunks(problem, marks)
         assert list(partitions(once)) == [tuple(range(problem.num_chunks + 1))]
         ours, theirs = evaluate(once, next(partitions(once))), evaluate(problem, marks)
         assert ours == theirs, seed
@@ -296,7 +300,7 @@ def test_more_kinds_of_chunk_than_a_problem_can_name() -> None:
     for size in sizes:
         marks.append(marks[-1] + size)
     with pytest.raises(UserInputError, match="different cost"):
-        joined(problem, tuple(marks))
+        join_chunks(problem, tuple(marks))
 
 
 def test_what_does_not_fit_is_said_with_the_least_it_needs() -> None:
@@ -351,7 +355,7 @@ def test_mtp_layers_that_are_built_of_a_layer_lie_beside_the_last() -> None:
         if problem.num_units != layers + 3 or layers < 2:
             continue
         spec, chunks = dense_spec(layers, mtp=1), problem.num_chunks
-        solve = as_built(KERNEL, spec, mtp_beside_layer=True)
+        solve = solver_with_mtp_at_head(KERNEL, spec, mtp_beside_layer=True)
         kept = solve(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT)
         if kept.boundaries:
             where = StagePartition(
@@ -375,7 +379,7 @@ def test_mtp_layers_that_no_layout_parts_lie_beside_the_head() -> None:
         layers = problem.num_layers
         if problem.num_units != layers + 3 or problem.num_virtual > 1 or problem.num_chunks == 1:
             continue
-        solve = as_built(KERNEL, dense_spec(layers, mtp=1), mtp_beside_head=True)
+        solve = solver_with_mtp_at_head(KERNEL, dense_spec(layers, mtp=1), mtp_beside_head=True)
         kept = solve(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT)
         whole = [each for each in partitions(problem) if each[-2] <= layers + 1]
         times = [known for each in whole if (known := evaluate(problem, each)).fits]

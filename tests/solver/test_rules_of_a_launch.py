@@ -23,7 +23,7 @@ from nest_megatron.layout.rulebook.execution import (
 from nest_megatron.layout.rulebook.facts import violations
 from nest_megatron.layout.rulebook.search import is_searched
 from nest_megatron.model.execution import PLAIN, Execution, GraphImpl
-from nest_megatron.solver.executions import has_graphs, kind_of, launched
+from nest_megatron.solver.executions import has_graphs, kind_of, launch_request
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue
@@ -68,7 +68,7 @@ def test_every_candidate_passes_them(seed: int, asked: dict[str, Any]) -> None:
     for family in islice(families(grids), None, None, rng.choice([3, 5, 7])):
         for recompute in grids.recompute_settings(family):
             grid = dataclasses.replace(family, recompute=recompute)
-            request = launched(grids.model, grids.space, grid)
+            request = launch_request(grids.model, grids.space, grid)
             assert not list(violations(request.facts, filter(is_searched, RULES)))
 
 
@@ -85,7 +85,7 @@ def test_one_setting_stands_for_its_like(seed: int) -> None:
                 setting = selective_recompute(modules)
                 answers = {
                     allows_execution(
-                        launched(
+                        launch_request(
                             grids.model,
                             grids.space,
                             dataclasses.replace(family, recompute=each, execution=way),

@@ -21,7 +21,7 @@ from nest_megatron.research.baselines.job import (
     balanced_partition,
     stages_of,
 )
-from nest_megatron.solver.one_partition import joined
+from nest_megatron.solver.one_partition import join_chunks
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD, StageSolution
 from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.solver.search import UNLIMITED
@@ -111,7 +111,7 @@ class Layouts:
         return self._priced(grid, boundaries or balanced_partition(spec, grid.dims.num_chunks))
 
     def _price(self, grid: PartialLayout, boundaries: Boundaries) -> State:
-        one = joined(self.job.problem(grid), boundaries)
+        one = join_chunks(self.job.problem(grid), boundaries)
         found, missing = self._solve(one), 0
         if not found.boundaries:
             found = self._solve(one._replace(capacity_bytes=UNLIMITED))
