@@ -106,6 +106,23 @@ def test_a_batch_that_no_number_of_replicas_divides_is_to_change() -> None:
         plan(request_of(composed, choose_execution=True))
 
 
+@pytest.mark.parametrize(
+    ("fixed", "said"),
+    [
+        ("context_parallel_size=2", "sliding windows have no kernel"),
+        ("expert_model_parallel_size=3", "it must divide the 8 ranks of one pipeline stage"),
+    ],
+)
+def test_degrees_that_nobody_typed_and_do_not_multiply_out_are_no_reason(
+    fixed: str, said: str
+) -> None:
+    """All combinations with the first break two rules, and some of them have no such grid."""
+    job = parse(["model=gpt_oss_20b", *SEARCHED[1:], f"parallel.{fixed}"])
+    with pytest.raises(UserInputError, match=said) as raised:
+        plan(request_of(compose(job), choose_execution=True))
+    assert ("expert_tensor_parallel_size" in str(raised.value)) == fixed.startswith("expert")
+
+
 def test_a_single_choice_is_named_alone() -> None:
     said = refusal("parallel.context_parallel_size=2", "train.precision=fp32")
     assert "Change or free context_parallel_size: that alone makes it legal." in said

@@ -188,8 +188,7 @@ def _bridge_job(
     # the mode is what the recipe's own name says, but for DoRA; the step feeds the model: no field
     name = given.recipe or f"{given.model}_{re.sub('[ld]ora', 'peft', str(given.mode))}_config"
     scheme = {"peft_scheme": "dora"} if given.mode == "dora" else {}
-    fields = [*typed, *_fields(split_words(rest)[1])]
-    cfg = _bridge_recipe(name, scheme, fields, given.dataset)
+    cfg = _bridge_recipe(name, scheme, [*typed, *_fields(split_words(rest)[1])], given.dataset)
     known: dict[str, Any] = {"environment": {}, "assume_harmless": assume_harmless}
     job = megatron_bridge.read_recipe(cfg, vocab_size=vocab_size, **known)
     return replace(

@@ -208,13 +208,11 @@ class Request:
             if not is_right:
                 raise UserInputError(what, value, limit, fix)
         if self.present is not None and self.present.global_batch_size != batch:
-            present = replace(self.present, global_batch_size=batch)
-            set_field(self, "present", present)
+            set_field(self, "present", replace(self.present, global_batch_size=batch))
         recompute = self.space.recompute or NO_RECOMPUTE
         cuts = cuts_anywhere(self.spec, recompute, self.space.version)
         if self.space.partition is None and not cuts:
-            even = replace(self.space, even_stages=True)
-            set_field(self, "space", even)
+            set_field(self, "space", replace(self.space, even_stages=True))
         if self.spec.vision is not None:
             space = _beside_images(self.spec, self.spec.vision, self.space)
             set_field(self, "space", space)

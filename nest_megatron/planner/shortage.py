@@ -178,13 +178,14 @@ def binding(request: Request, out_of_time: OutOfTime = lambda: False) -> tuple[U
     """The rules that the least illegal combination breaks.
 
     Nothing where a combination breaks none of them, so that something else must bind, or where time
-    did not allow to look at all.
+    did not allow to look at all. Degrees that do not multiply out say less than any rule.
     """
     found, fewest = tuple[UserInputError, ...](), math.inf
     for rules, facts, others in _broken(request):
         number = len(rules) + len(others)
         if not number or out_of_time():
             return ()
+        number += 99 * (not facts)
         if number < fewest:
             found, fewest = (*(rule.violation(facts) for rule in rules), *others), number
     return found

@@ -174,8 +174,7 @@ def _write(words: list[str], script: list[str] | None = None) -> None:
         "environment": dict(os.environ),
         "script": script,
     }
-    name = f"{time.time_ns():020}-{os.getpid()}"
-    path = FOLDER / "launches" / name
+    path = FOLDER / "launches" / f"{time.time_ns():020}-{os.getpid()}"
     path.write_text(json.dumps(record), encoding="utf-8")
     path.rename(path.with_suffix(".json"))
 

@@ -259,8 +259,7 @@ class AppView:
         """Path of the field that holds a choice of the plan; ``None`` where there is none."""
         if item in self.settings.fields:
             return self.settings.fields[item]
-        names = map(self.own_path, names_of(item))
-        present = [path for path in names if self.has(path)]
+        present = [path for path in map(self.own_path, names_of(item)) if self.has(path)]
         planned = [path for path in present if PLANNED.search(str(raw_value(self.raw, path)))]
         return next(iter((*planned, *present)), None)
 

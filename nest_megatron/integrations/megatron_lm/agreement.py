@@ -80,8 +80,7 @@ class RendezvousStore(TimedStore):
 
     def leave(self, name: str, part: object) -> None:
         """Leave this rank's part of a list, to which every rank adds one at most."""
-        text = json.dumps([self.context.rank, to_plain(part)])
-        self.call("append", name, f"{text}\n")
+        self.call("append", name, f"{json.dumps([self.context.rank, to_plain(part)])}\n")
         self.count(f"{name}/count")
 
     def num_parts(self, name: str) -> int:

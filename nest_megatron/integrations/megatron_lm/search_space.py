@@ -102,8 +102,7 @@ def free_parameters(
         freed = tuple(name for name in CHOICES if name != "use_megatron_fsdp")
     elif "all" in freed:
         freed = tuple(CHOICES)
-    fixed = CHOICES if "all" in stay else stay
-    return tuple(name for name in freed if name not in fixed)
+    return tuple(name for name in freed if name not in (CHOICES if "all" in stay else stay))
 
 
 def _choices(what: str, given: Collection[str] | str) -> tuple[str, ...]:
