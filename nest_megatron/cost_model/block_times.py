@@ -170,7 +170,7 @@ class BlockTimes(Caching):
     @cached_by(
         lambda self, block, places, shard: (
             self._shape(block, places, shard),
-            block.base not in _ON_EACH_TOKEN and OF_GRAPH.of(shard.execution),
+            None if block.base in _ON_EACH_TOKEN else OF_GRAPH.of(shard.execution),
         )
     )
     def _priced_graph(
@@ -196,13 +196,16 @@ class BlockTimes(Caching):
         if self.times is None:
             return Scale()
         source, neighbours = self.times.find(block, shard)
-        ratios = [self._ratio(near.timing, shard) for near in neighbours] or [(1.0, 1.0)]
+        if not neighbours:
+            return Scale(source=source)
+        ratios = [self._ratio(near.timing, shard) for near in neighbours]
+        forward, backward = ratios[0]
         if len(ratios) > 1:
             weights = [near.weight for near in neighbours]
-            sides = zip(*ratios, strict=True)
-            forward, backward = (_weighted_mean(side, weights) for side in sides)
-            ratios = [(forward, backward)]
-        return Scale(*ratios[0], source)
+            forward, backward = (
+                _weighted_mean(each, weights) for each in zip(*ratios, strict=True)
+            )
+        return Scale(forward, backward, source)
 
     @cached_by(lambda _, timing, shard: timing)
     def _ratio(self, timing: Timing, shard: LayerShard) -> tuple[float, float]:

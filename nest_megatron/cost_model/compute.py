@@ -114,7 +114,7 @@ def _joined(arithmetic: Seconds, traffic: Seconds, exponent: float = _JOINT) -> 
     return float((arithmetic**exponent + traffic**exponent) ** (1 / exponent))
 
 
-def sixteen_bit(accelerator: Accelerator) -> Precision:
+def sixteen_bit_format(accelerator: Accelerator) -> Precision:
     """The 16-bit format that the device's matrix units run."""
     return Precision.BF16 if accelerator.supports(Precision.BF16) else Precision.FP16
 
@@ -122,7 +122,7 @@ def sixteen_bit(accelerator: Accelerator) -> Precision:
 def _flops_rate(operator: Operator, accelerator: Accelerator, settings: CostSettings) -> float:
     precision = settings.precision
     is_single = precision is Precision.FP32
-    wide = precision if is_single else sixteen_bit(accelerator)
+    wide = precision if is_single else sixteen_bit_format(accelerator)
     if operator.kind in (OperatorKind.ATTENTION, OperatorKind.SCAN):
         return accelerator.peak_flops_per_s[wide] * accelerator.attention_efficiency
     used = precision if operator.fp8 or not precision.is_quantized else wide
@@ -131,7 +131,7 @@ def _flops_rate(operator: Operator, accelerator: Accelerator, settings: CostSett
             "train.precision",
             str(precision),
             f"{accelerator.name} has matrix units for " + ", ".join(accelerator.peak_flops_per_s),
-            f"Use {sixteen_bit(accelerator)}.",
+            f"Use {sixteen_bit_format(accelerator)}.",
         )
     share = accelerator.gemm_efficiency[used] if operator.aligned else UNALIGNED_EFFICIENCY
     if operator.kind is OperatorKind.GROUPED_GEMM:

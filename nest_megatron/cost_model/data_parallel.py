@@ -27,13 +27,14 @@ from nest_megatron.units import Seconds
 class Traffic(NamedTuple):
     """Seconds of traffic between replicas.
 
-    ``reduce`` brings gradients together once, within an instance of the optimizer, ``sum`` each
-    share of them over the instances; ``gather`` spreads updated weights once (none where each
-    replica updates all of them).
+    Args:
+        reduce: gradients are reduced once within an instance of the optimizer.
+        across: each share of them is summed over the instances.
+        gather: updated weights are gathered once; 0 where each replica updates all of them.
     """
 
     reduce: Seconds
-    sum: Seconds
+    across: Seconds
     gather: Seconds
 
 
@@ -113,7 +114,8 @@ def replica_traffic(
 
     def channels(group: GroupKind) -> float:
         shape = group_shape(dims, group, sizes)
-        return _RAIL_CHANNELS if shape[0] == 1 < math.prod(shape) else 1.0
+        is_rail = shape[0] == 1 and math.prod(shape) > 1
+        return _RAIL_CHANNELS if is_rail else 1.0
 
     return ReplicaTraffic(
         dense=of_group(GroupKind.DP_CP, in_layer=True),

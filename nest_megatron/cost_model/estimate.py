@@ -6,7 +6,7 @@ import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from nest_megatron.cost_model.compute import sixteen_bit
+from nest_megatron.cost_model.compute import sixteen_bit_format
 from nest_megatron.cost_model.layer_cost import PassTime
 from nest_megatron.cost_model.memory import StaticBytes
 from nest_megatron.cost_model.model import CostModel
@@ -94,7 +94,7 @@ def estimate(model: CostModel, layout: Layout) -> Estimate:
     flops = layout.global_batch_size * model_flops_per_sequence(model)
     accelerator = model.cluster.accelerator
     precision = model.settings.precision
-    used = precision if accelerator.supports(precision) else sixteen_bit(accelerator)
+    used = precision if accelerator.supports(precision) else sixteen_bit_format(accelerator)
     achieved = flops / iteration / gpus
     stages = tuple(_stage(found, r) for r in range(layout.dims.pipeline_model_parallel_size))
     peaks, terms = [stage.peak_memory_bytes for stage in stages], _terms(found)
@@ -147,8 +147,8 @@ def mean_terms(model: CostModel, layout: Layout) -> dict[str, Seconds]:
     for rank in range(num_stages):
         for name, spent in _rank_terms(found, rank).items():
             mean[name] += spent / num_stages
-    own = map(sum, zip(evaluation.gathers, evaluation.busy, evaluation.reductions, strict=True))
-    mean["pipeline_bubble"] = to_seconds(evaluation.finish * num_stages - sum(own)) / num_stages
+    own = sum(evaluation.gathers) + sum(evaluation.busy) + sum(evaluation.reductions)
+    mean["pipeline_bubble"] = to_seconds(evaluation.finish * num_stages - own) / num_stages
     return mean | _after_schedule(found)
 
 

@@ -127,8 +127,3 @@ def fp8_layouts(accelerator: str, recipe: Fp8Recipe) -> int:
     """
     whole_tensor = recipe in (Fp8Recipe.DELAYED, Fp8Recipe.TENSORWISE)
     return 1 if whole_tensor and _BLACKWELL.match(accelerator) else 2
-
-
-def beside_buffers(recipe: Fp8Recipe) -> bool:
-    """Whether GEMMs run beside traffic in user buffers: not those with scales of blocks."""
-    return recipe not in (Fp8Recipe.BLOCKWISE, Fp8Recipe.MXFP8)

@@ -51,8 +51,9 @@ class RankParameters(NamedTuple):
 
     def divided(self, count: ParameterCount) -> int:
         """Those that more than one rank shares."""
-        dense, expert = (ranks > 1 for ranks in ranks_of_states(self.replicas, self.settings))
-        return dense * count.dense + expert * count.expert
+        dense_ranks, expert_ranks = ranks_of_states(self.replicas, self.settings)
+        dense = count.dense if dense_ranks > 1 else 0
+        return dense + (count.expert if expert_ranks > 1 else 0)
 
     @property
     def reduce_bytes(self) -> int:
@@ -93,8 +94,8 @@ def _of_buckets(
     bucket = traits.ddp_bucket_size or max(_LEAST_BUCKET, _BUCKET_OF_REPLICA * rank.replicas[0])
     if zero < ZeroStage.GRADIENTS:  # after the last micro batch, in a buffer of its own
         return min(unit + bucket, trained.total) * width
-    groups = 1 + (trained.expert > 0)
-    waiting = unit + (1 + groups) * bucket if in_layer else rank.divided(count.trained)
+    buckets = 3 if trained.expert else 2
+    waiting = unit + buckets * bucket if in_layer else rank.divided(count.trained)
     return min(waiting, rank.divided(trained)) * width
 
 
@@ -111,9 +112,10 @@ def _of_layers(count: ParameterCount, rank: RankParameters, in_layer: bool) -> B
     waiting = unit // max(1, near.trained.total) + 2
     if traits.fsdp_double_buffer:
         ahead, waiting = 1, 2
-    weights = (in_layer + ahead) * rank.divided(near)
+    weights = (1 + ahead) * rank.divided(near)
     gradients = waiting * rank.divided(near.trained)
     if not in_layer:
+        weights = ahead * rank.divided(near)
         gradients = rank.divided(count.trained)
         if traits.fsdp_double_buffer:  # buffers of layers stay
             weights = 2 * rank.divided(near)

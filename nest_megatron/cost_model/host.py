@@ -32,7 +32,7 @@ def host_step(accelerator: Accelerator, settings: CostSettings) -> Seconds:
     return HOST_ADAM_S + _CROSSING_BYTES / accelerator.host_bandwidth_bytes_per_s
 
 
-def beside_copies(
+def with_copies_to_host(
     times: UnitTimes, kind: LayerKind, execution: Execution, layers: int, accelerator: Accelerator
 ) -> UnitTimes:
     """A unit whose activations go to the host and come back beside its own work.

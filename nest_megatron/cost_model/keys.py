@@ -59,7 +59,7 @@ STATES_OF_PIPELINE = Key(
     reads=(_TP, _EP, _ETP, _PP),
     without_effect=(_CP, _VPP, _DP, _ORDER),
 )
-#: What one kind of unit depends on of that, and the places of its groups.
+#: What ``unit_key`` gives.
 UnitKey = tuple[object, ...]
 
 

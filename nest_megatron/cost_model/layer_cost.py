@@ -16,7 +16,7 @@ from nest_megatron.plain import frozen
 from nest_megatron.profile.records import Source
 from nest_megatron.units import Seconds
 
-_TERMS = ("compute", "tp", "cp", "ep")
+#: Places in a ``PassTime``.
 _COMPUTE = 0
 _TERM_OF = {Group.TENSOR: 1, Group.CONTEXT: 2, Group.EXPERT: 3, Group.EXPERT_TENSOR: 3}
 
@@ -113,11 +113,12 @@ def unit_times(
     accelerator: Accelerator,
     settings: CostSettings,
     execution: Execution,
-    beside_s: Seconds = 0.0,
+    overlap_limit_s: Seconds = 0.0,
 ) -> UnitTimes:
     """A unit as it is carried out, what runs beside something else hidden.
 
-    The token all-to-all can run beside ``beside_s`` of the same layer's compute outside the graph.
+    The token all-to-all can overlap ``overlap_limit_s`` of the same layer's compute outside the
+    graph.
     """
     forward = {part: _only_compute(seconds) for part, seconds in times.forward.items()}
     backward = _only_compute(times.backward)
@@ -125,7 +126,7 @@ def unit_times(
         wait := _count_sync_time(times.graph, accelerator, settings, execution)
     ):
         forward.setdefault(Part.DISPATCH, _only_compute(0.0))[_COMPUTE] += wait
-    for part, is_backward, term, seconds in _exposed(times, settings, execution, beside_s):
+    for part, is_backward, term, seconds in _exposed(times, settings, execution, overlap_limit_s):
         paced = seconds * times.pace(part)
         if is_backward:
             backward[term] += paced
@@ -176,7 +177,7 @@ _LAST = ("fc2", "mlp_residual")
 
 
 def _only_compute(seconds: Seconds) -> list[Seconds]:
-    return [seconds, *(0.0 for _ in _TERMS[1:])]
+    return [seconds, 0.0, 0.0, 0.0]
 
 
 #: Parts of a layer that a graph of each module holds (``cuda_graph_scope``; both releases'
@@ -255,9 +256,9 @@ def _captured_parts(execution: Execution) -> frozenset[Part]:
 
 
 def _exposed(
-    times: GraphTimes, settings: CostSettings, execution: Execution, beside_s: Seconds
+    times: GraphTimes, settings: CostSettings, execution: Execution, overlap_limit_s: Seconds
 ) -> Iterator[tuple[Part, bool, int, Seconds]]:
-    """Part, whether backward, index into ``_TERMS`` and seconds of what each collective adds.
+    """Part, whether backward, place in ``PassTime`` and seconds of what each collective adds.
 
     All of it, or what the operator that hides it leaves over.
     """
@@ -267,7 +268,7 @@ def _exposed(
         _own_time(call, seconds, times, settings, execution)
         for call, seconds in zip(calls, times.traffic, strict=True)
     ]
-    left = _left_of_all_to_all(times, traffic, settings, execution, beside_s)
+    left = _left_of_all_to_all(times, traffic, settings, execution, overlap_limit_s)
     for call, time in zip(calls, traffic, strict=True):
         seconds = time * (left[call.backward] if call.part is Part.DISPATCH else 1.0)
         term = _TERM_OF[call.group]
@@ -307,7 +308,7 @@ def _left_of_all_to_all(
     seconds: Sequence[Seconds],
     settings: CostSettings,
     execution: Execution,
-    beside_s: Seconds,
+    overlap_limit_s: Seconds,
 ) -> tuple[float, float]:
     """Share of the traffic between tokens and experts that other work leaves over, each way.
 
@@ -329,7 +330,7 @@ def _left_of_all_to_all(
         return 1.0, 1.0
     forward = backward = 1.0
     if overlaps:
-        hidden = min(settings.ep_overlap, (sum(compute) + beside_s) / sum(traffic))
+        hidden = min(settings.ep_overlap, (sum(compute) + overlap_limit_s) / sum(traffic))
         forward = backward = 1.0 - hidden * (1.0 - settings.overlap_slowdown)
     if execution.moe_shared_expert_overlap:
         forward = min(forward, max(0.0, 1.0 - shared[0] / traffic[0]))

@@ -89,11 +89,11 @@ def parameter_bytes(
     ``whole`` says that gathered weights and gradients stay on every rank (``stays_whole``).
     """
     dense, expert = ranks_of_states(replicas, settings)
-    dense_layer, expert_layer, outside = (
-        static_bytes(zero, ranks, settings, in_layer=in_layer, whole=whole)
-        for ranks, in_layer in ((dense, True), (expert, True), (dense, False))
+    return ParameterBytes(
+        dense=static_bytes(zero, dense, settings, in_layer=True, whole=whole),
+        expert=static_bytes(zero, expert, settings, in_layer=True, whole=whole),
+        outside=static_bytes(zero, dense, settings, in_layer=False, whole=whole),
     )
-    return ParameterBytes(dense=dense_layer, expert=expert_layer, outside=outside)
 
 
 def stays_whole(zero: ZeroStage, num_stages: int, settings: CostSettings) -> bool:

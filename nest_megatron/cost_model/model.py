@@ -6,6 +6,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable
+from statistics import NormalDist
 
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cluster.communication import collective_time, send_time
@@ -13,7 +14,7 @@ from nest_megatron.cluster.records import Cluster, CollectiveKind
 from nest_megatron.cost_model.block_times import BlockTimes
 from nest_megatron.cost_model.data_parallel import ReplicaTraffic, replica_traffic
 from nest_megatron.cost_model.formats import expert_alignment
-from nest_megatron.cost_model.host import beside_copies
+from nest_megatron.cost_model.host import with_copies_to_host
 from nest_megatron.cost_model.keys import (
     DEGREES,
     INSIDE,
@@ -26,7 +27,6 @@ from nest_megatron.cost_model.keys import (
 from nest_megatron.cost_model.layer_cost import NO_WORK, PassTime, UnitTimes
 from nest_megatron.cost_model.memory import capacity_bytes, saved_attention_bytes, saved_input_bytes
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.cost_model.stragglers import slowest, straggler_wait
 from nest_megatron.cost_model.unit_cost import (
     ReplicaCost,
     Structure,
@@ -62,11 +62,11 @@ _OF_SHARDS = (
     "attended_tokens",
 )
 #: Seconds of a forward and of a backward pass.
-Sides = tuple[Seconds, Seconds]
+PassPair = tuple[Seconds, Seconds]
 
 
-def _sides(blocks: Iterable[UnitTimes]) -> Sides:
-    """Both passes of blocks, one after the other."""
+def _both_passes(blocks: Iterable[UnitTimes]) -> PassPair:
+    """The passes of blocks, one after the other."""
     forward = backward = PassTime()
     for block in blocks:
         forward, backward = forward.plus(block.whole_forward), backward.plus(block.backward)
@@ -107,7 +107,7 @@ class CostModel(Caching):
         self._hosts = (cluster.launch_gpus_per_host, cluster.num_gpus)
         self.num_units = Counter(spec.layer_kinds())
 
-    def under(self, cluster: Cluster, settings: CostSettings) -> CostModel:
+    def with_figures(self, cluster: Cluster, settings: CostSettings) -> CostModel:
         """The job with other figures of its cluster, or settings; what neither changes is shared.
 
         Args:
@@ -136,7 +136,7 @@ class CostModel(Caching):
         times = sum(blocks[1:], blocks[0])
         if kind.begins_with_mlp:
             times = times.with_input(shard.hidden_bytes(self.spec))
-        return beside_copies(times, kind, shard.execution, layers, device)
+        return with_copies_to_host(times, kind, shard.execution, layers, device)
 
     @cached_by(
         lambda self, kind, places, shard, recompute: (
@@ -174,22 +174,22 @@ class CostModel(Caching):
         return lookup(kind) + encoder(layers, num_layers=vision.num_layers) + projector(kind)
 
     @cached_by(lambda _, grid, recompute: (SHARD.of(grid), recompute))
-    def pass_times(self, grid: PartialLayout, recompute: Recompute) -> tuple[Sides, ...]:
+    def pass_times(self, grid: PartialLayout, recompute: Recompute) -> tuple[PassPair, ...]:
         """Forward and backward time of each kind of unit, what is recomputed with the latter.
 
         Without recomputation no unit is joined from its blocks for it, which is cheap.
         """
         places, shard = self.places(grid.dims), self.shard(grid)
         if recompute == NO_RECOMPUTE and not grid.execution.offloads:
-            return tuple(map(_sides, self._blocks.of_units(places, shard).values()))
+            return tuple(map(_both_passes, self._blocks.of_units(places, shard).values()))
         runs = [self.run(kind, places, shard, recompute) for kind in self.num_units]
         return tuple((r.forward.total, r.backward.total + r.recompute.total) for r in runs)
 
-    def pass_times_outside_experts(self, grid: PartialLayout) -> tuple[Sides, ...]:
+    def pass_times_outside_experts(self, grid: PartialLayout) -> tuple[PassPair, ...]:
         """The same for what expert degrees do not change, without recomputation."""
         outside = self._blocks.outside_experts(self.places(grid.dims), self.shard(grid))
         blocks = map(self.spec.unit_blocks, self.num_units)
-        return tuple(_sides(outside.get(each, NO_WORK) for each in unit) for unit in blocks)
+        return tuple(_both_passes(outside.get(each, NO_WORK) for each in unit) for unit in blocks)
 
     @cached_by(SHARD)
     def shard(self, grid: PartialLayout) -> LayerShard:
@@ -252,7 +252,7 @@ class CostModel(Caching):
         counts = unit_parameters(self.spec, tp, ep, etp, single_stage=dims.is_one_stage)
         units = list(zip(self.spec.layer_kinds(), counts, strict=True))
         distinct = tuple(dict.fromkeys(units))
-        sequence = bytes(map({unit: i for i, unit in enumerate(distinct)}.__getitem__, units))
+        sequence = bytes(map(distinct.index, units))
         layers = [count for kind, count in units if not kind.is_end]
         layer = sum(layers, ParameterCount()).over(len(layers))
         return Structure(sequence, distinct, sum(counts, ParameterCount()), layer)
@@ -298,7 +298,7 @@ class CostModel(Caching):
         dims, tokens = grid.dims, self.spec.seq_length * grid.micro_batch_size
         of_stage = self._attention_time(grid) / dims.pipeline_model_parallel_size
         deviating = deviation * math.sqrt(grid.num_microbatches / tokens)
-        return of_stage * deviating * slowest(dims.data_parallel_size)
+        return of_stage * deviating * expected_largest(dims.data_parallel_size)
 
     @cached_by(SHARD)
     def _attention_time(self, grid: PartialLayout) -> Seconds:
@@ -357,3 +357,39 @@ class CostModel(Caching):
     def _link_levels(self, dims: ParallelDims) -> tuple[int, ...]:
         ranks = range(0 if dims.is_one_stage else dims.pipeline_model_parallel_size)
         return tuple(pipeline_link_level(dims, rank, self._sizes) for rank in ranks)
+
+
+def straggler_wait(delay_s: float, work_s: Seconds, num_stages: int, num_hosts: int) -> Seconds:
+    """What a step waits for the slowest of its replicas, beyond a mean one.
+
+    Ranks that do the same work do not end at the same time: clocks follow power and temperature,
+    hosts run other processes, switches are shared. What a rank is late grows as a random walk does:
+    after ``t`` seconds its standard deviation is ``delay_s * sqrt(t)``, and that of a replica of
+    ``p`` stages ``delay_s * sqrt(p * t)``. Once a step, where gradients are reduced, every replica
+    waits for the slowest. What the ranks of one host wait for each other is in the efficiencies
+    that are fitted to measured layers, so replicas count by the hosts that they lie on.
+
+    Args:
+        delay_s: fitted to published weak scalings (``tools/calibration/stragglers.py``,
+            ``hydra_configs/calibration/stragglers.yaml``).
+        num_hosts: those over which the ranks lie that reduce a gradient.
+
+    >>> straggler_wait(0.02, 10.0, 1, 1)
+    0.0
+    >>> round(straggler_wait(0.02, 10.0, 1, 8), 3), round(straggler_wait(0.02, 10.0, 4, 512), 3)
+    (0.091, 0.383)
+    """
+    return delay_s * math.sqrt(num_stages * work_s) * expected_largest(num_hosts)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def expected_largest(num_draws: int) -> float:
+    """Expected largest of so many standard normal draws.
+
+    Source: Blom, Statistical Estimates and Transformed Beta-Variables (1958).
+
+    >>> expected_largest(1), round(expected_largest(8), 2), round(expected_largest(1000), 2)
+    (0.0, 1.43, 3.23)
+    """
+    share = (num_draws - 0.375) / (num_draws + 0.25)
+    return NormalDist().inv_cdf(share) if num_draws > 1 else 0.0

@@ -16,15 +16,14 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from itertools import pairwise
 from statistics import NormalDist
 
 from nest_megatron.cost_model.cholesky import Matrix, cholesky, dot, solve_lower
 from nest_megatron.cost_model.device_memory import PeakError, PeakErrors, peak_error
 from nest_megatron.cost_model.features import coordinates, distance
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.cost_model.pipeline import RankMemory, chunk_cost, rank_memory
-from nest_megatron.cost_model.posterior import KEPT, changed
+from nest_megatron.cost_model.pipeline import RankMemory, memory_of_ranks
+from nest_megatron.cost_model.posterior import KEPT, differing_versions
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.uncertainty import shipped_scales
 from nest_megatron.layout.layout import Layout
@@ -167,14 +166,7 @@ class PeakPosterior:
 
 def highest_rank(model: CostModel, layout: Layout) -> RankMemory:
     """The memory of the pipeline rank of a plan that has the highest predicted peak."""
-    problem = stage_problem(model, layout)
-    chunks = [
-        chunk_cost(problem, first, end) for first, end in pairwise(layout.partition.boundaries)
-    ]
-    ranks = (
-        rank_memory(problem, rank, chunks[rank :: problem.num_stages])
-        for rank in range(problem.num_stages)
-    )
+    ranks = memory_of_ranks(stage_problem(model, layout), layout.partition.boundaries)
     return max(ranks, key=lambda rank: rank.total)
 
 
@@ -206,7 +198,7 @@ def _shared(
 ) -> tuple[float, ...]:
     """Covariance of the scores of a plan and a run, by part (``PARTS``)."""
     other = run.predicted
-    kept = KEPT ** len(changed(versions, run.versions)) * PART
+    kept = KEPT ** len(differing_versions(versions, run.versions)) * PART
     terms = (kept * own * its for own, its in zip(plan.direction, other.direction, strict=True))
     if job != run.job:
         return (kept, *terms, 0.0, 0.0)
@@ -222,18 +214,14 @@ def _conditioned(runs: Sequence[PeakRun]) -> tuple[Matrix, tuple[float, ...]]:
     for number, row in enumerate(joint):
         row[number] += OWN
     values = [run.predicted.score(run.bytes) for run in runs]
-    noise = [0.0] * len(runs)
     censored = [number for number, run in enumerate(runs) if run.ran_out]
     if censored:
-        found = _censored(
-            *_above_bounds(joint, values, censored), [values[each] for each in censored]
-        )
-        for number, site in zip(censored, found, strict=True):
-            values[number], noise[number] = site
-    noisy = [
-        [each + noise[i] * (i == j) for j, each in enumerate(row)] for i, row in enumerate(joint)
-    ]
-    root = cholesky(noisy)
+        mean, covariance = _above_bounds(joint, values, censored)
+        found = _censored(mean, covariance, [values[each] for each in censored])
+        for number, (value, noise) in zip(censored, found, strict=True):
+            values[number] = value
+            joint[number][number] += noise
+    root = cholesky(joint)
     return root, solve_lower(root, values)
 
 

@@ -144,26 +144,25 @@ def chunk_cost(problem: PipelineProblem, first: int, end: int) -> UnitCost:
 
     The first layers follow their ``block_`` fields if the problem has such a block.
     """
-    units = range(first, end)
-    layers = [u for u in units if 1 <= u <= problem.num_layers]
+    layers = [unit for unit in range(first, end) if 1 <= unit <= problem.num_layers]
     in_block = frozenset(layers[: problem.block_num_layers])
-    costs = [problem.costs[problem.unit_kinds[u]] for u in units]
-    backward, saved, working = zip(
-        *(
-            (cost.block_backward, cost.block_saved_bytes, cost.block_working_bytes)
-            if unit in in_block
-            else (cost.backward, cost.saved_bytes, cost.working_bytes)
-            for unit, cost in zip(units, costs, strict=True)
-        ),
-        strict=True,
-    )
-    return UnitCost(*map(sum, zip(*costs, strict=True)))._replace(
-        backward=sum(backward),
-        block_backward=sum(backward),
-        saved_bytes=sum(saved),
-        block_saved_bytes=sum(saved),
-        working_bytes=max(working),
-        block_working_bytes=max(working),
+    costs = []
+    for unit in range(first, end):
+        cost = problem.costs[problem.unit_kinds[unit]]
+        if unit in in_block:
+            cost = cost._replace(
+                backward=cost.block_backward,
+                saved_bytes=cost.block_saved_bytes,
+                working_bytes=cost.block_working_bytes,
+            )
+        costs.append(cost)
+    total = UnitCost(*map(sum, zip(*costs, strict=True)))
+    working = max(cost.working_bytes for cost in costs)
+    return total._replace(
+        block_backward=total.backward,
+        block_saved_bytes=total.saved_bytes,
+        working_bytes=working,
+        block_working_bytes=working,
     )
 
 
@@ -248,11 +247,13 @@ def rank_memory(problem: PipelineProblem, rank: int, chunks: Sequence[UnitCost])
     )
 
 
+def memory_of_ranks(problem: PipelineProblem, boundaries: Sequence[int]) -> list[RankMemory]:
+    """Peak memory of every pipeline rank of a partition."""
+    chunks, p = chunks_of(problem, boundaries), problem.num_stages
+    return [rank_memory(problem, rank, chunks[rank::p]) for rank in range(p)]
+
+
 def fits_in_memory(problem: PipelineProblem, boundaries: Sequence[int]) -> bool:
     """Whether every rank of a partition stays within the capacity."""
-    chunks = chunks_of(problem, boundaries)
-    step = problem.num_stages
-    return all(
-        rank_memory(problem, rank, chunks[rank::step]).total <= problem.capacity_bytes
-        for rank in range(step)
-    )
+    ranks = memory_of_ranks(problem, boundaries)
+    return all(rank.total <= problem.capacity_bytes for rank in ranks)

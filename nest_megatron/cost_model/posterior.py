@@ -151,13 +151,13 @@ class Posterior(Caching):
         }
 
     def _kept(self, run: Observation) -> float:
-        return KEPT ** len(changed(self._versions, run.versions))
+        return KEPT ** len(differing_versions(self._versions, run.versions))
 
     def _explained(self, covariances: Sequence[float]) -> tuple[float, ...]:
         return solve_lower(self._root, covariances)
 
 
-def changed(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ...]:
+def differing_versions(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ...]:
     """Names of versions in which two sets differ; one that only one of them has counts."""
     return tuple(sorted(n for n in {**one, **other} if one.get(n) != other.get(n)))
 
@@ -175,7 +175,9 @@ def _conditioned(observations: Sequence[Observation]) -> tuple[Matrix, tuple[flo
 
 def _covariance(a: Observation, b: Observation) -> float:
     """Product of the scales of what two runs have in common."""
-    common = KEPT ** len(changed(a.versions, b.versions)) * shared_error(a.predictive, b.predictive)
+    common = KEPT ** len(differing_versions(a.versions, b.versions)) * shared_error(
+        a.predictive, b.predictive
+    )
     if a.job == b.job:
         common += _job_error(a.predictive, b.predictive)
     return common + (RUN_NOISE**2 / a.runs if a is b else 0.0)

@@ -18,7 +18,7 @@ from nest_megatron.cost_model.device_memory import PeakErrors
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_posterior import PeakPosterior, PredictedPeak, predicted_peak
-from nest_megatron.cost_model.posterior import Posterior, changed, job_hash
+from nest_megatron.cost_model.posterior import Posterior, differing_versions, job_hash
 from nest_megatron.cost_model.student_t import deviation
 from nest_megatron.cost_model.uncertainty import Predictive, predictive, shipped_scales
 from nest_megatron.layout.estimate import (
@@ -57,7 +57,9 @@ class Site(Caching):
         known = dict(last if versions is None else versions)
         if _OWN in last:
             known[_OWN] = __version__
-        self.changed_versions = changed(known, {each: last[each] for each in known if each in last})
+        self.changed_versions = differing_versions(
+            known, {each: last[each] for each in known if each in last}
+        )
         self.posterior = Posterior([run.observation(known) for run in calibration.runs], known)
         self.peaks = PeakPosterior([run.observation(known) for run in calibration.peaks], known)
 
@@ -143,8 +145,10 @@ class Site(Caching):
 
     def mechanisms(self) -> list[LearnedMechanism]:
         """What runs say of each mechanism that they spend time on, the surest first."""
+        if not self.posterior.observations:
+            return []
         found = []
-        for mechanism in Mechanism if self.posterior.observations else ():
+        for mechanism in Mechanism:
             mean, left = self.posterior.mechanism(mechanism)
             if mean:
                 found.append(

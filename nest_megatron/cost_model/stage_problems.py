@@ -90,10 +90,10 @@ class StageProblems(Caching):
 
     def _longer(self, cost: UnitCost) -> UnitCost:
         """Fewer micro batches than there are take as long as all together."""
-        passes = (cost.forward, cost.backward, cost.block_backward)
-        all_of_them = self.grid.num_microbatches
-        longer = (-(-each * all_of_them // self._num_priced) for each in passes)
-        return cost._replace(**dict(zip(_PASSES, longer, strict=True)))
+        count = self.grid.num_microbatches
+        return cost._replace(
+            **{name: -(-getattr(cost, name) * count // self._num_priced) for name in _PASSES}
+        )
 
     def _share_of_larger_rounds(self, p: int, v: int) -> float:
         """What is saved more than in rounds of one micro batch a rank, as a share of that."""

@@ -35,5 +35,5 @@ def quantile(share: float) -> float:
 
 
 def deviation() -> float:
-    """What a standard deviation is in scales: as many runs lie within one of either."""
+    """The value within which as many lie as within one standard deviation of a normal one."""
     return quantile(NormalDist().cdf(1.0))

@@ -149,11 +149,10 @@ class Target:
         read = execution_traits(both, precision)
         of_traits.setdefault("fp8_weight_copies", fp8_layouts(accelerator, read.fp8_recipe))
         traits = dataclasses.replace(read, **of_traits)
-        others: dict[str, Any] = {
-            "optimizer_bytes_per_parameter": traits.optimizer_traffic_bytes,
-            **({} if both.get("overlap_grad_reduce", True) else {"dp_overlap": 0.0}),
-            **{k: v for k, v in fields.items() if k not in names},
-        }
+        others: dict[str, Any] = {"optimizer_bytes_per_parameter": traits.optimizer_traffic_bytes}
+        if not both.get("overlap_grad_reduce", True):
+            others["dp_overlap"] = 0.0
+        others |= {k: v for k, v in fields.items() if k not in names}
         return CostSettings(target=self.name, precision=precision, traits=traits, **others)
 
     def execution(

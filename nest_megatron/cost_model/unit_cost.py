@@ -28,7 +28,7 @@ from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.block_parameters import ParameterCount
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.profile.lookup import LayerTimes
-from nest_megatron.units import MAX_SECONDS, TICKS_PER_SECOND, Bytes, Seconds, Ticks, to_ticks
+from nest_megatron.units import Bytes, Seconds, Ticks, to_ticks
 
 #: Share of NCCL's channels that collectives need in registered buffers: 4 of 16.
 USER_BUFFER_CHANNELS = 0.25
@@ -47,10 +47,13 @@ class Passes(NamedTuple):
 
 
 class Structure(NamedTuple):
-    """Which distinct unit stands at each place, the distinct units, and all their parameters.
+    """The units of a model on a grid.
 
-    Parameters are those on one rank; all of them together as if there were one pipeline rank;
-    ``layer`` is the mean layer.
+    Args:
+        sequence: index into ``units`` of each unit of the model, in order.
+        units: the distinct units, with the parameters of each on one rank.
+        parameters: of a rank that held all units.
+        layer: parameters of the mean layer.
     """
 
     sequence: bytes
@@ -65,10 +68,12 @@ class Structure(NamedTuple):
 
 
 class UnitKind(NamedTuple):
-    """A distinct unit of a grid: its passes, its parameters on one rank.
+    """A distinct unit of a grid; nothing of it depends on the replicas.
 
-    Replicas aside, so that grids which run it alike share it. ``block`` holds among the layers that
-    block recomputation covers.
+    Args:
+        parameters: on one rank.
+        own: its passes outside the layers that block recomputation covers.
+        block: its passes among them.
     """
 
     kind: LayerKind
@@ -279,9 +284,11 @@ def _with_shard_traffic(one: Passes, replica: ReplicaCost, settings: CostSetting
     slowdown = settings.overlap_slowdown * replica.channels
     if settings.traits.nccl_ub:
         slowdown *= USER_BUFFER_CHANNELS
-    both = (one.forward_s, replica.shard_forward_s), (one.backward_s, replica.shard_backward_s)
-    forward, backward = (_work_with_traffic(settings.dp_overlap, slowdown, *each) for each in both)
-    forward, backward = forward + replica.exposed_forward_s, backward + replica.exposed_backward_s
+    overlap = settings.dp_overlap
+    forward = _work_with_traffic(overlap, slowdown, one.forward_s, replica.shard_forward_s)
+    backward = _work_with_traffic(overlap, slowdown, one.backward_s, replica.shard_backward_s)
+    forward += replica.exposed_forward_s
+    backward += replica.exposed_backward_s
     return one._replace(
         forward_s=forward,
         backward_s=backward,
@@ -297,6 +304,5 @@ def _work_with_traffic(overlap: float, slowdown: float, work: Seconds, traffic: 
 
 
 def _signed_ticks(seconds: Seconds) -> Ticks:
-    if abs(seconds) <= MAX_SECONDS:
-        return round(seconds * TICKS_PER_SECOND)
-    return to_ticks(abs(seconds))  # which is an error
+    ticks = to_ticks(abs(seconds))
+    return ticks if seconds >= 0 else -ticks

@@ -102,20 +102,22 @@ def run_unit(
     repeated, working = PassTime(), times.working_bytes
     saved = times.input_bytes + sum(times.saved_bytes.values())
     if recompute.granularity is RecomputeGranularity.FULL and not kind.is_end:
-        group = recompute.num_layers or 1 if recompute.method is RecomputeMethod.UNIFORM else 1
+        is_uniform = recompute.method is RecomputeMethod.UNIFORM
+        group = (recompute.num_layers or 1) if is_uniform else 1
         # the next layer's input comes back from the host next to this one's
         more = times.input_bytes if inputs_on_host else -times.input_bytes
         repeated = times.whole_forward.less(times.not_recomputed)
         working += (group * saved + more) / num_layers
         saved = 0.0 if inputs_on_host else times.input_bytes / group
     elif recompute.modules and not kind.is_end:
-        again = _recomputed_parts(recompute, kind, latent_attention=latent_attention)
+        parts = _recomputed_parts(recompute, kind, latent_attention=latent_attention)
         if norm_stays:
-            again -= {Part.MLP_NORM}
-        dropped = sum([num for part, num in times.saved_bytes.items() if part in again])
-        for part in filter(again.__contains__, times.forward):
-            repeated = repeated.plus(times.forward[part])
-        if Part.MLP in again:  # which the layer ends with
+            parts -= {Part.MLP_NORM}
+        dropped = sum([num for part, num in times.saved_bytes.items() if part in parts])
+        for part, time in times.forward.items():
+            if part in parts:
+                repeated = repeated.plus(time)
+        if Part.MLP in parts:  # which the layer ends with
             repeated = repeated.less(times.not_recomputed)
         working, saved = working + dropped / num_layers, saved - dropped
     return UnitRun(

@@ -333,7 +333,7 @@ _FLEX_DEVICE = re.compile(r"(GH|GB|[HB])\d", re.IGNORECASE)
 #: Source: ``TransformerConfig.moe_flex_dispatcher_backend``; Megatron-Bridge refuses it there.
 _SPANNING_DEVICE = re.compile(r"GB\d", re.IGNORECASE)
 #: Scalings of fp8 whose GEMMs Transformer Engine does not overlap with traffic in user buffers.
-_WITHOUT_BUFFERS = ("blockwise", "mxfp8")
+WITHOUT_USER_BUFFERS = ("blockwise", "mxfp8")
 
 
 def _runs_on(backend: object, conditions: KnobConditions) -> bool:
@@ -350,7 +350,7 @@ def _is_open(knob: Knob, conditions: KnobConditions) -> bool:
     spec = conditions.spec
     alone = spec.family is ModelFamily.GPT and spec.vision is None
     images, stacks = spec.vision is not None, spec.family is ModelFamily.T5
-    no_buffers = conditions.fp8_recipe in _WITHOUT_BUFFERS
+    no_buffers = conditions.fp8_recipe in WITHOUT_USER_BUFFERS
     # GEMMs of other formats fail on user buffers, which are made in bfloat16 (Megatron-LM issue
     # 711): training/initialize.py calls ``initialize_ub`` without a type
     no_buffers |= conditions.precision in (Precision.FP16, Precision.FP32)

@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import TypeVar
 
 from nest_megatron.cost_model.estimate import estimate
-from nest_megatron.cost_model.formats import beside_buffers
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import LAYER_DEGREES
 from nest_megatron.layout.estimate import Estimate
 from nest_megatron.layout.execution_rules import allowed_execution
+from nest_megatron.layout.knobs import WITHOUT_USER_BUFFERS
 from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.rulebook.execution import FORMAT_RULES, allows_execution
 from nest_megatron.layout.rulebook.facts import LaunchRequest
@@ -264,7 +264,7 @@ def _accepted(plan: PredictedLayout, offer: NumericOffer, request: Request) -> L
     tried = LaunchRequest.of(request.spec, layout, precision=precision, fp8_recipe=recipe)
     if not all(rule.keeps(tried.facts) for rule in FORMAT_RULES):
         return None
-    if not beside_buffers(traits.fp8_recipe):
+    if traits.fp8_recipe in WITHOUT_USER_BUFFERS:
         execution = replace(layout.execution, tp_comm_overlap=False)
         layout = replace(layout, execution=execution)
     return layout

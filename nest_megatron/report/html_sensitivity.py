@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from nest_megatron.catalogue_files import default_setting
 from nest_megatron.cluster.records import Accelerator, Cluster, Precision
-from nest_megatron.cost_model.compute import sixteen_bit
+from nest_megatron.cost_model.compute import sixteen_bit_format
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import evaluate
 from nest_megatron.cost_model.settings import OF_EXPERTS, CostSettings, restored_settings
@@ -134,7 +134,7 @@ def _tie_percent(plan: ParallelPlan) -> float:
 
 
 def _priced(model: CostModel, layouts: Sequence[Layout], job: _Job) -> list[_Priced]:
-    model, found = model.under(*job), []
+    model, found = model.with_figures(*job), []
     for layout in layouts:
         problem = stage_problem(model, layout)
         priced = evaluate(problem, layout.partition.boundaries)
@@ -176,7 +176,7 @@ def _assumptions(plan: ParallelPlan, settings: CostSettings) -> Iterator[_Figure
     """Assumptions of the cost model."""
     device = plan.cluster.accelerator
     used = _format(plan, device)
-    wide = used if used is Precision.FP32 else sixteen_bit(device)
+    wide = used if used is Precision.FP32 else sixteen_bit_format(device)
     for name, share, field, of in (
         ("GEMMs", device.gemm_efficiency[used], "gemm_efficiency", used),
         ("attention", device.attention_efficiency, "attention_efficiency", wide),
@@ -195,7 +195,7 @@ def _assumptions(plan: ParallelPlan, settings: CostSettings) -> Iterator[_Figure
 def _format(plan: ParallelPlan, device: Accelerator) -> Precision:
     """The number format of the plan's GEMMs on a device."""
     precision = plan.train.precision
-    return precision if device.supports(precision) else sixteen_bit(device)
+    return precision if device.supports(precision) else sixteen_bit_format(device)
 
 
 def _row(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.keys import SHARD, split_block
-from nest_megatron.cost_model.model import CostModel, Sides
+from nest_megatron.cost_model.model import CostModel, PassPair
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import (
     NO_RECOMPUTE,
@@ -23,10 +23,8 @@ from nest_megatron.units import Ticks, to_ticks
 
 #: Each module recomputed alone.
 _ALONE = {module: selective_recompute([module]) for module in RecomputeModule}
-
-
-#: Ticks of one micro batch through one unit of each kind, at least, to within two; and the largest
-#: share of one that is forward.
+#: For each kind of unit, ticks that one micro batch takes through it at least (its own time less
+#: two); and the largest share of a unit's time that the forward pass can take.
 Work = tuple[tuple[Ticks, ...], float]
 
 
@@ -117,7 +115,7 @@ class Bounds(Caching):
         )
     )
     def outside_experts(self, grid: PartialLayout) -> Ticks:
-        """The same, by what expert degrees do not change."""
+        """``even`` by the work that expert degrees do not change."""
         each, _ = _in_ticks(self.model.pass_times_outside_experts(grid))
         return self._evenly(grid, self._of_all(each))
 
@@ -180,7 +178,7 @@ class Bounds(Caching):
         return grid.num_microbatches * inner * recomputed * max(0, min(dearer))
 
 
-def _in_ticks(times: Iterable[Sides]) -> Work:
+def _in_ticks(times: Iterable[PassPair]) -> Work:
     each, share = [], 0.0
     for ahead_s, back_s in times:
         ahead, back = max(0, to_ticks(ahead_s) - 1), max(0, to_ticks(back_s) - 1)

@@ -410,7 +410,7 @@ def traffic_s(traits: ExecutionTraits, zero: ZeroStage = ZeroStage.OPTIMIZER) ->
     traffic = replica_traffic(dims, zero, cluster, ParameterCount(dense=10**8), settings)
     count = ParameterCount(dense=10**9)
     layer, head = (traffic.of_unit(kind, count) for kind in (LayerKind.DENSE, LayerKind.HEAD))
-    return layer.reduce + layer.sum, layer.gather, head.gather
+    return layer.reduce + layer.across, layer.gather, head.gather
 
 
 def test_traffic_follows_the_widths() -> None:

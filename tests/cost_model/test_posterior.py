@@ -16,7 +16,7 @@ from nest_megatron.cost_model.posterior import (
     KEPT,
     Observation,
     Posterior,
-    changed,
+    differing_versions,
 )
 from nest_megatron.cost_model.shortlist import measurements, moments, run_gains, shortlist
 from nest_megatron.cost_model.student_t import cumulative, deviation, quantile
@@ -80,7 +80,7 @@ def by_numpy(
     for i, first in enumerate(points):
         for j, second in enumerate(points):
             a, b = first.predictive, second.predictive
-            kept = KEPT ** len(changed(first.versions, second.versions))
+            kept = KEPT ** len(differing_versions(first.versions, second.versions))
             for mechanism, scale in a.scales.mechanisms.items():
                 both = a.shares.get(Mechanism(mechanism), 0) * b.shares.get(Mechanism(mechanism), 0)
                 joint[i, j] += kept * both * scale**2

@@ -44,4 +44,4 @@ def test_a_job_with_other_figures_builds_no_layer_anew(monkeypatch: pytest.Monke
         alone = stage_problem(CostModel(plan.model, *job), grid)
         with monkeypatch.context() as patch:
             patch.setattr(block_times, "block_graph", None)
-            assert stage_problem(model.under(*job), grid) == alone
+            assert stage_problem(model.with_figures(*job), grid) == alone

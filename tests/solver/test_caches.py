@@ -299,9 +299,9 @@ def test_a_model_under_other_settings_shares_what_they_do_not_change(name: str) 
         assert stage_problem(model, grid)
         for settings in other_settings(name):
             alone = CostModel(model.spec, model.cluster, settings)
-            assert stage_problem(model.under(model.cluster, settings), grid) == stage_problem(
-                alone, grid
-            )
+            assert stage_problem(
+                model.with_figures(model.cluster, settings), grid
+            ) == stage_problem(alone, grid)
 
 
 def other_settings(name: str) -> Iterator[CostSettings]:
