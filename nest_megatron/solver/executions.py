@@ -174,7 +174,8 @@ class Executions(Caching):
         ]
         # Of one execution that no layout and no recomputation changes, no fact matters.
         varies = self._variants != (_without_optional_parts(self._default),) or has_graphs(space)
-        self._facts = tuple(dict.fromkeys((*(_SWITCH_OFF if varies else ()), *read)))
+        switching = _SWITCH_OFF if varies else ()
+        self._facts = tuple(dict.fromkeys((*switching, *read)))
         self._names = tuple(dict.fromkeys(each for name in self._facts for each in sources(name)))
         self._read = facts_reader(self._names)
 
@@ -333,16 +334,13 @@ def _dominates(
 
 def _combinations(space: SearchSpace) -> Iterator[Execution]:
     """Every combination of the values that may be chosen which does not contradict itself."""
-    names = space.executions
-    values = [
-        names[name][-1:]
-        if name in _NEVER_SLOWER
-        else tuple(dict.fromkeys((getattr(space.execution, name), *names[name])))
-        for name in names
-    ]
+    values: list[Iterable[Any]] = []
+    for name, allowed in space.executions.items():
+        own = getattr(space.execution, name)
+        values.append(allowed[-1:] if name in _NEVER_SLOWER else dict.fromkeys((own, *allowed)))
     for chosen in product(*values):
         try:
-            yield replace(space.execution, **dict(zip(names, chosen, strict=True)))
+            yield replace(space.execution, **dict(zip(space.executions, chosen, strict=True)))
         except UserInputError:
             continue  # such as a backend of another dispatcher
 

@@ -238,21 +238,21 @@ class GridSpace(Caching):
     def _schedule_grids(
         self, grid: PartialLayout, zeros: Sequence[ZeroStage]
     ) -> Iterator[PartialLayout]:
-        """The same without an execution."""
-        plain = {size == 1: size for size in reversed(self.virtual_sizes(grid))}
-        sharded = {zero.is_fsdp: zero for zero in reversed(zeros)}
-        for virtual, zero in product(plain.values(), sharded.values()):
+        """The same without an execution: the first of each kind of sizes and of ZeRO stages."""
+        sizes = {size == 1: size for size in reversed(self.virtual_sizes(grid))}
+        stages = {zero.is_fsdp: zero for zero in reversed(zeros)}
+        for virtual, zero in product(sizes.values(), stages.values()):
             yield with_stages_and_zero(grid, virtual, zero)
 
     def families_of(
         self, schedule: PartialLayout, zeros: Sequence[ZeroStage]
     ) -> Iterator[PartialLayout]:
         """The families that one of ``schedules`` stands for."""
-        plain = schedule.dims.virtual_pipeline_model_parallel_size == 1
-        for virtual in self.virtual_sizes(schedule):
-            for zero in zeros if plain == (virtual == 1) else ():
-                if zero.is_fsdp == schedule.zero.is_fsdp:
-                    yield with_stages_and_zero(schedule, virtual, zero)
+        is_plain = schedule.dims.virtual_pipeline_model_parallel_size == 1
+        sizes = [size for size in self.virtual_sizes(schedule) if (size == 1) is is_plain]
+        alike = [zero for zero in zeros if zero.is_fsdp == schedule.zero.is_fsdp]
+        for virtual, zero in product(sizes, alike):
+            yield with_stages_and_zero(schedule, virtual, zero)
 
     @cached_by(lambda self, grid: self._virtual_key(grid))
     def virtual_sizes(self, grid: PartialLayout) -> tuple[int, ...]:
@@ -353,7 +353,7 @@ class GridSpace(Caching):
             return NO_RECOMPUTE, FULL_RECOMPUTE
         allowed = self.allowed_settings(0, kinds)
         modules = {module for recompute in allowed for module in recompute.modules}
-        return (NO_RECOMPUTE, *((selective_recompute(modules),) if modules else ()))
+        return (NO_RECOMPUTE, selective_recompute(modules)) if modules else (NO_RECOMPUTE,)
 
     def largest_block(self, chunks: int) -> int:
         """Layers of the largest chunk of the one partition, or of ``chunks`` balanced ones."""
@@ -366,23 +366,23 @@ class GridSpace(Caching):
     @cached_by(lambda _, layers_per_chunk: layers_per_chunk)
     def _all_settings(self, layers_per_chunk: int) -> list[tuple[Recompute, Recompute]]:
         """The settings that Megatron accepts for the model in some layout, each with its kind."""
-        fixed = self.space.recompute
-        found = (
-            (fixed,)
-            if fixed is not None
-            else recompute_settings(
+        fixed, present = self.space.recompute, self.space.present_recompute
+        if fixed is not None:
+            settings = [fixed]
+        else:
+            found = recompute_settings(
                 self.model.spec,
                 layers_per_chunk,
                 flash_attention=self.model.flash_attention,
                 without=self.space.without_modules,
                 full=self.space.full_recompute,
             )
-        )
-        present = self.space.present_recompute
-        settings = dict.fromkeys((*found, *(() if present is None else (present,))))
+            settings = [*found]
+        if present is not None:
+            settings.append(present)
         return [
             (each, kind_of(each, self._decisive))
-            for each in settings
+            for each in dict.fromkeys(settings)
             if self.steps["recompute"].refusal({"recompute": each}) is None
         ]
 

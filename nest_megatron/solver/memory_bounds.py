@@ -55,7 +55,7 @@ class MemoryBounds(Caching):
 
     @cached_by(lambda _, shard: STATES.of(shard.dims))
     def of_shard_states(self, shard: PartialLayout) -> float:
-        """The same over all pipelines and ZeRO stages of a shard."""
+        """The least of ``of_states`` over all pipelines and ZeRO stages of a shard."""
         needed = (
             self.of_states(pipeline, zero)
             for pipeline in self.grids.pipelines(shard.dims)
@@ -64,7 +64,7 @@ class MemoryBounds(Caching):
         return min(needed, default=math.inf)
 
     def of_family(self, grid: PartialLayout) -> float:
-        """A grid with its virtual stages and ZeRO stage, whatever is recomputed."""
+        """The highest peak of a grid with its virtual stages, at least, whatever is recomputed."""
         return self.under(grid, self.grids.keeping_least(grid))
 
     @cached_by(
@@ -73,12 +73,12 @@ class MemoryBounds(Caching):
             SHARD.of(grid),
             grid.zero,
             settings,
-            grid.dims.virtual_pipeline_model_parallel_size == 1 and grid.num_microbatches,
+            grid.num_microbatches if grid.dims.virtual_pipeline_model_parallel_size == 1 else None,
             share_kept_early(grid),
         )
     )
     def under(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> float:
-        """The same under one of some settings; numbers of virtual stages share it.
+        """The highest peak under any of some settings, at least, however many virtual stages.
 
         Any weights of the units give a bound; these are near the best.
         """

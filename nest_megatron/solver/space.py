@@ -224,8 +224,10 @@ def recompute_settings(
             # To recompute all experts covers what is inside them.
             if RecomputeModule.MOE not in subset or _INSIDE_MOE.isdisjoint(subset):
                 yield Recompute(granularity=RecomputeGranularity.SELECTIVE, modules=subset)
+    if not full:
+        return
     blocks = [(RecomputeMethod.BLOCK, size) for size in range(1, layers_per_chunk + 1)]
-    for method, size in (*blocks, (RecomputeMethod.UNIFORM, 1)) if full else ():
+    for method, size in (*blocks, (RecomputeMethod.UNIFORM, 1)):
         yield Recompute(granularity=RecomputeGranularity.FULL, method=method, num_layers=size)
 
 
