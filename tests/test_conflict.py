@@ -23,7 +23,11 @@ from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.planner import Request, check_launchable, plan
-from nest_megatron.planner.shortage import binding, refuse_if_nothing_is_legal, single_relaxations
+from nest_megatron.planner.shortage import (
+    binding_rules,
+    refuse_if_nothing_is_legal,
+    single_relaxations,
+)
 from nest_megatron.solver.backend import backend_to_run, solver_of
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
@@ -205,13 +209,13 @@ def test_a_given_layout_is_held_to_the_same_attention_rule(traits: ExecutionTrai
 
 def test_no_rule_is_named_where_a_combination_breaks_none() -> None:
     wanted = asked(COMMAND + "--global-batch-size 64")
-    assert binding(dataclasses.replace(wanted, space=SearchSpace())) == ()
+    assert binding_rules(dataclasses.replace(wanted, space=SearchSpace())) == ()
 
 
 def test_no_rule_is_named_and_nothing_freed_where_time_is_over() -> None:
     wanted = asked(FIVE)
-    assert binding(wanted)
-    assert binding(wanted, lambda: True) == ()
+    assert binding_rules(wanted)
+    assert binding_rules(wanted, lambda: True) == ()
     assert single_relaxations(wanted, lambda: True) == []
 
 

@@ -142,7 +142,10 @@ def request_of(
     """
     job, cluster = catalogue_job(settings), read_cluster(settings)
     return request_for(
-        *(job, cluster, settings, read_space(settings) if space is None else space),
+        job,
+        cluster,
+        settings,
+        read_space(settings) if space is None else space,
         choose_execution=choose_execution,
         begun_s=begun_s,
         shortlist=shortlist,

@@ -40,10 +40,11 @@ def batch_schedule_of(settings: Settings, job: Job, seq_length: int) -> BatchSch
     stated = {name: values[name] for name in (RAMPUP, STEPS) if name in values}
     if own is not None and size is not None and job.command is None:
         stated["global_batch_size"] = size
-    for name, value in stated.items() if own or job.command or job.fixed else ():
+    if stated and (own or job.command or job.fixed):
+        name = next(iter(stated))
         raise UserInputError(
             f"train.{name}",
-            value,
+            stated[name],
             "the batch, and how it grows, are the job's own",
             "Change the job.",
         )

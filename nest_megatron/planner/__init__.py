@@ -91,7 +91,9 @@ def plan(
         plans, chosen, best = taken
         first, *others = plans
         found = assemble(
-            *(request, model, best),
+            request,
+            model,
+            best,
             search_record(request, searched.result, searched.seconds, first.solved, choose),
             alternatives=tuple(alternative(model, first, each) for each in others),
             choice=None if choose else _with_riskier(request, deadline, searched, chosen),
@@ -149,15 +151,17 @@ def _choose(
     plans, choice = choose_plan(request, model, searched.result)
     plans = with_runner_up_first(plans, number) if number else plans
     best = predict(request, model, plans[0].solved.layout)
-    if larger := _too_large(request, model, best):
+    if larger := _batch_that_does_not_fit(request, model, best):
         return _choose(replace(request, global_batch_size=larger), deadline, on_progress, number)
     return request, searched, (plans, choice, best)
 
 
-def _too_large(request: Request, model: CostModel, found: PredictedLayout) -> int | None:
-    """The largest batch of a schedule, which keeps most micro batches, if one of them is too large.
+def _batch_that_does_not_fit(
+    request: Request, model: CostModel, found: PredictedLayout
+) -> int | None:
+    """The largest batch of a schedule, if a plan does not fit with one of its batches.
 
-    A plan that fits with it fits with all.
+    It keeps most micro batches: a plan that fits with it fits with all.
     """
     batches = predicted_batches(model, found.layout, request.batch_schedule)
     limit = PeakLimit(model, request.max_oom_chance, request.site).of(found.layout)

@@ -124,17 +124,17 @@ def assemble(
             defaults=request.defaults,
             given=request.given,
         ),
-        uncertainty=described(model, known, short),
+        uncertainty=uncertainty_of(model, known, short),
         goodput=kept,
         alternatives=alternatives,
         batches=predicted_batches(model, layout, request.batch_schedule),
         notes=request.notes,
         **others,
     )
-    return plan if rates is None else replace(plan, price=priced(plan, rates))
+    return plan if rates is None else replace(plan, price=price_of_plan(plan, rates))
 
 
-def described(model: CostModel, known: Predictive, out_of_memory: float) -> Uncertainty:
+def uncertainty_of(model: CostModel, known: Predictive, out_of_memory: float) -> Uncertainty:
     """A predictive distribution in few numbers, for plan files."""
     low_s, high_s = known.interval(0.9)
     place = model.settings.precision, model.cluster.accelerator.name
@@ -157,8 +157,10 @@ def predicted_batches(
     model: CostModel, layout: Layout, schedule: BatchSchedule | None
 ) -> tuple[PredictedBatch, ...]:
     """What is expected of a layout at each size of a batch that grows."""
+    if schedule is None:
+        return ()
     batches = []
-    for part in () if schedule is None else schedule.parts:
+    for part in schedule.parts:
         size, samples = part.global_batch_size, part.samples
         found = estimate(model, replace(layout, global_batch_size=size))
         batch = PredictedBatch(
@@ -172,7 +174,7 @@ def predicted_batches(
     return tuple(batches)
 
 
-def priced(plan: ParallelPlan, rates: Rates) -> Price:
+def price_of_plan(plan: ParallelPlan, rates: Rates) -> Price:
     """What a plan costs."""
     return price(
         rates,
@@ -224,7 +226,7 @@ def alternative(model: CostModel, best: Candidate, other: Candidate) -> Alternat
         layout=other.solved.layout,
         iteration_time_s=to_seconds(iteration),
         slower_percent=100.0 * (iteration - fastest) / fastest,
-        uncertainty=described(model, other.step, other.out_of_memory),
+        uncertainty=uncertainty_of(model, other.step, other.out_of_memory),
         peak_memory_bytes=other.peak_memory_bytes,
         chance_slower=probability_faster(best.step, other.step),
     )
@@ -306,7 +308,7 @@ def describe_space(space: SearchSpace, cluster: Cluster, policy: Policy) -> Mapp
     return words
 
 
-def nothing_searched() -> SearchRecord:
+def record_without_search() -> SearchRecord:
     """The record of a layout that the user chose."""
     return SearchRecord(
         certificate="fixed",
@@ -386,13 +388,13 @@ def estimate_for(
     model, schedule = request.cost_model(settings), request.batch_schedule
     if request.space.mtp_beside_layer:
         check_partition(request.spec, layout.partition, mtp_beside_layer=True)
-    check_launchable(
-        *(request.spec, model.settings, layout, schedule), version=request.space.version
-    )
+    version = request.space.version
+    check_launchable(request.spec, model.settings, layout, schedule, version=version)
     return assemble(
         replace(request, defaults=(), given=()),  # which are of a search
-        *(model, predict(request, model, layout)),
-        replace(nothing_searched(), not_modelled=request.not_modelled),
+        model,
+        predict(request, model, layout),
+        replace(record_without_search(), not_modelled=request.not_modelled),
     )
 
 

@@ -194,7 +194,7 @@ def _gain_of(
         The step, the freed memory below 0, and a sentence; ``None`` for nothing that the cost model
         can tell from the plan.
     """
-    (knob,), layout = offer.knobs, _accepted(plan, offer, request)
+    (knob,), layout = offer.knobs, _layout_with_choice(plan, offer, request)
     if layout is None:
         return None
     before, found = plan.predicted, estimate(request.cost_model(offer.settings), layout)
@@ -242,7 +242,9 @@ def _difference(before: Layout, after: Layout) -> str:
     return ", ".join(changed) or "with other stages"
 
 
-def _accepted(plan: PredictedLayout, offer: NumericOffer, request: Request) -> Layout | None:
+def _layout_with_choice(
+    plan: PredictedLayout, offer: NumericOffer, request: Request
+) -> Layout | None:
     """The plan's layout as it would run with the choice; ``None`` where Megatron refuses it.
 
     Layers that were timed in one number format say nothing of another.

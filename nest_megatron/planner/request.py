@@ -181,32 +181,35 @@ class Request:
     rates: Rates | None = None
 
     def __post_init__(self) -> None:
-        batch, tie, chance = self.global_batch_size, self.tie_percent, self.max_oom_chance
-        is_whole = isinstance(batch, int) and not isinstance(batch, bool)
-        for what, value, is_right, limit, fix in (
-            (
-                *("train.global_batch_size", batch, is_whole and batch >= 1),
+        batch, chance = self.global_batch_size, self.max_oom_chance
+        if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
+            raise UserInputError(
+                "train.global_batch_size",
+                batch,
                 "it must be a whole number of at least 1",
                 "Give the sequences of one optimizer step.",
-            ),
-            (
-                *("search.max_seconds", self.max_seconds, self.max_seconds > 0),
+            )
+        if not self.max_seconds > 0:  # nor is NaN
+            raise UserInputError(
+                "search.max_seconds",
+                self.max_seconds,
                 "it must be above 0",
                 "Give the seconds that the search may take.",
-            ),
-            (
-                *("search.tie_percent", tie, 0 <= tie <= 100),
+            )
+        if not 0 <= self.tie_percent <= 100:
+            raise UserInputError(
+                "search.tie_percent",
+                self.tie_percent,
                 "it must be at least 0 and at most 100",
                 "Give percent, such as 1.",
-            ),
-            (
-                *("memory.max_oom_chance", chance, 0 < chance <= MOST_OOM_CHANCE),
+            )
+        if not 0 < chance <= MOST_OOM_CHANCE:
+            raise UserInputError(
+                "memory.max_oom_chance",
+                chance,
                 f"it must be above 0 and at most {MOST_OOM_CHANCE:g}",
                 "Give a share, such as 0.05.",
-            ),
-        ):
-            if not is_right:
-                raise UserInputError(what, value, limit, fix)
+            )
         if self.present is not None and self.present.global_batch_size != batch:
             set_field(self, "present", replace(self.present, global_batch_size=batch))
         recompute = self.space.recompute or NO_RECOMPUTE

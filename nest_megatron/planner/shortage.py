@@ -127,10 +127,10 @@ def refuse_if_nothing_is_legal(request: Request, result: SearchResult, deadline:
     """
     if result.candidates:
         return
-    broken = binding(request, deadline.passed)
+    broken = binding_rules(request, deadline.passed)
     rules = "; ".join(f"{rule.what} = {rule.value}: {rule.limit}" for rule in broken)
     rules = rules or "; ".join(sorted(result.illegal)) or "nothing divides the GPUs"
-    advice = _relaxed(request, deadline)
+    advice = _advice_on_fixed(request, deadline)
     if not advice and all(rule.what != "global_batch_size" for rule in broken):
         advice = " ".join(rule.fix for rule in broken)
     fix = advice or "Use a batch and a number of GPUs with more common divisors."
@@ -147,7 +147,7 @@ def refuse_if_nothing_is_legal(request: Request, result: SearchResult, deadline:
     )
 
 
-def _relaxed(request: Request, deadline: Deadline) -> str:
+def _advice_on_fixed(request: Request, deadline: Deadline) -> str:
     """Which fixed values to free, as far as that makes some combination legal."""
     free = single_relaxations(request, deadline.passed)
     if free:
@@ -160,12 +160,12 @@ def _relaxed(request: Request, deadline: Deadline) -> str:
 
 def _fixed(space: SearchSpace) -> dict[str, object]:
     """The degrees, the ZeRO stage and the recomputation that are fixed."""
-    zero = space.zero_stages if space.sharding is None else ()
-    return {
-        **space.fixed,
-        **({"zero_stage": int(zero[0])} if len(zero) == 1 else {}),
-        **({"recompute_granularity": space.recompute.granularity} if space.recompute else {}),
-    }
+    fixed: dict[str, object] = {**space.fixed}
+    if space.sharding is None and len(space.zero_stages) == 1:
+        fixed["zero_stage"] = int(space.zero_stages[0])
+    if space.recompute is not None:
+        fixed["recompute_granularity"] = space.recompute.granularity
+    return fixed
 
 
 _TP, _CP = "tensor_model_parallel_size", "context_parallel_size"
@@ -174,7 +174,9 @@ _EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 _DP, _MICRO = "data_parallel_size", "micro_batch_size"
 
 
-def binding(request: Request, out_of_time: OutOfTime = lambda: False) -> tuple[UserInputError, ...]:
+def binding_rules(
+    request: Request, out_of_time: OutOfTime = lambda: False
+) -> tuple[UserInputError, ...]:
     """The rules that the least illegal combination breaks.
 
     Nothing where a combination breaks none of them, so that something else must bind, or where time
@@ -362,7 +364,10 @@ def _with_plans(
             yield Remedy(change=change)
     for change, other in _of_memory(request, deadline):
         yield remedy(change, other)
-    held, freed = _held(request.space), replace(request, space=_freed(request.space))
+    held, freed = (
+        _restrictions(request.space),
+        replace(request, space=_without_restrictions(request.space)),
+    )
     if held and _fits(freed, deadline):
         yield remedy(f"leave free what is fixed ({', '.join(held)})", freed)
 
@@ -388,11 +393,12 @@ def memory_changes(request: Request) -> dict[tuple[str, ...], Request]:
     """The job needing less memory by what the user sets, the fewest changes first."""
     unchanged = NumericOffer(knobs=(), words=(), settings=request.settings)
     spaces = {(): request.space, **request.memory_spaces}
-    found = [
-        (words, more, replace(request, settings=offer.settings, space=narrow))
-        for offer, (more, space) in product((unchanged, *request.memory_offers), spaces.items())
-        if (narrow := offer.space_of(space)).zero_stages and (words := (*offer.words, *more))
-    ]
+    found = []
+    for offer, (more, space) in product((unchanged, *request.memory_offers), spaces.items()):
+        words, narrow = (*offer.words, *more), offer.space_of(space)
+        if words and narrow.zero_stages:
+            other = replace(request, settings=offer.settings, space=narrow)
+            found.append((words, more, other))
     found.sort(key=lambda each: (len(each[0]), len(each[1])))
     return {words: other for words, _, other in found}
 
@@ -430,14 +436,14 @@ def _least_device_gib(request: Request, shortage: Shortage) -> int:
     return bisect.bisect_left(range(2**30), True, shortage.needed_bytes // 2**30, key=holds)
 
 
-def _freed(space: SearchSpace) -> SearchSpace:
-    """A space without what ``_held`` names; what the framework or the run limits stays."""
+def _without_restrictions(space: SearchSpace) -> SearchSpace:
+    """A space without what ``_restrictions`` names; what the framework or the run limits stays."""
     names = ("fixed", "limits", "partition", "recompute", "sharding", "zero_stages", "rank_orders")
     everything = SearchSpace()
     return replace(space, **{name: getattr(everything, name) for name in names})
 
 
-def _held(space: SearchSpace) -> list[str]:
+def _restrictions(space: SearchSpace) -> list[str]:
     """What the user holds fixed or limits."""
     everything = SearchSpace()
     others = {

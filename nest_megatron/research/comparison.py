@@ -17,7 +17,7 @@ from nest_megatron.layout.estimate import SURE
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.plain import frozen
 from nest_megatron.planner import EndedEarly, NoPlan, Request, plan
-from nest_megatron.planner.layouts import assemble, nothing_searched, predict
+from nest_megatron.planner.layouts import assemble, predict, record_without_search
 from nest_megatron.research.baselines import (
     aceso,
     alpa_e,
@@ -192,7 +192,7 @@ def _theirs(request: Request, ours: Compared, baseline: Baseline) -> Compared:
         global_batch_size=request.global_batch_size,
         rates=request.rates,
     )
-    found = assemble(bare, model, predict(bare, model, chosen), nothing_searched())
+    found = assemble(bare, model, predict(bare, model, chosen), record_without_search())
     terms = mean_terms(model, chosen)
     theirs = replace(theirs, plan=found, terms=terms)
     if ours.plan is None:

@@ -27,7 +27,7 @@ from nest_megatron.plain import frozen
 from nest_megatron.planner import Progress, Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.planner.plan_table import PlanTable, TableEntry
-from nest_megatron.planner.shortage import binding
+from nest_megatron.planner.shortage import binding_rules
 from nest_megatron.report.failure import WITHOUT_PLAN, require_plan
 from nest_megatron.solver.space import DEGREES
 from nest_megatron.units import Seconds, format_seconds
@@ -233,7 +233,7 @@ def _plan_entry(job: TableJob, num_nodes: int, loads: Resharding | None) -> Plan
         plan = job.plan(asked, loads)
         checksum = plan_file.checksum(plan)
     except UserInputError as error:
-        broken = next(iter(() if asked is None else binding(asked)), error)
+        broken = next(iter(() if asked is None else binding_rules(asked)), error)
         told = f"no layout is legal ({broken.what} = {broken.value}: {broken.limit})."
     except WITHOUT_PLAN as error:
         told = f"{error}."
