@@ -1,7 +1,7 @@
 """Time of one collective, where its group really lies.
 
 A group is described by its *shape*: how many members share a node, how many nodes a leaf, and so on
-(``parallel.rank_order.group_shape``). Reductions and gathers run as many rings at once as the group
+(``layout.rank_order.group_shape``). Reductions and gathers run as many rings at once as the group
 has members inside a level, each on its own adapter, so that what one device sends through an outer
 level is divided by the members inside (``max_rails`` of them at most). A level's bandwidth is what
 one device gets while all others send too. The levels work at the same time, so the slowest one
@@ -181,9 +181,7 @@ def _sent_once(nodes: int, copies: int) -> float:
 
 
 def _pipelined(latency: Seconds, transfer: Seconds, crossings: Sequence[_Crossing]) -> Seconds:
-    ramp = crossings[-1].level.ramp
-    between = ramp * math.sqrt(latency * transfer) if ramp else 0.0
-    return latency + transfer + between
+    return latency + transfer + crossings[-1].level.ramp * math.sqrt(latency * transfer)
 
 
 def ring_step_time(
@@ -211,7 +209,7 @@ def send_time(message_bytes: float, level: NetworkLevel) -> Seconds:
 
 def _pass_time(message_bytes: float, level: NetworkLevel, share: float) -> Seconds:
     seconds = message_bytes / (_rate(level, CollectiveKind.SEND_RECV) * share)
-    between = level.ramp * math.sqrt(level.latency_s * seconds) if level.ramp else 0.0
+    between = level.ramp * math.sqrt(level.latency_s * seconds)
     return level.startup_s + level.latency_s + seconds + between
 
 

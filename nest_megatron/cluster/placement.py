@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
+from nest_megatron.units import counted
 
 #: Of each host, the names of its groups, innermost first.
 Groups = Sequence[tuple[str, ...]]
@@ -108,7 +109,7 @@ def describe_groups(groups: Groups, level_names: Sequence[str]) -> str:
         sizes = sorted(Counter(names[k:] for names in groups).values(), reverse=True)
         more = ", ..." if len(sizes) > 8 else ""
         shown = ", ".join(map(str, sizes[:8])) + more
-        listed.append(f"{len(sizes)} group{'s' * (len(sizes) > 1)} of level {name} ({shown})")
+        listed.append(f"{counted(len(sizes), 'group')} of level {name} ({shown})")
     return f"{len(groups)} hosts in {' and '.join(listed) or 'one network'}"
 
 

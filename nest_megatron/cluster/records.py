@@ -187,7 +187,8 @@ class Cluster:
         inner = 1
         for level in self.levels[:-1]:
             size = level.num_devices
-            if size is None or size % inner or size <= inner - (inner == 1):
+            least = 1 if inner == 1 else inner + 1
+            if size is None or size % inner or size < least:
                 raise UserInputError(
                     f"cluster {self.name}: level {level.name}: num_devices",
                     size,

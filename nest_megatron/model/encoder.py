@@ -137,8 +137,11 @@ PROJECTIONS = {
     "linear_fc1": ("linear_fc1_up", "linear_fc1_gate"),
 }
 _LATENT = (
-    *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"),
-    *("linear_kv_down_proj", "linear_kv_up_proj"),
+    "linear_q_proj",
+    "linear_q_down_proj",
+    "linear_q_up_proj",
+    "linear_kv_down_proj",
+    "linear_kv_up_proj",
 )
 _OF_MIXERS = ("in_proj", "out_proj")
 #: Grouped products of experts, whose adapters the experts of a rank share.
@@ -218,9 +221,9 @@ class Adapters:
                     "Leave it out.",
                 )
 
-        for names in PROJECTIONS.values() if separate else ():
+        for names in PROJECTIONS.values():
             named = [t for t in self.target_modules if t.rpartition(".")[2] in names]
-            if named and len({t.rpartition(".")[2] for t in named}) < len(names):
+            if separate and named and len({t.rpartition(".")[2] for t in named}) < len(names):
                 raise _wrong(
                     "target_modules",
                     named[0],
@@ -244,8 +247,8 @@ class Adapters:
 
     def require_experts(self, num_layers: int) -> None:
         """Refuse what cannot be in a model with experts: DoRA on their products."""
-        for path in EXPERTS if self.scheme is PeftScheme.DORA else ():
-            if self.adapts(path, num_layers):
+        for path in EXPERTS:
+            if self.scheme is PeftScheme.DORA and self.adapts(path, num_layers):
                 raise _wrong(
                     "target_modules",
                     " ".join(self.target_modules),

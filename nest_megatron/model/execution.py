@@ -173,13 +173,23 @@ class Execution:
 OUTSIDE_EXPERTS = Key(
     Execution,
     reads=(
-        *("tp_comm_overlap", "cp_comm_type", "hierarchical_context_parallel_sizes"),
-        *("cuda_graph_impl", "cuda_graph_scope", "cpu_offloading_num_layers", "offload_modules"),
+        "tp_comm_overlap",
+        "cp_comm_type",
+        "hierarchical_context_parallel_sizes",
+        "cuda_graph_impl",
+        "cuda_graph_scope",
+        "cpu_offloading_num_layers",
+        "offload_modules",
     ),
     without_effect=(
-        *("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_permute_fusion"),
-        *("moe_router_fusion", "moe_shared_expert_overlap", "use_transformer_engine_op_fuser"),
-        *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
+        "moe_token_dispatcher_type",
+        "moe_flex_dispatcher_backend",
+        "moe_permute_fusion",
+        "moe_router_fusion",
+        "moe_shared_expert_overlap",
+        "use_transformer_engine_op_fuser",
+        "overlap_moe_expert_parallel_comm",
+        "delay_wgrad_compute",
     ),
 )
 #: What matters to those of them in which no token meets another.
@@ -188,21 +198,32 @@ OF_TOKENS = Key(
     reads=("tp_comm_overlap", "cuda_graph_impl", "cuda_graph_scope"),
     without_effect=(
         *OUTSIDE_EXPERTS.without_effect,
-        *("cp_comm_type", "hierarchical_context_parallel_sizes"),
-        *("cpu_offloading_num_layers", "offload_modules"),
+        "cp_comm_type",
+        "hierarchical_context_parallel_sizes",
+        "cpu_offloading_num_layers",
+        "offload_modules",
     ),
 )
 #: What matters to the half of a layer that holds experts.
 OF_EXPERTS = Key(
     Execution,
     reads=(
-        *("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_permute_fusion"),
-        *("moe_router_fusion", "moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm"),
-        *("use_transformer_engine_op_fuser", "tp_comm_overlap", "cuda_graph_impl"),
-        *("cuda_graph_scope", "offload_modules"),
+        "moe_token_dispatcher_type",
+        "moe_flex_dispatcher_backend",
+        "moe_permute_fusion",
+        "moe_router_fusion",
+        "moe_shared_expert_overlap",
+        "overlap_moe_expert_parallel_comm",
+        "use_transformer_engine_op_fuser",
+        "tp_comm_overlap",
+        "cuda_graph_impl",
+        "cuda_graph_scope",
+        "offload_modules",
     ),
     without_effect=(
-        *("cp_comm_type", "hierarchical_context_parallel_sizes", "cpu_offloading_num_layers"),
+        "cp_comm_type",
+        "hierarchical_context_parallel_sizes",
+        "cpu_offloading_num_layers",
         "delay_wgrad_compute",
     ),
 )
@@ -210,14 +231,24 @@ OF_EXPERTS = Key(
 OF_GRAPH = Key(
     Execution,
     reads=(
-        *("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_permute_fusion"),
-        *("moe_router_fusion", "use_transformer_engine_op_fuser", "cp_comm_type"),
-        *("hierarchical_context_parallel_sizes", "scope_of_layer_graphs", "offload_modules"),
+        "moe_token_dispatcher_type",
+        "moe_flex_dispatcher_backend",
+        "moe_permute_fusion",
+        "moe_router_fusion",
+        "use_transformer_engine_op_fuser",
+        "cp_comm_type",
+        "hierarchical_context_parallel_sizes",
+        "scope_of_layer_graphs",
+        "offload_modules",
     ),
     without_effect=(
-        *("moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm", "tp_comm_overlap"),
-        *("delay_wgrad_compute", "cpu_offloading_num_layers"),
-        *("cuda_graph_impl", "cuda_graph_scope"),
+        "moe_shared_expert_overlap",
+        "overlap_moe_expert_parallel_comm",
+        "tp_comm_overlap",
+        "delay_wgrad_compute",
+        "cpu_offloading_num_layers",
+        "cuda_graph_impl",
+        "cuda_graph_scope",
     ),
 )
 

@@ -141,8 +141,11 @@ OTHER_NAMES: Mapping[str, str] = {
 }
 _OF_ENCODERS = ("vision_config", "vision_tower", "audio_config")
 _OF_FLAT_FILES = (
-    *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
-    *("vision_token_id",),
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+    "vision_token_id",
 )
 #: Patterns of a ``model_type``, and what of such a model cannot be described; the first one counts.
 REFUSED: tuple[tuple[str, str], ...] = (
@@ -188,7 +191,10 @@ REFUSED: tuple[tuple[str, str], ...] = (
 #: The family that others are renamed from most.
 _USUAL = "llama"
 _SIZES = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
     "vocab_size",
 )
 

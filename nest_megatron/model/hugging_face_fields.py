@@ -23,9 +23,31 @@ _LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
 #: Words in the name of a key that describes a part of a model.
 _ARCHITECTURE = frozenset(
     (
-        *("attention", "attn", "conv", "conv1d", "dim", "expert", "experts", "heads", "layer"),
-        *("layers", "linear", "lora", "mamba", "mamba2", "moe", "mrope", "mtp", "qk", "rope"),
-        *("rotary", "rwkv", "size", "ssm", "state", "window"),
+        "attention",
+        "attn",
+        "conv",
+        "conv1d",
+        "dim",
+        "expert",
+        "experts",
+        "heads",
+        "layer",
+        "layers",
+        "linear",
+        "lora",
+        "mamba",
+        "mamba2",
+        "moe",
+        "mrope",
+        "mtp",
+        "qk",
+        "rope",
+        "rotary",
+        "rwkv",
+        "size",
+        "ssm",
+        "state",
+        "window",
     )
 )
 

@@ -27,17 +27,35 @@ OF_HUGGING_FACE = "Hugging Face config.json"
 LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 MAMBA_SIZES = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
 DELTA_NET_SIZES = (
-    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
-    *("linear_num_key_heads", "linear_num_value_heads"),
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
 )
 _POSITIVE = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length"),
-    *("vocab_size", "make_vocab_size_divisible_by"),
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "vocab_size",
+    "make_vocab_size_divisible_by",
 )
 _POSITIVE_IF_GIVEN = (
-    *("num_query_groups", "kv_channels", "moe_ffn_hidden_size", "num_experts", "moe_latent_size"),
-    *("attention_chunk_size", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
-    *("encoder_num_layers", "decoder_seq_length", *MAMBA_SIZES, *DELTA_NET_SIZES),
+    "num_query_groups",
+    "kv_channels",
+    "moe_ffn_hidden_size",
+    "num_experts",
+    "moe_latent_size",
+    "attention_chunk_size",
+    "dsa_indexer_n_heads",
+    "dsa_indexer_head_dim",
+    "dsa_indexer_topk",
+    "encoder_num_layers",
+    "decoder_seq_length",
+    *MAMBA_SIZES,
+    *DELTA_NET_SIZES,
 )
 _MOST = {"num_layers": MAX_LAYERS, "mtp_num_layers": MAX_LAYERS, "num_experts": 100_000}
 _MOST_OF_ANY = 2**31 - 1
@@ -68,18 +86,39 @@ class ModelFamily(Name):
 
 #: What a model of two stacks has only at its default.
 _NOT_IN_T5 = (
-    *("window_size", "attention_chunk_size", "experimental_attention_variant", "num_experts"),
-    *("hybrid_layer_pattern", "heterogeneous_layers", "multi_latent_attention", "mtp_num_layers"),
-    *("qk_layernorm", "attention_output_gate", "softmax_type"),
+    "window_size",
+    "attention_chunk_size",
+    "experimental_attention_variant",
+    "num_experts",
+    "hybrid_layer_pattern",
+    "heterogeneous_layers",
+    "multi_latent_attention",
+    "mtp_num_layers",
+    "qk_layernorm",
+    "attention_output_gate",
+    "softmax_type",
 )
 #: What a heterogeneous model has only at its default.
 _NOT_HETEROGENEOUS = (
-    *("family", "window_size", "attention_chunk_size", "experimental_attention_variant"),
-    *("num_experts", "hybrid_layer_pattern", "multi_latent_attention", "mtp_num_layers"),
-    *("attention_output_gate", "softmax_type", "qk_l2_norm", "variant", "vision"),
+    "family",
+    "window_size",
+    "attention_chunk_size",
+    "experimental_attention_variant",
+    "num_experts",
+    "hybrid_layer_pattern",
+    "multi_latent_attention",
+    "mtp_num_layers",
+    "attention_output_gate",
+    "softmax_type",
+    "qk_l2_norm",
+    "variant",
+    "vision",
 )
 _FOR_SPARSE_ATTENTION = (
-    *("multi_latent_attention", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
+    "multi_latent_attention",
+    "dsa_indexer_n_heads",
+    "dsa_indexer_head_dim",
+    "dsa_indexer_topk",
 )
 
 
@@ -297,8 +336,8 @@ class TransformerSpec:
                 "linear_num_value_heads",
                 f"it must be a multiple of linear_num_key_heads ({self.linear_num_key_heads})",
             )
-        for name in _FOR_SPARSE_ATTENTION if variant == "dsa" else ():
-            if not getattr(self, name):
+        for name in _FOR_SPARSE_ATTENTION:
+            if variant == "dsa" and not getattr(self, name):
                 raise self._wrong(name, "experimental_attention_variant dsa needs it")
 
     def _check_experts(self) -> None:

@@ -232,7 +232,9 @@ def _gathered_tokens(shard: LayerShard, size: float) -> Iterator[LayerCollective
 def _gather_and_scatter(
     group: Group, ranks: int, num_bytes: float, backward: bool
 ) -> Iterator[LayerCollective]:
-    for kind in ("all_gather", "reduce_scatter") if ranks > 1 else ():
+    if ranks == 1:
+        return
+    for kind in ("all_gather", "reduce_scatter"):
         name = f"expert_{kind}"
         yield LayerCollective(name, Part.DISPATCH, kind, num_bytes, group=group, backward=backward)
 

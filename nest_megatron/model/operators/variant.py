@@ -88,17 +88,16 @@ def _linear(spec: TransformerSpec, shard: LayerShard, norm: Part, part: Part) ->
     hidden, hidden_bytes = spec.hidden_size, shard.hidden_bytes(spec)
     whole = tokens * hidden * shard.activation_bytes
     name, columns = f"{part}_linear", hidden / shard.tensor_model_parallel_size
-    gathered = LayerCollective(f"{name}.columns", part, "all_gather", whole)
+    collectives = list(column_parallel(shard, part, name, whole))
+    if shard.tensor_model_parallel_size > 1:
+        collectives.append(LayerCollective(f"{name}.columns", part, "all_gather", whole))
     return LayerGraph(
         operators=(
             streaming(f"{name}_norm", norm, 2 * hidden_bytes),
             gemm(shard, name, part, tokens, hidden, columns),
             streaming(f"{name}_residual", Part.RESIDUAL, 3 * hidden_bytes, backward=0.67),
         ),
-        collectives=(
-            *column_parallel(shard, part, name, whole),
-            *((gathered,) if shard.tensor_model_parallel_size > 1 else ()),
-        ),
+        collectives=tuple(collectives),
         saved_bytes=(
             (norm, local * hidden * shard.input_bytes),
             dropout_mask(spec, local),
@@ -143,10 +142,11 @@ def _parallel_attention(graph: LayerGraph, spec: TransformerSpec, shard: LayerSh
     """
     hidden_bytes = shard.hidden_bytes(spec)
     shared = spec.variant.norm_placement is NormPlacement.SHARED
-    dropped = {"mlp_residual", *(["mlp_norm"] if shared else [])}
-    silent = {"fc2", *(["fc1"] if shared else [])}
+    dropped, silent = {"mlp_residual"}, {"fc2"}
     saved = [(Part.RESIDUAL, -hidden_bytes)]
     if shared:
+        dropped.add("mlp_norm")
+        silent.add("fc1")
         saved.append((Part.MLP_NORM, -graph.saved_by_part()[Part.MLP_NORM]))
     return dataclasses.replace(
         graph,
