@@ -30,12 +30,13 @@ _NEW_OBJECTS = 1_000_000
 class Key(Generic[_Record]):
     """The fields of a record that some values depend on; ``of`` reads them.
 
+    A field that is named nowhere, or twice, is an ``AssertionError``: a new field of a record has
+    to be put into each of its keys.
+
     Args:
         reads: fields, or properties that are worked out of several.
         without_effect: fields that change no value while those that are read stay as they are.
         parts: keys of the fields that are records themselves.
-
-    Each field is named once, so that a new one has to be put somewhere.
     """
 
     def __init__(

@@ -230,7 +230,8 @@ def _record(kind: Any, value: Any, path: str, source: Source) -> Any:
             fix = nearest(str(key), fields)
             raise _wrong(_at(path, str(key)), item, "there is no such field", source, fix)
     for key, field in fields.items():
-        if key not in value and field.default is field.default_factory:  # both are missing
+        has_default = field.default is not field.default_factory  # else both are MISSING
+        if key not in value and not has_default:
             limit, fix = "it is missing, and has no default", source.add.format(name=key)
             raise _wrong(_at(path, key), None, limit, source, fix)
     found = {}

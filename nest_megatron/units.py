@@ -147,8 +147,13 @@ _LONGEST = 40
 _DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
 _BINARY = {f"{name}i": 1024**power for power, name in enumerate("KMGTPE", 1)}
 _TIMES = {
-    **{"ns": Fraction(1, 10**9), "us": Fraction(1, 10**6), "ms": Fraction(1, 10**3)},
-    **{"s": Fraction(1), "min": Fraction(60), "h": Fraction(3600), "d": Fraction(86_400)},
+    "ns": Fraction(1, 10**9),
+    "us": Fraction(1, 10**6),
+    "ms": Fraction(1, 10**3),
+    "s": Fraction(1),
+    "min": Fraction(60),
+    "h": Fraction(3600),
+    "d": Fraction(86_400),
 }
 _TIMES |= {"µs": _TIMES["us"], "μs": _TIMES["us"]}  # the micro sign, and the Greek letter
 

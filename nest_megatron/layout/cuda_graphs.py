@@ -90,9 +90,12 @@ def cuda_graphs(values: Flags) -> CudaGraphs | None:
     scopes = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
     # full is the default
     request = next((each for each in map(values.get, scopes) if each and each != "full"), ())
-    several = isinstance(request, list | tuple | set | frozenset)
-    words = request.split(",") if isinstance(request, str) else request if several else (request,)
-    modules = frozenset(str(getattr(word, "name", word)).strip() for word in words) - {"full", ""}
+    if isinstance(request, str):
+        request = request.split(",")
+    elif not isinstance(request, list | tuple | set | frozenset):  # one member of an enumeration
+        request = (request,)
+    modules = frozenset(str(getattr(word, "name", word)).strip() for word in request)
+    modules -= {"full", ""}
     if impl == "local" and _WHOLE_STEP in modules:
         impl = _WHOLE_STEP
     return CudaGraphs(

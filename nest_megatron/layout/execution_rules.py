@@ -152,7 +152,7 @@ def allowed_execution(
         "cuda_graph_impl": without_graphs,
         "cuda_graph_scope": without_graphs,
     }
-    return _without(execution, *filter(idle.get, idle))
+    return _without(execution, *(name for name, is_idle in idle.items() if is_idle))
 
 
 def _with_scope(execution: Execution, recompute: Recompute) -> Execution:

@@ -348,8 +348,8 @@ def _runs_on(backend: object, conditions: KnobConditions) -> bool:
 def _is_open(knob: Knob, conditions: KnobConditions) -> bool:
     """Whether the choice exists for a job on a device, and is not the user's own."""
     spec = conditions.spec
-    alone = spec.family is ModelFamily.GPT and spec.vision is None
     images, stacks = spec.vision is not None, spec.family is ModelFamily.T5
+    alone = spec.family is ModelFamily.GPT and not images
     no_buffers = conditions.fp8_recipe in WITHOUT_USER_BUFFERS
     # GEMMs of other formats fail on user buffers, which are made in bfloat16 (Megatron-LM issue
     # 711): training/initialize.py calls ``initialize_ub`` without a type

@@ -141,9 +141,7 @@ def layout_arguments(spec: TransformerSpec, layout: Layout) -> dict[str, Any]:
         "pipeline_model_parallel_layout": (
             layout_string(spec, layout.partition) if pipelined else None
         ),
-        "recompute_granularity": (
-            None if granularity is RecomputeGranularity.NONE else granularity
-        ),
+        "recompute_granularity": None if granularity is RecomputeGranularity.NONE else granularity,
         "recompute_method": recompute.method,
         "recompute_num_layers": recompute.num_layers,
         "recompute_modules": recompute.modules,

@@ -213,18 +213,18 @@ def uniform_partition(
     """
     pp, vpp = pipeline_model_parallel_size, virtual_pipeline_model_parallel_size
     if first is None and last is None:
-        layers, extra = spec.num_layers, account_embedding + account_loss
-        if (layers + extra) % pp:
+        layers = spec.num_layers + int(account_embedding) + int(account_loss)
+        if layers % pp:
             ways = uneven_flags(spec, pp, vpp)
-            if extra:
+            if account_embedding or account_loss:
                 ways = f"Add {_LAYOUT_FLAG} in the place of --account-for-..-in-pipeline-split"
             raise UserInputError(
                 "num_layers",
-                layers + extra,
+                layers,
                 f"without a layout it must be a multiple of the {pp} pipeline ranks",
                 f"{ways}, or use another pipeline_model_parallel_size.",
             )
-        per_rank = [(layers + extra) // pp] * pp
+        per_rank = [layers // pp] * pp
     elif account_embedding or account_loss:
         raise UserInputError(
             "decoder_first_pipeline_num_layers / decoder_last_pipeline_num_layers",
@@ -243,8 +243,8 @@ def uniform_partition(
                 f"Give {_LAYOUT}, or another number of virtual stages.",
             )
     counts = [layers // vpp for layers in per_rank] * vpp
-    counts[0] -= account_embedding
-    counts[-1] -= account_loss
+    counts[0] -= int(account_embedding)
+    counts[-1] -= int(account_loss)
     return _partition(spec, pp, counts)
 
 
@@ -288,7 +288,8 @@ def is_uneven_at_ends(spec: TransformerSpec, partition: StagePartition) -> bool:
     """Whether numbers of layers for the first and the last rank alone make this partition."""
     pp, boundaries = partition.pipeline_model_parallel_size, partition.boundaries
     first, last = boundaries[1] - 1, 1 + spec.num_layers - boundaries[-2]
-    return partition.num_chunks == pp > 1 and is_uniform(spec, partition, first=first, last=last)
+    is_plain = partition.num_chunks == pp and pp > 1
+    return is_plain and is_uniform(spec, partition, first=first, last=last)
 
 
 def _unit_letters(spec: TransformerSpec) -> tuple[str, ...]:
@@ -339,15 +340,17 @@ def uneven_flags(spec: TransformerSpec, pp: int, vpp: int = 1) -> str:
 def _uneven_layers(
     spec: TransformerSpec, pp: int, first: int | None, last: int | None
 ) -> list[int]:
-    ends = [n for n in (first, last) if n is not None]
+    at_first = [] if first is None else [first]
+    at_last = [] if last is None else [last]
+    ends = at_first + at_last
     stages, middle = pp - len(ends), spec.num_layers - sum(ends)
-    fits = middle % stages == 0 and middle > 0 if stages > 0 else stages == middle == 0
-    if not fits or min(ends) < 1:
+    between = [middle // stages] * stages if stages > 0 else []
+    per_rank = at_first + between + at_last
+    if sum(per_rank) != spec.num_layers or len(per_rank) != pp or min(per_rank) < 1:
         raise UserInputError(
             "decoder_first_pipeline_num_layers / decoder_last_pipeline_num_layers",
             (first, last),
             f"{middle} layers are left for {stages} middle pipeline ranks",
             f"{uneven_flags(spec, pp)}.",
         )
-    per_rank = [middle // stages] * stages if stages else []
-    return [*ends[: first is not None], *per_rank, *ends[first is not None :]]
+    return per_rank

@@ -164,7 +164,7 @@ DEVICE_RULES = (
             "field": lambda recipe: "fp4_recipe" if recipe == "nvfp4" else "fp8_recipe",
             "limit": _limits,
             "others": lambda accelerator, recipe: (
-                "fp8 by " * (recipe == "nvfp4") + ", ".join(_recipes(accelerator))
+                ("fp8 by " if recipe == "nvfp4" else "") + ", ".join(_recipes(accelerator))
             ),
         },
     ),
@@ -199,9 +199,11 @@ def has_multicast(cluster: Cluster) -> bool:
 def device_notes(accelerator: str, recipe: str | None, execution: Execution) -> Iterator[str]:
     """What the user must know of the choices that a job has on such a device."""
     found = device_rules(accelerator)
+    if found is None:
+        return
     plain, chosen = dataclasses.asdict(PLAIN), dataclasses.asdict(execution)
     own = {name for name in chosen if chosen[name] != plain[name]} | {recipe}
-    for name, note in found.notes.items() if found else ():
+    for name, note in found.notes.items():
         if name in own:
             yield f"{accelerator}: {note}"
 

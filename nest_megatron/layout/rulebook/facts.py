@@ -213,10 +213,11 @@ def parameters(function: Callable[..., object]) -> tuple[str, ...]:
 def sources(name: str) -> Iterator[str]:
     """The facts that one follows from, or itself."""
     derived = DERIVED.get(name)
-    for each in parameters(derived) if derived else ():
-        yield from sources(each)
     if derived is None:
         yield name
+        return
+    for each in parameters(derived):
+        yield from sources(each)
 
 
 def facts_of_dims(dims: ParallelDims) -> dict[str, Any]:
@@ -340,7 +341,7 @@ DERIVED: Mapping[str, Callable[..., Any]] = {
         release >= (0, 18) or not uses_megatron_fsdp
     ),
     "hides_experts": lambda one_expert_rank, pp, vpp, recomputes_experts, overlaps_fsdp: (
-        overlaps_fsdp and not (one_expert_rank or recomputes_experts or pp > 1 == vpp)
+        overlaps_fsdp and not one_expert_rank and not recomputes_experts and (pp == 1 or vpp > 1)
     ),
     "kept_modules": kept_modules,
     "recipe": lambda precision, fp8_recipe: {
@@ -400,9 +401,10 @@ class Rule:
     reads: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        others = {"execution": self.when, "options": self.option, "spec": self.about}
+        read_by = {"execution": self.when, "options": self.option, "spec": self.about}
+        others = [name for name, reader in read_by.items() if reader]
         names = parameters(self.holds)
-        read = [each for name in (*names, *filter(others.get, others)) for each in sources(name)]
+        read = [each for name in (*names, *others) for each in sources(name)]
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "reads", tuple(dict.fromkeys(read)))
 
