@@ -94,8 +94,7 @@ def cuda_graphs(values: Flags) -> CudaGraphs | None:
         request = request.split(",")
     elif not isinstance(request, list | tuple | set | frozenset):  # one member of an enumeration
         request = (request,)
-    modules = frozenset(str(getattr(word, "name", word)).strip() for word in request)
-    modules -= {"full", ""}
+    modules = frozenset(str(getattr(word, "name", word)).strip() for word in request) - {"full", ""}
     if impl == "local" and _WHOLE_STEP in modules:
         impl = _WHOLE_STEP
     return CudaGraphs(

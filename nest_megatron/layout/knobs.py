@@ -373,7 +373,7 @@ def _is_open(knob: Knob, conditions: KnobConditions) -> bool:
         and knob.name not in conditions.closed
         and knob.name not in closed_on(conditions.accelerator)
         and knob.choice not in conditions.fixed
-        and not missing.get(knob.name, False)
+        and not missing.get(knob.name)
         and (spec.is_moe or not knob.of_experts)
     )
 

@@ -43,8 +43,6 @@ from nest_megatron.units import Bytes, Seconds, format_gib, format_seconds
 
 #: Largest cluster that is tried to make a job fit.
 LARGEST_CLUSTER = 65_536
-
-
 #: Finds a good layout of a request before some time, if there is one.
 Find = Callable[[Request, Deadline], PredictedLayout | None]
 

@@ -334,10 +334,11 @@ def _dominates(
 
 def _combinations(space: SearchSpace) -> Iterator[Execution]:
     """Every combination of the values that may be chosen which does not contradict itself."""
-    values: list[Iterable[Any]] = []
+    values = []
     for name, allowed in space.executions.items():
         own = getattr(space.execution, name)
-        values.append(allowed[-1:] if name in _NEVER_SLOWER else dict.fromkeys((own, *allowed)))
+        tried = allowed[-1:] if name in _NEVER_SLOWER else tuple(dict.fromkeys((own, *allowed)))
+        values.append(tried)
     for chosen in product(*values):
         try:
             yield replace(space.execution, **dict(zip(space.executions, chosen, strict=True)))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from itertools import combinations
 from typing import Any, NamedTuple
 
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.errors import UserInputError, nearest, require_known
 from nest_megatron.layout.cuda_graphs import CudaGraphs
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.recompute import (
@@ -108,12 +108,14 @@ class SearchSpace:
     def __post_init__(self) -> None:
         fields = [each.name for each in dataclasses.fields(Execution) if each.init]
         for name in self.executions:
-            _require_known("executions", name, name, "field", fields)
+            require_known("executions", name, fields, "no such field")
         if self.partition is not None:
             set_field(self, "fixed", _with_its_degrees(self.fixed, self.partition))
         for what, values in (("parallel.", self.fixed), ("search.max_", self.limits)):
             for name, value in values.items():
-                _require_known(f"{what}{name}", name, value, "degree", DEGREES)
+                if name not in DEGREES:
+                    fix = nearest(name, DEGREES)
+                    raise UserInputError(f"{what}{name}", value, "no such degree", fix)
                 where = "train." if (what, name) == ("parallel.", "micro_batch_size") else what
                 if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                     raise UserInputError(
@@ -160,11 +162,6 @@ class SearchSpace:
         return sorted(
             {total, *whole_nodes, *(d for d in divisors(node) if d <= total)}, reverse=True
         )
-
-
-def _require_known(what: str, name: str, value: object, kind: str, known: Sequence[str]) -> None:
-    if name not in known:
-        raise UserInputError(what, value, f"no such {kind}", nearest(name, known))
 
 
 def _with_its_degrees(fixed: Mapping[str, int], partition: StagePartition) -> dict[str, int]:
@@ -249,7 +246,7 @@ def _useful_modules(spec: TransformerSpec, *, flash_attention: bool) -> tuple[Re
         RecomputeModule.MOE: spec.is_moe,
         RecomputeModule.SHARED_EXPERTS: bool(spec.moe_shared_expert_intermediate_size),
     }
-    return tuple(module for module in RecomputeModule if useful.get(module, False))
+    return tuple(module for module in RecomputeModule if useful.get(module))
 
 
 class Choices(NamedTuple):
