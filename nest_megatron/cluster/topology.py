@@ -16,8 +16,15 @@ LEVELS = ("leaf", "spine", "core")
 _MOST_HOSTS = 100_000
 #: Gb/s of one lane, by the names that ``ibnetdiscover`` prints.
 _LANES = {
-    **{"SDR": 2.5, "DDR": 5.0, "QDR": 10.0, "FDR10": 10.0, "FDR": 14.0},
-    **{"EDR": 25.0, "HDR": 50.0, "NDR": 100.0, "XDR": 200.0},
+    "SDR": 2.5,
+    "DDR": 5.0,
+    "QDR": 10.0,
+    "FDR10": 10.0,
+    "FDR": 14.0,
+    "EDR": 25.0,
+    "HDR": 50.0,
+    "NDR": 100.0,
+    "XDR": 200.0,
 }
 
 

@@ -53,7 +53,7 @@ STATES = Key(
     reads=(_TP, _EP, _ETP, "world_size"),
     without_effect=(_CP, _PP, _VPP, _DP, _ORDER),
 )
-#: What decides the states of one, apart from its replicas.
+#: What decides the states of one pipeline, apart from its replicas.
 STATES_OF_PIPELINE = Key(
     ParallelDims,
     reads=(_TP, _EP, _ETP, _PP),

@@ -274,9 +274,13 @@ def joined(f: ConfigFields, *parts: Part) -> Shape:
         shape = part(f) if callable(part) else part
         more = shape.get("variant", {})
         biases = (*variants.get("biases", ()), *more.get("biases", ()))
-        variants |= {**more, **({"biases": biases} if biases else {})}
+        variants |= more
+        if biases:
+            variants["biases"] = biases
         found |= shape
-    return found | ({"variant": variants} if variants else {})
+    if variants:
+        found["variant"] = variants
+    return found
 
 
 def where(key: str, part: Part) -> Reader:
@@ -318,10 +322,10 @@ def rotary(
         share = inner.number("partial_rotary_factor", share)
         if not 0 < share <= 1:
             raise f.wrong("partial_rotary_factor", "it must be above 0 and at most 1")
-        return {
-            "rotary_base": inner.whole("rope_theta", theta),
-            **({"rotary_percent": share} if share != 1 else {}),
-        }
+        found: Shape = {"rotary_base": inner.whole("rope_theta", theta)}
+        if share != 1:
+            found["rotary_percent"] = share
+        return found
 
     return read
 

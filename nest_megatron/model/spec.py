@@ -445,7 +445,9 @@ class TransformerSpec:
     def blocks(self) -> tuple[LayerBlock, ...]:
         """The blocks that the model is made of, each once."""
         found = blocks_of((*self.layer_kinds(), *self.mtp_layer_kinds))
-        return (*found, *((LayerBlock.ENCODER, LayerBlock.PROJECTOR) if self.vision else ()))
+        if self.vision is None:
+            return found
+        return (*found, LayerBlock.ENCODER, LayerBlock.PROJECTOR)
 
     @property
     def mtp_layer_kinds(self) -> tuple[LayerKind, ...]:

@@ -13,7 +13,7 @@ from nest_megatron.cost_model.memory_flags import not_modelled
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE, out_of_memory
 from nest_megatron.cost_model.peak_posterior import predicted_peak
-from nest_megatron.cost_model.pipeline import chunks_of, rank_memory
+from nest_megatron.cost_model.pipeline import memory_of_ranks
 from nest_megatron.cost_model.settings import CostSettings, restored_settings
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.target_defaults import target_named
@@ -225,10 +225,8 @@ def _memory_rows(
 
 def _stage_bytes(plan: ParallelPlan, settings: CostSettings) -> list[Bytes]:
     """The highest peak of each pipeline rank, as the plan lays the job out."""
-    layout, p = plan.layout, plan.layout.dims.pipeline_model_parallel_size
-    problem = stage_problem(CostModel(plan.model, plan.cluster, settings), layout)
-    chunks = chunks_of(problem, layout.partition.boundaries)
-    return [rank_memory(problem, rank, chunks[rank::p]).total for rank in range(p)]
+    problem = stage_problem(CostModel(plan.model, plan.cluster, settings), plan.layout)
+    return [rank.total for rank in memory_of_ranks(problem, plan.layout.partition.boundaries)]
 
 
 def _traits_of(plan: ParallelPlan, target: str | None, flags: Mapping[str, Any]) -> ExecutionTraits:

@@ -18,7 +18,7 @@ from nest_megatron.cost_model.estimate import attention_flops_per_sequence, mode
 from nest_megatron.cost_model.features import SCANNED
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import out_of_memory
-from nest_megatron.cost_model.pipeline import PipelineProblem, chunks_of, rank_memory
+from nest_megatron.cost_model.pipeline import PipelineProblem, memory_of_ranks
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.uncertainty import predictive
 from nest_megatron.errors import UserInputError
@@ -190,8 +190,7 @@ def iteration_ticks(problem: PipelineProblem, partition: StagePartition) -> Tick
 
 def stage_memory(problem: PipelineProblem, partition: StagePartition) -> tuple[Bytes, ...]:
     """Peak bytes of each pipeline rank."""
-    chunks, p = chunks_of(problem, partition.boundaries), problem.num_stages
-    return tuple(rank_memory(problem, rank, chunks[rank::p]).total for rank in range(p))
+    return tuple(rank.total for rank in memory_of_ranks(problem, partition.boundaries))
 
 
 def candidate_of(model: CostModel, prediction: RowPrediction) -> Candidate:

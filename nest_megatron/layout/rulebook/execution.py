@@ -70,7 +70,8 @@ def _offloads_what_is_there(spec: TransformerSpec, execution: Execution, release
     modules = set(execution.offload_modules)
     known = _OFFLOADED | _OFFLOADED_OF_EXPERTS | {*_OFFLOADED_SINCE}
     known -= {name for name, since in _OFFLOADED_SINCE.items() if release < since}
-    known -= set() if spec.is_moe else _OFFLOADED_OF_EXPERTS
+    if not spec.is_moe:
+        known -= _OFFLOADED_OF_EXPERTS
     return modules <= known and ("core_attn" in modules or "attn_proj" not in modules)
 
 
@@ -87,7 +88,9 @@ def _overlaps_shared(
     modules: frozenset[RecomputeModule],
     release: Release,
 ) -> bool:
-    kinds = (TokenDispatcher.ALLTOALL, TokenDispatcher.FLEX)[: 1 if release < (0, 18) else 2]
+    kinds = {TokenDispatcher.ALLTOALL}
+    if release >= (0, 18):
+        kinds.add(TokenDispatcher.FLEX)
     return not spec.moe_shared_expert_intermediate_size or (
         # without shared experts the flag says nothing
         execution.moe_token_dispatcher_type in kinds

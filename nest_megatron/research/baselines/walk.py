@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, rank_memory
+from nest_megatron.cost_model.pipeline import PipelineProblem, memory_of_ranks
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import Recompute
@@ -132,9 +132,7 @@ def _needed_bytes(one: PipelineProblem) -> Bytes:
     """
     rounds = min(one.num_microbatches, 2 * one.num_stages)
     one = one._replace(num_microbatches=rounds)
-    chunks = [chunk_cost(one, index, index + 1) for index in range(one.num_chunks)]
-    ranks = range(one.num_stages)
-    return max(rank_memory(one, rank, chunks[rank :: one.num_stages]).total for rank in ranks)
+    return max(rank.total for rank in memory_of_ranks(one, range(one.num_chunks + 1)))
 
 
 def shard_of(grid: PartialLayout) -> Shard:
