@@ -301,7 +301,8 @@ plan_changes = BridgeConfig.plan_changes
 def as_script(cfg: Any, words: Iterable[str]) -> Any:
     """A configuration as ``run_recipe.py`` trains it with some overrides.
 
-    Packs are as long as sequences, and stages are laid out for the sizes that are typed.
+    Packs are as long as sequences, and stages are laid out for the sizes that are typed: once, as
+    the function that does so ends for other sizes, which a plan may have.
 
     Source: ``sync_offline_packing_alignment``, ``sync_model_pipeline_layout`` (0.6).
     """
@@ -313,6 +314,7 @@ def as_script(cfg: Any, words: Iterable[str]) -> Any:
         model.pipeline_model_parallel_layout = layout(
             model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size
         )
+        model._pipeline_model_parallel_layout_builder = None
     return cfg
 
 

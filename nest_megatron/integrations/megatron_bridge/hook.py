@@ -179,8 +179,7 @@ def run(job: LaunchedJob, cfg: Any, stated: Iterable[str]) -> None:
 def begin_training(job: LaunchedJob, config: Any, *_: Any, **__: Any) -> None:
     """Put back what a script has changed of a plan, and begin the record of the run.
 
-    ``run_recipe.py`` scales the batch of a benchmark with its replicas, and lays stages out anew
-    where their number was typed.
+    ``run_recipe.py`` scales the batch of a benchmark with its replicas.
     """
     assert job.decision
     plan, harmless = job.decision.plan, fields_assumed_harmless(job.words.job)

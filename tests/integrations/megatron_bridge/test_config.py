@@ -191,6 +191,25 @@ def test_packs_are_those_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
         assert read_recipe(cfg).spec.seq_length == size
 
 
+def test_the_script_does_not_lay_out_the_stages_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``run_recipe.py`` does where sizes are typed, and Kimi K2's function knows eight of them."""
+
+    def layout(pp: int, vpp: int | None) -> str:
+        return {(2, 1): "Et*20|t*12L"}[pp, vpp or 1]
+
+    def process(cfg: Any, *_: Any) -> Any:
+        cfg.model.pipeline_model_parallel_size = 2
+        cfg.model._pipeline_model_parallel_layout_builder = layout
+        return cfg
+
+    as_script(monkeypatch, {})
+    words = [*AUTO, "nest.search.num_alternatives=0", "model.pipeline_model_parallel_size=2"]
+    cfg = hook.planning(process, lambda _: None)(llama(), None, words)
+    assert cfg.model.pipeline_model_parallel_size == 2
+    assert cfg.model.pipeline_model_parallel_layout != "Et*20|t*12L"
+    assert cfg.model._pipeline_model_parallel_layout_builder is None
+
+
 @pytest.mark.parametrize("switch", ["ddp", "optimizer"])
 def test_either_switch_of_the_distributed_optimizer_turns_on_both(switch: str) -> None:
     """``_validate_and_sync_distributed_optimizer_settings``."""
