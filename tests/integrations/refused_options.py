@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,13 +25,16 @@ _VALUES = {
     **dict.fromkeys(("encoder_seq_length", "seq_length", "moe_ffn_hidden_size"), "512"),
     **dict.fromkeys(("train_samples", "lr_decay_samples", "lr_warmup_samples"), "1000"),
     **dict.fromkeys(("train_iters", "lr_decay_iters", "lr_warmup_iters"), "10"),
-    **dict.fromkeys(("lr_warmup_fraction", "start_weight_decay", "end_weight_decay"), "0.1"),
+    **dict.fromkeys(("lr_warmup_fraction", "end_weight_decay", "lr"), "0.1"),
+    **dict.fromkeys(("min_lr", "lr_warmup_init", "start_weight_decay"), "0.2"),
+    **dict.fromkeys(("log_memory_interval", "save_retain_interval"), "10"),
+    **dict.fromkeys(("log_interval", "save_interval", "moe_router_num_groups"), "3"),
     **dict.fromkeys(("save", "data_path", "train_data_path"), "somewhere"),
     **dict.fromkeys(("hybrid_override_pattern", "hybrid_layer_pattern"), "M*M*M*M*"),
     "fp8_format": "hybrid",
     "fp4_format": "e2m1",
     "moe_latent_size": "256",
-    "moe_router_group_topk": "1",
+    "moe_router_group_topk": "4",
     "moe_expert_capacity_factor": "1.5",
     "moe_expert_rank_capacity_factor": "1.5",
     "cpu_offloading_num_layers": "1",
@@ -45,7 +49,13 @@ _VALUES = {
 
 def options_of(rule: str) -> dict[str, Any]:
     """Options by destination that break the rule of a row."""
-    return {DESTINATIONS.get(name, name): value or True for name, value in _stated(rule)}
+    return {DESTINATIONS.get(name, name): _value(text) for name, text in _stated(rule)}
+
+
+def _value(text: str) -> Any:
+    if re.fullmatch(r"[\d.]+", text):
+        return float(text) if "." in text else int(text)
+    return text or True
 
 
 def flags_of(rule: str) -> list[str]:

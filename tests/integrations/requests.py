@@ -14,7 +14,7 @@ from nest_megatron.layout.recompute import (
     RecomputeModule,
 )
 from nest_megatron.layout.rulebook import RULES
-from nest_megatron.layout.rulebook.facts import Facts, LaunchRequest
+from nest_megatron.layout.rulebook.facts import Facts, LaunchRequest, release_number
 from nest_megatron.layout.stage_layout import StagePartition, parse_layout, uniform_partition
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.encoder import Adapters, EncoderSpec
@@ -454,8 +454,7 @@ OPTIONED = {
     "option_hierarchical_context_parallel_sizes": _optioned(
         "hierarchical_context_parallel_sizes", ["2", "2"]
     ),
-    "option_cp_comm_type": _optioned("cp_comm_type", ["a2a+p2p"]),
-    "option_cp_comm_types": _optioned("cp_comm_type", ["p2p", "a2a"], grid=dims(cp=2)),
+    "option_cp_comm_type": _optioned("cp_comm_type", ["p2p", "a2a"], grid=dims(cp=2)),
     "option_moe_shared_expert_overlap": _optioned(
         "moe_shared_expert_overlap",
         spec=DEEPSEEK,
@@ -504,7 +503,9 @@ _RULES = {rule.id: rule for rule in RULES}
 
 def _at_its_release(name: str, request: LaunchRequest) -> LaunchRequest:
     """A request at the last release that has the rule which it breaks."""
-    return dataclasses.replace(request, version=_RULES[name].until or request.version)
+    rule = _RULES[name]
+    newest = max(request.version, rule.since, key=release_number)
+    return dataclasses.replace(request, version=rule.until or newest)
 
 
 BROKEN, OPTIONED = (

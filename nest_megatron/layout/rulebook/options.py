@@ -7,8 +7,9 @@ named in the changes, with its reason.
 from __future__ import annotations
 
 import math
+import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.documents import packaged
@@ -52,8 +53,6 @@ def has_activation_flag(spec: TransformerSpec) -> bool:
 
 
 def _position_types(spec: TransformerSpec, version: str) -> tuple[str, ...]:
-    if version not in RELEASES:
-        return ()
     if spec.num_mtp_layers:
         return ("rope", "none")
     newer = ("yarn",) if release_number(version) >= (0, 18) else ()
@@ -174,9 +173,6 @@ ENGINE_RULES = (
     ),
 )
 
-_BESIDE_OVERLAP = "it goes with --overlap-moe-expert-parallel-comm"
-_OF_FSDP = "it belongs to Megatron-FSDP"
-_ONE_BY_ONE = "Megatron-FSDP shards the experts one by one"
 _INSTANCES = "num_distributed_optimizer_instances"
 
 
@@ -271,18 +267,14 @@ OPTION_RULES = (
     ),
     _option(
         "cp_comm_type",
-        "args:407",
-        lambda option, cp: "a2a+p2p" not in option or cp > 1,
-        "the plan has no context parallelism",
-    ),
-    _option(
-        "cp_comm_type",
-        "tc:1929",
+        "args:407, tc:1929",
         lambda option, spec, cp: (
-            cp == 1 or isinstance(option, str) or len(option) in (1, spec.num_layers)
+            isinstance(option, str) or len(option) in (1, spec.num_layers)
+            if cp > 1
+            else "a2a+p2p" not in option
         ),
-        "it names one for all layers, or one for each of them",
-        id="cp_comm_types",
+        "without context parallelism nothing goes in two levels, and with it each layer has one or "
+        "all have the same",
     ),
     _option(
         "overlap_moe_expert_parallel_comm",
@@ -291,7 +283,12 @@ OPTION_RULES = (
         "it needs expert parallelism, virtual stages, no full recomputation and, before 0.18, no "
         "Megatron-FSDP, whose weights its schedule does not gather",
     ),
-    _option("delay_wgrad_compute", "tc:1872", lambda hides_experts: hides_experts, _BESIDE_OVERLAP),
+    _option(
+        "delay_wgrad_compute",
+        "tc:1872",
+        lambda hides_experts: hides_experts,
+        "it goes with --overlap-moe-expert-parallel-comm",
+    ),
     _option(
         "moe_shared_expert_overlap",
         "tc:1234",
@@ -391,7 +388,12 @@ OPTION_RULES = (
         for what in ("enable_gloo_process_groups", "use_gloo_process_groups")
     ),
     *(
-        _option(what, source, lambda uses_megatron_fsdp: uses_megatron_fsdp, _OF_FSDP)
+        _option(
+            what,
+            source,
+            lambda uses_megatron_fsdp: uses_megatron_fsdp,
+            "it belongs to Megatron-FSDP",
+        )
         for what, source in (
             ("fsdp_double_buffer", "args:680"),
             ("fsdp_manual_registration", "args:694"),
@@ -420,7 +422,10 @@ OPTION_RULES = (
     ),
     *(
         _option(
-            what, "0.20 args:1138", lambda uses_megatron_fsdp: not uses_megatron_fsdp, _ONE_BY_ONE
+            what,
+            "0.20 args:1138",
+            lambda uses_megatron_fsdp: not uses_megatron_fsdp,
+            "Megatron-FSDP shards the experts one by one",
         )
         for what in ("moe_single_grouped_weight", "moe_single_grouped_bias")
     ),
@@ -433,6 +438,16 @@ DESTINATIONS = {
     "fp4_format": "fp4",
     "no_rope_fusion": "no_apply_rope_fusion",
     "disable_bias_linear": "no_add_bias_linear",
+    "no_position_embedding": "no_add_position_embedding",
+}
+
+
+#: Relations of the first option of a row to the second, with which Megatron refuses it.
+_RELATIONS: Mapping[str, Callable[..., object]] = {
+    "beside": lambda *_: True,
+    "above": operator.gt,
+    "at or above": operator.ge,
+    "unless a multiple of": operator.mod,
 }
 
 
@@ -452,7 +467,12 @@ def _condition_words(condition: str) -> str:
 
 
 def _refused_together(
-    options: str, source: str, unless: str = "", since: str = "", until: str = ""
+    options: str,
+    source: str,
+    relation: str = "beside",
+    unless: str = "",
+    since: str = "",
+    until: str = "",
 ) -> Rule:
     """The rule of a row of ``refused_options.json``.
 
@@ -460,6 +480,7 @@ def _refused_together(
         options: the first is refused beside the others, without those behind a ``!``; with ``=``
             where one has one of some values. What turns something off begins with ``no_`` or
             ``disable_``.
+        relation: of the first to the second, where those are numbers.
         unless: the option beside which it is not, since 0.17.
     """
     option, *others = options.split()
@@ -473,12 +494,15 @@ def _refused_together(
         source,
         lambda options, release: (
             not all(_is_met(each, options) for each in (option, *others))
+            or not _RELATIONS[relation](*map(options.get, [name, *others][:2]))
             or (release >= (0, 17) and bool(options.get(unless)))
         ),
         name,
-        " ".join(["Megatron-LM {version} refuses it", " and ".join(words)]).rstrip(),
+        " ".join(["Megatron-LM {version} refuses it", " and ".join(words)])
+        .replace("beside", relation, 1)
+        .rstrip(),
         f"{fix}, or use a release before {since}." if since else f"{fix}.",
-        value=lambda options: options[DESTINATIONS.get(name, name)],
+        value=lambda options: options.get(DESTINATIONS.get(name, name), True),
         since=since,
         until=until,
     )
