@@ -13,6 +13,7 @@ from nest_megatron.config.job import ReadCommand
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.integrations.megatron_lm.attach import require_kept, rewrite_command
+from nest_megatron.integrations.megatron_lm.layout_arguments import read_recompute
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.search_space import kept_flags
 from nest_megatron.integrations.plan_job import TypedCommand
@@ -54,6 +55,28 @@ def asked(flags: str, free: str = "") -> tuple[ReadCommand, frozenset[str], Para
     assert isinstance(found, ParallelPlan)
     assert read.command is not None
     return read.command, kept_flags(read, request, composed), found
+
+
+def test_an_expert_grid_of_a_dense_model_is_left_out() -> None:
+    """In this rank order Megatron refuses one that is not as large as the dense grid (ps:811)."""
+    grid = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
+    command, kept, found = asked(
+        f"{grid} --context-parallel-size 1 --expert-tensor-parallel-size 1"
+    )
+    argv = rewrite_command(found, command, kept).argv
+    assert "--use-tp-pp-dp-mapping" in argv
+    assert "--expert-tensor-parallel-size" not in argv
+
+
+@pytest.mark.parametrize("flag", ["--recompute-num-layers 2", "--recompute-method uniform"])
+def test_a_part_of_full_recomputation_by_itself_is_left_out(flag: str) -> None:
+    """Megatron refuses it beside overlapped traffic of experts, which a plan may add (tc:1871)."""
+    command, kept, found = asked(flag)
+    argv = rewrite_command(found, command, kept).argv
+    assert read_recompute(read_command(argv, "0.16").values) == found.layout.recompute
+    command, kept, found = asked(f"{flag} --tensor-model-parallel-size 8")
+    assert found.layout.recompute == NO_RECOMPUTE
+    assert flag.partition(" ")[0] not in rewrite_command(found, command, kept).argv
 
 
 @pytest.mark.parametrize(("flags", "layout"), TYPED.items())

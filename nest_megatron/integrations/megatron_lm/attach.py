@@ -311,9 +311,9 @@ def rewrite_command(
     request = launch_request(plan, command)
     planned = planned_arguments(request)
     # gradients that are 16 bits wide for the FSDP of today alone, which a plan leaves
-    sharding, narrow = read_sharding(values), request.gradient_bytes == 2
-    leaves = sharding not in (DataParallelSharding.DDP, request.sharding or request.zero.sharding)
-    if narrow and leaves and request.precision is not Precision.FP16:
+    stays = DataParallelSharding.DDP, request.sharding or request.zero.sharding
+    leaves = request.gradient_bytes == 2 and read_sharding(values) not in stays
+    if leaves and request.precision is not Precision.FP16:
         planned["grad_reduce_in_bf16"] = True
     tp = plan.layout.dims.tensor_model_parallel_size
     is_sized = values.get("padded_vocab_size") is not None or not plan.model.vocab_is_padded
@@ -332,8 +332,6 @@ def rewrite_command(
         if dest in _SET - settled
     }
     free = {*PARALLEL_ARGUMENTS} - settled
-    if plan.model.num_experts is None:  # a dense model's expert grid is the user's own
-        free -= {"expert_tensor_parallel_size"}
     owned = free | wanted.keys() | refused.keys()
     assert owned <= WRITABLE
     tokens: list[str] = []

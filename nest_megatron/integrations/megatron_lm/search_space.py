@@ -147,8 +147,12 @@ def kept_flags(job: Job, request: Request, settings: Settings) -> frozenset[str]
     if parallel.zero_stage is not None:
         replaced.update((*STAGE, *IMPLEMENTATION, CKPT_FORMAT))
     ours = job.command.explicit.intersection(FAMILIES["all"])
-    values = job.command.values
-    ours -= {name for name in STAGE_OPTIONS if not states_stages(values, name)}
+    ours -= {name for name in STAGE_OPTIONS if not states_stages(job.values, name)}
+    # what says nothing by itself may contradict a plan
+    if job.recompute is None:
+        ours -= {*RECOMPUTE}
+    if job.spec.num_experts is None:
+        ours -= {_EXPERT_TENSOR}
     return ours - replaced - freed_flags(job)
 
 
@@ -257,12 +261,6 @@ def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
     if recompute is None and not freed.intersection(RECOMPUTE):
         recompute = job.recompute or (NO_RECOMPUTE if says_all else None)
     # sequence parallelism belongs to all degrees together, and is no choice by itself
-    is_whole = (
-        says_all
-        and not freed.intersection(DEGREES) - {"micro_batch_size"}
-        and fixed.get(_TENSOR, 1) > 1
-        and not job.stated.get("sequence_parallel")
-    )
     return replace(
         own,
         fixed={**fixed, **own.fixed},
@@ -272,7 +270,12 @@ def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
         partition=partition,
         layers_in_bf16=layers_in_bf16(job.values),
         even_stages=says_all and partition is None and not freed.intersection(STAGE_OPTIONS),
-        sequence_parallel=not is_whole
+        sequence_parallel=not (
+            says_all
+            and not freed.intersection(DEGREES) - {"micro_batch_size"}
+            and fixed.get(_TENSOR, 1) > 1
+            and not job.stated.get("sequence_parallel")
+        )
         and (job.transformer_impl, spec.normalization) != ("local", "RMSNorm"),
     )
 
