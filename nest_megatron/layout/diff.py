@@ -93,8 +93,7 @@ def _fsdp(plan: ParallelPlan, _: Any) -> str:
         return "weights and gradients fit without being divided over the replicas"
     if plan.layout.zero <= ZeroStage.OPTIMIZER:
         return "replicas divide the optimizer states alone"
-    only = plan.layout.zero == ZeroStage.GRADIENTS
-    what = "gradients" if only else "gradients and weights"
+    what = "gradients" if plan.layout.zero == ZeroStage.GRADIENTS else "gradients and weights"
     return f"replicas divide {what} as well, which frees memory"
 
 

@@ -341,8 +341,7 @@ def _runs_on(backend: object, conditions: KnobConditions) -> bool:
         "moe_flex_dispatcher_backend" in closed_on(conditions.accelerator)
     ):
         return False
-    deepep = backend is FlexBackend.DEEPEP
-    return not (deepep and _SPANNING_DEVICE.match(conditions.accelerator))
+    return not (backend is FlexBackend.DEEPEP and _SPANNING_DEVICE.match(conditions.accelerator))
 
 
 def _is_open(knob: Knob, conditions: KnobConditions) -> bool:

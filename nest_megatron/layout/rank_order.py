@@ -124,8 +124,7 @@ def _axes(dims: ParallelDims, kind: GroupKind) -> _Axes:
     sizes = {**inner, **stages, **replicas} if inside else {**inner, **replicas, **stages}
     strides = accumulate(sizes.values(), mul, initial=1)
     axes = zip(sizes.items(), strides, strict=False)  # the last stride is the number of ranks
-    names = kind.split("-")
-    return tuple((size, stride) for (name, size), stride in axes if name in names)
+    return tuple((size, stride) for (name, size), stride in axes if name in kind.split("-"))
 
 
 def _merged(axes: _Axes) -> _Axes:

@@ -495,10 +495,7 @@ def _fewest_gpus(request: Request, deadline: Deadline) -> tuple[int, bool] | Non
 
 
 def _sizes(num_gpus: int, host: int, unit: int, has_room: Callable[[int], bool]) -> Iterator[int]:
-    """Larger numbers of GPUs from the smallest that has room for states on.
-
-    Each one up to a host, then units of hosts.
-    """
+    """Numbers of GPUs with room for states, from the smallest on: beyond a host whole units."""
     yield from filter(has_room, range(num_gpus + 1, host))
     low = num_gpus // unit
     high = low + 1

@@ -292,6 +292,7 @@ EXCHANGES = [
     ("a2a+p2p", ["--hierarchical-context-parallel-sizes", "2", "2"], 2, "p2p"),
     ("a2a+p2p", ["--hierarchical-context-parallel-sizes", "2", "2"], 4, "a2a+p2p"),
     ("a2a", [], 8, "p2p"),
+    ("p2p", ["--window-size", "1024", "0"], 2, "a2a"),
 ]
 
 
@@ -305,7 +306,8 @@ def test_other_numbers_of_context_ranks_exchange_as_they_can(
         "--num-attention-heads 16 --seq-length 16384 --max-position-embeddings 16384 --bf16 "
         "--group-query-attention --num-query-groups 4 --swiglu --normalization RMSNorm "
         "--vocab-size 32000 --tokenizer-type NullTokenizer --global-batch-size 64 "
-        f"--context-parallel-size 4 --cp-comm-type {exchange} --use-distributed-optimizer "
+        f"--context-parallel-size {4 if exchange != 'p2p' else 1} --cp-comm-type {exchange} "
+        "--use-distributed-optimizer "
         "--micro-batch-size 1"
     )
     explained = api.estimate_command([*words.split(), *more], cluster="dgx_h100").explain()
@@ -322,6 +324,13 @@ def test_a_plan_of_a_recipe_is_held_to_no_rule_of_the_command_line() -> None:
     plan = api.estimate(**job, target="megatron_bridge_0.6", tensor_model_parallel_size=4)
     assert plan.model.max_position_embeddings == 2048
     assert plan.explain().versus("tp=2").other.layout.dims.tensor_model_parallel_size == 2
+    with pytest.raises(UserInputError, match=r"megatron-core \S+ refuses it"):
+        plan.explain().versus("ep=2")
+
+
+def test_a_plan_of_megatron_lm_is_refused_by_megatron_lm(explained: Explanation) -> None:
+    with pytest.raises(UserInputError, match=r"Megatron-LM \S+ refuses it"):
+        explained.versus("ep=2")
 
 
 @pytest.mark.parametrize(("layout", "sharding"), [("zero=3", "megatron_fsdp"), ("zero=1", "ddp")])

@@ -45,7 +45,7 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.policy import PolicyError
 from nest_megatron.layout.rulebook.facts import RELEASES
 from nest_megatron.layout.stage_layout import StagePartition, parse_layout, spread_partition
-from nest_megatron.model.execution import PLAIN, Execution
+from nest_megatron.model.execution import ContextTraffic, Execution
 from nest_megatron.plain import to_plain
 from nest_megatron.planner import EndedEarly, NoPlan, Request
 from nest_megatron.planner import plan as find_plan
@@ -69,8 +69,8 @@ _BOUNDED = (
 _PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 #: What a plan was chosen by.
 _RULE = ("max_oom_chance", "tie_percent")
-#: How context ranks exchange where the plan's exchange does not go with their number.
-_RING = PLAIN.cp_comm_type
+#: How context ranks may exchange where the plan's exchange does not go with their number.
+_EXCHANGES = (ContextTraffic.P2P, ContextTraffic.A2A, ContextTraffic.ALL_GATHER)
 #: Sizes of the user's that are changed to find a legal layout.
 _MOST_CHANGED = 2
 
@@ -282,7 +282,7 @@ class PlannedJob:
             sharding=own.sharding if zero is None else None,
             recompute=read_recompute(composed.parallel),
             execution=self._execution,
-            executions={"cp_comm_type": (_RING,), "hierarchical_context_parallel_sizes": ((),)},
+            executions={"cp_comm_type": _EXCHANGES, "hierarchical_context_parallel_sizes": ((),)},
             version=self._version,
             batch_unit=schedule.batch_unit if schedule else None,
             rank_orders=tuple(RankOrder) if order is None else (order,),
@@ -330,10 +330,13 @@ class PlannedJob:
             if sizes != (dims.pipeline_model_parallel_size, dims.num_chunks):
                 stages = spread_partition(self._plan.model, dims)
         sharding = self._plan.layout.sharding if zero is None else None
-        ring = replace(self._execution, cp_comm_type=_RING, hierarchical_context_parallel_sizes=())
+        others = (
+            replace(self._execution, cp_comm_type=each, hierarchical_context_parallel_sizes=())
+            for each in _EXCHANGES
+        )
         executed = (
             replace(grid, execution=allowed_execution(each, grid))
-            for each in (self._execution, ring)
+            for each in (self._execution, *others)
         )
         variants = [replace(self.own, layout=e.with_stages(stages, sharding)) for e in executed]
         return next((each for each in variants if not self.refusal(each)), variants[0])

@@ -55,7 +55,9 @@ def first_broken(request: LaunchRequest, *, but: Collection[str] = ()) -> str:
     Args:
         but: the rules of Megatron-LM's own script, where it runs under another framework.
     """
-    framework = "megatron-core" if but else "Megatron-LM"
+    framework = "megatron-core"
+    if any(rule.framework and rule.id not in but for rule in RULES):
+        framework = "Megatron-LM"
     for rule, found in check(request, but=but):
         who = f"{framework} {request.version} refuses it"
         if rule.ours:
