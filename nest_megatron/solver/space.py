@@ -71,7 +71,7 @@ class SearchSpace:
         layers_in_bf16: as of ``LaunchRequest``.
         mtp_beside_layer: MTP layers lie between the last layer and the head, and no block of layers
             is recomputed, for a framework that builds them of their stage's layers.
-        use_all_gpus: every GPU works; otherwise whole nodes may stay idle, or part of the last one.
+        use_all_gpus: every GPU works; otherwise any whole nodes may, or a divisor of one.
         present: degrees of what the job runs today outside the limits; they are tried, too.
         present_recompute: its recomputation, where it is none of those that are tried.
         batch_unit: what every global batch of the run is a multiple of, where the batch grows;
