@@ -197,8 +197,7 @@ def single_relaxations(request: Request, out_of_time: OutOfTime = lambda: False)
     Args:
         out_of_time: once true, those found until then are returned.
     """
-    fixed = _fixed(request.space)
-    return [name for name in fixed if is_legal_without(request, (name,), out_of_time)]
+    return [n for n in _fixed(request.space) if is_legal_without(request, (n,), out_of_time)]
 
 
 def is_legal_without(request: Request, names: Collection[str], out_of_time: OutOfTime) -> bool:

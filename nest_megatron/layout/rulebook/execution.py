@@ -442,7 +442,7 @@ RECOMPUTE_RULES = (
         _MODULES,
         "it needs multi_latent_attention",
         _LEAVE_OUT,
-        value=lambda: [RecomputeModule.MLA_UP_PROJ.value],
+        value=lambda: ["mla_up_proj"],
     ),
     Rule(
         "recompute_moe_act",
@@ -453,7 +453,7 @@ RECOMPUTE_RULES = (
         _MODULES,
         "it needs moe_grouped_gemm",
         _LEAVE_OUT,
-        value=lambda: [RecomputeModule.MOE_ACT.value],
+        value=lambda: ["moe_act"],
     ),
     Rule(
         "recompute_local",

@@ -348,23 +348,19 @@ OPTION_RULES = (
         id="instances_of_fsdp",
         until="0.16",
     ),
-    _option(
-        "eval_global_batch_size",
-        "0.19 args:694",
-        lambda option, options, micro_batch_size, dp: (
-            option % ((options.get("eval_micro_batch_size") or micro_batch_size) * dp) == 0
-        ),
-        "the plan's replicas do not divide it",
-        since="0.18",
-    ),
-    _option(
-        "eval_micro_batch_size",
-        "0.19 args:694",
-        lambda option, options, global_batch_size, dp: (
-            (options.get("eval_global_batch_size") or global_batch_size) % (option * dp) == 0
-        ),
-        "the plan's replicas do not divide the batch of evaluation into it",
-        since="0.18",
+    *(
+        _option(
+            what,
+            "0.19 args:694",
+            lambda options, global_batch_size, micro_batch_size, dp: (
+                (options.get("eval_global_batch_size") or global_batch_size)
+                % ((options.get("eval_micro_batch_size") or micro_batch_size) * dp)
+                == 0
+            ),
+            "the plan's replicas do not divide the batch of evaluation",
+            since="0.18",
+        )
+        for what in ("eval_global_batch_size", "eval_micro_batch_size")
     ),
     _option(
         "ckpt_format",
@@ -390,14 +386,11 @@ OPTION_RULES = (
     *(
         _option(
             what,
-            source,
+            "args:680, :694",
             lambda uses_megatron_fsdp: uses_megatron_fsdp,
             "it belongs to Megatron-FSDP",
         )
-        for what, source in (
-            ("fsdp_double_buffer", "args:680"),
-            ("fsdp_manual_registration", "args:694"),
-        )
+        for what in ("fsdp_double_buffer", "fsdp_manual_registration")
     ),
     _option(
         "init_model_with_meta_device",
@@ -498,9 +491,9 @@ def _refused_together(
             or (release >= (0, 17) and bool(options.get(unless)))
         ),
         name,
-        " ".join(["Megatron-LM {version} refuses it", " and ".join(words)])
-        .replace("beside", relation, 1)
-        .rstrip(),
+        f"Megatron-LM {{version}} refuses it {' and '.join(words)}".replace(
+            "beside", relation, 1
+        ).rstrip(),
         f"{fix}, or use a release before {since}." if since else f"{fix}.",
         value=lambda options: options.get(DESTINATIONS.get(name, name), True),
         since=since,
