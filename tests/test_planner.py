@@ -55,9 +55,12 @@ def test_planning_makes_no_reference_cycles(model: str) -> None:
     assert not gc.isenabled()
 
 
-@pytest.mark.parametrize("name", ["disable", "enable", "freeze", "set_threshold", "collect"])
+@pytest.mark.parametrize("name", ["disable", "enable", "freeze", "collect"])
 def test_planning_leaves_the_collector_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It belongs to the process: Megatron collects by hand while another thread plans."""
+    """It belongs to the process: Megatron collects by hand while another thread plans.
+
+    Its threshold alone is raised meanwhile (decision 016; ``tests/architecture``).
+    """
     impossible = SearchSpace(fixed={"tensor_model_parallel_size": 3})
     called = []
     with monkeypatch.context() as watched:
