@@ -287,6 +287,20 @@ def test_tensor_parallelism_without_sequence_parallelism_is_kept() -> None:
     assert of_recipe(recipe).space.sequence_parallel
 
 
+def test_user_buffers_without_sequence_parallelism_end_a_command_and_no_recipe() -> None:
+    """``validate_args`` asserts it for every size; NeMo's callback turns the buffers off."""
+    for size in (1, 2):
+        flags = f"--tp-comm-overlap --tensor-model-parallel-size {size}"
+        told = of_command(f"{WORDS.replace('size 24', 'size 1')} {flags}").notes
+        assert any("tp_comm_overlap = True: it needs sequence parallelism" in n for n in told)
+        recipe = llama()
+        recipe.trainer.strategy.tensor_model_parallel_size = size
+        recipe.trainer.strategy.sequence_parallel = False
+        buffers = frameworks.MegatronCommOverlapCallback(tp_comm_overlap=True)
+        recipe.trainer.callbacks.append(buffers)
+        assert not any("tp_comm_overlap" in note for note in of_recipe(recipe).notes)
+
+
 def test_stages_that_a_recipe_states_stay_in_its_own_words() -> None:
     """NeMo's deepseek_v3 has fewer layers in its first and last stage; no layout is added."""
     recipe = llama()

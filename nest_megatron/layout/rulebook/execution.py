@@ -114,11 +114,18 @@ def _holds_experts(
 
 
 def _rule(
-    id: str, when: str, source: str, holds: Callable[..., bool], limit: str, until: str = ""
+    id: str,
+    when: str,
+    source: str,
+    holds: Callable[..., bool],
+    limit: str,
+    *,
+    until: str = "",
+    framework: str = "",
 ) -> Rule:
     """A rule that looks where a field of ``Execution`` is not at Megatron's default."""
     fix = "Leave it out, or change the layout."
-    return Rule(id, source, holds, when, limit, fix, when=when, until=until)
+    return Rule(id, source, holds, when, limit, fix, when=when, until=until, framework=framework)
 
 
 FORMAT_RULES = (
@@ -259,10 +266,9 @@ EXECUTION_RULES = (
         "tensor_overlap",
         "tp_comm_overlap",
         "args:915, training/initialize.py:270",
-        lambda is_local, one_tensor_rank, sequence_parallel: (
-            not is_local and (one_tensor_rank or sequence_parallel)
-        ),
+        lambda is_local, sequence_parallel: not is_local and sequence_parallel,
         "it needs sequence parallelism and Transformer Engine",
+        framework="Megatron-LM",  # NeMo and Megatron-Bridge turn it off
     ),
     _rule(
         "context_levels",
