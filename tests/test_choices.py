@@ -267,7 +267,7 @@ def test_steps_that_megatron_does_not_capture_have_no_graphs(words: str) -> None
     assert not job.capturable
     plain = [*LLAMA, *_DELAYED.split(), "--disable-bias-linear"]
     assert read_job(read_argv("pretrain_gpt.py", plain, "0.16")).capturable
-    words = "--bf16 --fp8-format hybrid --moe-router-padding-for-fp8"
+    words = "--bf16 --fp8-format hybrid --moe-router-padding-for-fp8 --num-experts 8"
     padded = read_argv("pretrain_gpt.py", [*LLAMA, *words.split()], "0.16")
     assert read_job(padded).counts_on_host
 

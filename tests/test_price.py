@@ -10,7 +10,7 @@ import pytest
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.estimate import Rates
-from nest_megatron.planner.layouts import priced
+from nest_megatron.planner.layouts import price_of_plan
 from tests.cli.runs import run
 
 JOB = ("model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=16", "train.global_batch_size=128")
@@ -78,7 +78,7 @@ def test_nothing_is_assumed_of_prices(tmp_path: Path) -> None:
     out = tmp_path / "plan.yaml"
     run("estimate", *JOB, *ONE, "cost.gpu_hour=2", f"out={out}")
     plan = plan_file.read(out)
-    assert plan.price == priced(plan, Rates(gpu_hour=2.0))
+    assert plan.price == price_of_plan(plan, Rates(gpu_hour=2.0))
     assert "for a dollar, at $2.00" in " ".join(run("explain", str(out)).out.split())
 
 

@@ -270,7 +270,10 @@ def test_an_old_file_outlives_a_failed_plan(tmp_path: Path) -> None:
     assert path.read_text() == "mine"
 
 
-LARGE = ("cluster=h100_spine_leaf", "cluster.num_gpus=1024", "search.backend=reference")
+LARGE = (
+    *("cluster=h100_spine_leaf", "cluster.num_gpus=1024"),
+    *("search.backend=reference", "search.num_alternatives=200"),
+)
 SEARCH = "nest_megatron.solver.search:Search.run"
 SCRIPT = "nest_megatron.integrations.dry_run:_run"
 #: Functions, and commands that are inside them for as long as one waits.

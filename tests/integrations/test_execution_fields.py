@@ -325,6 +325,7 @@ def test_what_the_overlap_object_leaves_unset_is_off() -> None:
         overlap_moe_expert_parallel_comm=True,
     )
     cfg.comm_overlap = CommOverlapConfig(tp_comm_overlap=True)
+    cfg.model.sequence_parallel = True
     found = carried_out(megatron_bridge.read_recipe(cfg, environment={}))
     assert found.tp_comm_overlap
     assert not found.overlap_moe_expert_parallel_comm

@@ -199,5 +199,6 @@ def test_overlaps_of_communication_are_read_where_each_framework_keeps_them() ->
     overlap = MegatronCommOverlapCallback(tp_comm_overlap=True)
     recipe.trainer.callbacks.append(overlap)
     cfg.comm_overlap = overlap
+    recipe.trainer.strategy.sequence_parallel = cfg.model.sequence_parallel = True
     for job in (read_nemo(recipe), read_bridge(cfg), command("--tp-comm-overlap")):
         assert execution_of(job.memory_flags).tp_comm_overlap

@@ -47,7 +47,7 @@ def job(flags: str) -> str:
 def planned(
     command: str, free: str = "", version: str = "0.16", *settings: str
 ) -> tuple[ParallelPlan, Mapping[str, object]]:
-    composed = compose(parse(["cluster=dgx_h100", "search.num_alternatives=0", *settings]))
+    composed = compose(parse(["cluster=dgx_h100", "search.num_alternatives=1", *settings]))
     names = free.split(",") if free else []
     read, request = read_request(
         TypedCommand(text=command, free=tuple(names), version=version), composed
@@ -305,7 +305,7 @@ def test_gradients_are_priced_and_written_as_the_optimizer_reduces_them(
     optimizer: str, version: str, overlaps: bool
 ) -> None:
     command = job(f"--optimizer {optimizer}")
-    composed = compose(parse(["cluster=dgx_h100", "search.num_alternatives=0"]))
+    composed = compose(parse(["cluster=dgx_h100", "search.num_alternatives=1"]))
     found = plan_command(
         TypedCommand(text=command, free=("zero_stage",), version=version), composed
     )
