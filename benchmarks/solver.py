@@ -36,7 +36,7 @@ from nest_megatron.layout.plan import ParallelPlan  # noqa: E402
 from nest_megatron.layout.stage_layout import layout_string  # noqa: E402
 from nest_megatron.planner import Request, plan  # noqa: E402
 from nest_megatron.solver.backend import Backend, solve_compiled  # noqa: E402
-from nest_megatron.solver.one_partition import joined  # noqa: E402
+from nest_megatron.solver.one_partition import join_chunks  # noqa: E402
 from nest_megatron.solver.space import SearchSpace  # noqa: E402
 
 MODELS = ("llama3_70b", "gpt3_175b", "mixtral_8x7b", "deepseek_v3")
@@ -156,7 +156,7 @@ def neighbours() -> None:
 
 def iteration(problem: PipelineProblem, boundaries: tuple[int, ...]) -> int:
     """The step with one partition, in ticks; far too long where it does not fit."""
-    found = solve_compiled(joined(problem, boundaries))
+    found = solve_compiled(join_chunks(problem, boundaries))
     return found.iteration
 
 

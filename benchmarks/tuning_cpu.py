@@ -44,7 +44,7 @@ from nest_megatron.layout.plan_file import digest  # noqa: E402
 from nest_megatron.planner.choice import Candidate  # noqa: E402
 from nest_megatron.tuning.job import TunedJob, read_tuned  # noqa: E402
 from nest_megatron.tuning.launchers import run_locally  # noqa: E402
-from nest_megatron.tuning.selection import Known, Stop, candidate_words, chosen, next_run  # noqa: E402
+from nest_megatron.tuning.selection import Known, candidate_words, chosen, next_run  # noqa: E402
 from nest_megatron.tuning.session import (  # noqa: E402
     Failure,
     State,
@@ -316,7 +316,7 @@ def play(job: TunedJob, measured: Mapping[str, Measured], budget: int) -> list[s
     steps = {each.solved: measured[key_of(each)] for each in job.ranked.candidates}
     best = min(each.step_s for each in measured.values() if each.step_s is not None)
     before, after, runs = _error(known, steps), math.nan, 0
-    while not isinstance(found := next_run(known, budget - runs), Stop):
+    while not isinstance(found := next_run(known, budget - runs), str):
         plan, runs = found.candidate.solved, runs + 1
         step_s = steps[plan].step_s
         if step_s is None:
