@@ -128,6 +128,11 @@ class Requirement:
     fix: str
     who: str = "the checkpoint to be loaded"
 
+    @property
+    def limit(self) -> str:
+        """What refuses another value."""
+        return f"{self.who} needs {self.value}: {self.reason}"
+
 
 #: What a requirement may keep off: weights that are gathered beside forward passes.
 GATHER = "overlap_param_gather"

@@ -180,13 +180,15 @@ def _bridge_job(
     named.add_argument(_RECIPE)
     named.add_argument("--model")
     is_old = re.match(r"0\.[1-5]\b", installed_version("megatron-bridge") or "")
-    for row in _OPTIONS.splitlines()[: 3 if is_old else None]:
+    rows = _OPTIONS.splitlines()
+    for row in rows[:3] if is_old else rows:
         *options, meaning = row.split()
         parser.add_argument(*options, dest=meaning)
     given, rest = parser.parse_known_args(command.argv)
     typed = [f"{name}={value}" for name, value in vars(given).items() if "." in name and value]
     # the mode is what the recipe's own name says, but for DoRA; the step feeds the model: no field
-    name = given.recipe or f"{given.model}_{re.sub('[ld]ora', 'peft', str(given.mode))}_config"
+    task = "peft" if given.mode in ("lora", "dora") else given.mode
+    name = given.recipe or f"{given.model}_{task}_config"
     scheme = {"peft_scheme": "dora"} if given.mode == "dora" else {}
     cfg = _bridge_recipe(name, scheme, [*typed, *_fields(split_words(rest)[1])], given.dataset)
     known: dict[str, Any] = {"environment": {}, "assume_harmless": assume_harmless}

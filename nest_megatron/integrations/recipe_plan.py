@@ -279,7 +279,7 @@ def plan_changes(
             raise UserInputError(
                 recipe.items.get(name, name),
                 values[name],
-                f"{need.who} needs {need.value}: {need.reason}",
+                need.limit,
                 f"Plan this job, or {need.fix}.",
             )
     check_partition(

@@ -368,11 +368,15 @@ def leave_run(store: RendezvousStore | None, run: RunRecord, *, is_watched: bool
 
 def outcome_of(error: BaseException) -> Outcome:
     """How a run ended that an error ends."""
+    import torch
+
     if isinstance(error, KeyboardInterrupt):
         return Outcome.KILLED
-    # as torch says it, and NCCL and CUDA libraries outside its allocator
-    is_full = isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error))
-    return Outcome.OUT_OF_MEMORY if is_full else Outcome.FAILED
+    # NCCL and CUDA libraries run out of memory outside torch's allocator
+    of_cuda = isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error))
+    if of_cuda or isinstance(error, torch.OutOfMemoryError):
+        return Outcome.OUT_OF_MEMORY
+    return Outcome.FAILED
 
 
 def peak_memory_bytes() -> Bytes | None:

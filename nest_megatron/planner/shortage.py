@@ -180,12 +180,12 @@ def binding_rules(
     Nothing where a combination breaks none of them, so that something else must bind, or where time
     did not allow to look at all. Degrees that do not multiply out say less than any rule.
     """
-    found, fewest = tuple[UserInputError, ...](), math.inf
+    found, fewest = tuple[UserInputError, ...](), (True, math.inf)
     for rules, facts, others in _broken(request):
-        number = len(rules) + len(others)
-        if not number or out_of_time():
+        broken = len(rules) + len(others)
+        if not broken or out_of_time():
             return ()
-        number += 99 * (not facts)
+        number = not facts, broken
         if number < fewest:
             found, fewest = (*(rule.violation(facts) for rule in rules), *others), number
     return found
@@ -361,10 +361,8 @@ def _with_plans(
             yield Remedy(change=change)
     for change, other in _of_memory(request, deadline):
         yield remedy(change, other)
-    held, freed = (
-        _restrictions(request.space),
-        replace(request, space=_without_restrictions(request.space)),
-    )
+    held = _restrictions(request.space)
+    freed = replace(request, space=_without_restrictions(request.space))
     if held and _fits(freed, deadline):
         yield remedy(f"leave free what is fixed ({', '.join(held)})", freed)
 
@@ -530,7 +528,9 @@ def _least_memory(space: SearchSpace, model: CostModel) -> SearchSpace:
     and leaving out what the job has; the exchange of windows is what Megatron accepts.
     """
     name, job = "micro_batch_size", space.execution
-    needed = "offload_modules", model.spec.window_size and "cp_comm_type"
+    needed = {"offload_modules"}
+    if model.spec.window_size:
+        needed.add("cp_comm_type")
     executions = {
         choice: values
         for choice, values in space.executions.items()

@@ -99,7 +99,9 @@ def test_a_run_of_another_batch_has_no_measurement(
     assert run.measured is None
 
 
-def test_without_a_plan_there_is_nothing_to_watch() -> None:
+def test_without_a_plan_there_is_nothing_to_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    # nor is the application of another test one that was planned
+    monkeypatch.delitem(sys.modules, "nest_megatron.integrations.hydra.plans", raising=False)
     with pytest.raises(UserInputError, match="no Hydra application was planned"):
         watching().__enter__()
 

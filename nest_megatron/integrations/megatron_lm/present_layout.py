@@ -250,7 +250,7 @@ def typed_plan(job: Job, request: Request, composed: Settings) -> tuple[Parallel
     for name, need in job.required.items():
         own = variant.layout.sizes.get(name, need.value)
         if need.value not in (None, own):
-            refused = f"{name} = {own}: {need.who} needs {need.value}: {need.reason}"
+            refused = f"{name} = {own}: {need.limit}"
     if refused:
         raise UserInputError(
             "--from",

@@ -225,9 +225,7 @@ def with_required(
 
 
 def _not_loadable(name: str, value: object, need: Requirement) -> UserInputError:
-    return flag_error(
-        name, value, f"{need.who} needs {need.value}: {need.reason}", f"Change it, or {need.fix}."
-    )
+    return flag_error(name, value, need.limit, f"Change it, or {need.fix}.")
 
 
 def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:

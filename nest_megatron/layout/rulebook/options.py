@@ -453,10 +453,10 @@ def _is_met(condition: str, options: Flags) -> bool:
     return found is not condition.startswith("!")
 
 
-def _condition_words(condition: str) -> str:
+def _condition_words(condition: str, relation: str = "beside") -> str:
     name, _, values = condition.removeprefix("!").partition("=")
     flag = f"--{name.replace('_', '-')} {values.replace('|', ' or ')}".rstrip()
-    return f"without {flag}" if condition.startswith("!") else f"beside {flag}"
+    return f"without {flag}" if condition.startswith("!") else f"{relation} {flag}"
 
 
 def _refused_together(
@@ -478,7 +478,8 @@ def _refused_together(
     """
     option, *others = options.split()
     name = option.partition("=")[0]
-    words = [*map(_condition_words, others)]
+    words = [_condition_words(each, relation) for each in others[:1]]
+    words += map(_condition_words, others[1:])
     fix = "Drop one of the two" if others else "Leave it out"
     if lacking := [each.removeprefix("without") for each in words if each.startswith("without")]:
         fix = f"Add{lacking[0]}, or drop it"
@@ -491,9 +492,7 @@ def _refused_together(
             or (release >= (0, 17) and bool(options.get(unless)))
         ),
         name,
-        f"Megatron-LM {{version}} refuses it {' and '.join(words)}".replace(
-            "beside", relation, 1
-        ).rstrip(),
+        f"Megatron-LM {{version}} refuses it {' and '.join(words)}".rstrip(),
         f"{fix}, or use a release before {since}." if since else f"{fix}.",
         value=lambda options: options.get(DESTINATIONS.get(name, name), True),
         since=since,
