@@ -88,6 +88,14 @@ def test_all_planners_choose_how_layers_run_and_keep_to_the_same_chance() -> Non
     assert "P(OOM)" in console.export_text()
 
 
+def test_unknown_names_are_refused_with_the_list() -> None:
+    with pytest.raises(
+        UserInputError, match=r"nest, manual, mcmc, .*Did you mean manual"
+    ) as caught:
+        compare(request(), ["manuel"])
+    assert caught.value.value == "manuel"
+
+
 def test_a_likely_plan_is_taken_where_the_fastest_runs_out_too_often() -> None:
     job = request("llama3_8b", 8)
     model = job.cost_model()

@@ -53,15 +53,16 @@ def check_picture(path: Path, what: str, *others: str) -> None:
     Args:
         others: suffixes of what is written instead of a picture.
     """
-    suffixes = (*others, *SUFFIXES)
-    if path.suffix.lower() not in suffixes:
+    suffix = path.suffix.lower()
+    if suffix in SUFFIXES:
+        check_matplotlib(what)
+    elif suffix not in others:
         raise UserInputError(
             what,
             str(path),
-            f"a {'file' if others else 'picture'} is one of {', '.join(suffixes)}",
+            f"a {'file' if others else 'picture'} is one of {', '.join((*others, *SUFFIXES))}",
             "Give the file one of these suffixes.",
         )
-    check_matplotlib(what)
 
 
 def check_matplotlib(what: str) -> None:

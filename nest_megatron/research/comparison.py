@@ -93,10 +93,10 @@ class Compared:
     @property
     def worst_term(self) -> str | None:
         """The term in which it loses most against ``nest``, if it loses anything."""
-        if not self.differences or self.relative_throughput is None or self.name == NEST:
+        if self.relative_throughput is None or self.relative_throughput >= 1:
             return None
         worst = max(self.differences, key=lambda term: self.differences[term])
-        return worst if self.differences[worst] > 0 and self.relative_throughput < 1 else None
+        return worst if self.differences[worst] > 0 else None
 
 
 def compare(
@@ -114,12 +114,15 @@ def compare(
     Raises:
         UserInputError: for an unknown planner, or a job that no layout is legal for.
     """
-    baselines = baselines_named(name for name in dict.fromkeys(names) if name != NEST)
+    by_name = {baseline.name: baseline for baseline in BASELINES}
+    others = [name for name in dict.fromkeys(names) if name != NEST]
+    for name in others:
+        require_known("planners", name, PLANNERS, f"the planners are {', '.join(PLANNERS)}")
     on_planner(NEST)
     rows = [_ours(request)]
-    for baseline in baselines:
-        on_planner(baseline.name)
-        rows.append(_theirs(request, rows[0], baseline))
+    for name in others:
+        on_planner(name)
+        rows.append(_theirs(request, rows[0], by_name[name]))
     return tuple(rows)
 
 
@@ -207,19 +210,6 @@ def _theirs(request: Request, ours: Compared, baseline: Baseline) -> Compared:
         differences={name: terms[name] - ours.terms[name] for name in ours.terms},
         chance_slower=probability_faster(before, after),
     )
-
-
-def baselines_named(names: Iterable[str]) -> tuple[Baseline, ...]:
-    """The baselines of some names, in their order.
-
-    Raises:
-        UserInputError: for a name that is none, with the list.
-    """
-    by_name = {baseline.name: baseline for baseline in BASELINES}
-    wanted = tuple(names)
-    for name in wanted:
-        require_known("planners", name, PLANNERS, f"the planners are {', '.join(PLANNERS)}")
-    return tuple(by_name[name] for name in wanted)
 
 
 def split_planners(overrides: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:

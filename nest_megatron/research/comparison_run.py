@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +23,8 @@ from nest_megatron.plain import to_plain
 from nest_megatron.planner import Request
 from nest_megatron.report.charts import (
     SOFT,
-    SUFFIXES,
     TERM_COLOURS,
-    check_matplotlib,
+    check_picture,
     ink_on,
     write_chart,
     write_legend,
@@ -60,7 +60,8 @@ def run_compare(
     settings = parse(rest)
     refuse_sweeps(settings)
     if chart is not None:
-        check_chart(chart)
+        check_picture(chart, "--chart", _HTML)
+        require_folder(chart, "--chart")
     composed = compose(with_defaults(settings), config_dir)
     if composed.out is not None:
         fix = "Use --chart for a picture, or `nest-megatron plan` for the plan."
@@ -190,12 +191,8 @@ def comparison_report(rows: Sequence[Compared], *, has_price: bool = False) -> R
 
 def fastest_first(rows: Sequence[Compared]) -> list[Compared]:
     """Planners with a plan by its step, ``nest`` first among equals; then those without."""
-
-    def place(row: Compared) -> tuple[bool, float, bool]:
-        step = 0.0 if row.plan is None else row.plan.predicted.iteration_time_s
-        return row.plan is None, step, row.name != NEST
-
-    return sorted(rows, key=place)
+    steps = {row.name: row.plan.predicted.iteration_time_s for row in rows if row.plan}
+    return sorted(rows, key=lambda row: (steps.get(row.name, math.inf), row.name != NEST))
 
 
 def _cells(row: Compared) -> dict[str, str]:
@@ -245,17 +242,6 @@ def why(row: Compared) -> str:
     term = TERM_WORDS[worst] + (" traffic" if worst in _TRAFFIC else "")
     lost, most = format_seconds(row.lost_s), format_seconds(row.differences[worst])
     return f"{tie}Loses {lost} a step, most in {term}: +{most}. Chosen as {row.reason}."
-
-
-def check_chart(path: Path) -> None:
-    """Refuse a file that is no picture and no page, or that cannot be drawn or written."""
-    suffixes = (*SUFFIXES, _HTML)
-    if path.suffix.lower() not in suffixes:
-        limit = f"a chart is one of {', '.join(suffixes)}"
-        raise UserInputError("--chart", str(path), limit, "Give the file one of these suffixes.")
-    if path.suffix.lower() != _HTML:
-        check_matplotlib("--chart")
-    require_folder(path, "--chart")
 
 
 def write_comparison(
@@ -330,6 +316,7 @@ def _draw_row(axes: Any, row: Compared, at: int, scale: float) -> None:
 def comparison_page(rows: Sequence[Compared], title: str, notes: Sequence[str] = ()) -> str:
     """The whole page, with notes on what was assumed; it loads nothing from anywhere."""
     ordered = fastest_first(rows)
+    cells = ({**_cells(row), "What it is": row.title, "Why": why(row)} for row in ordered)
     return render_page(
         "comparison.html",
         title,
@@ -337,7 +324,7 @@ def comparison_page(rows: Sequence[Compared], title: str, notes: Sequence[str] =
         bars=[_bar(row, _longest(rows)) for row in ordered],
         legend_entries=_legend(ordered),
         head=_HEAD,
-        rows=[_page_cells(row) for row in ordered],
+        rows=[[each.get(name, "-").replace("\n", ", ") for name in _HEAD] for each in cells],
         notes=notes,
     )
 
@@ -348,9 +335,3 @@ def _bar(row: Compared, longest: float) -> Mapping[str, Any]:
     step = "no plan" if row.plan is None else format_seconds(row.plan.predicted.iteration_time_s)
     percent = 100 * whole / longest
     return {"name": row.name, "terms": terms, "whole": whole, "percent": percent, "step": step}
-
-
-def _page_cells(row: Compared) -> list[str]:
-    """What the terminal says of a planner, with what it is and why it is there."""
-    cells = {**_cells(row), "What it is": row.title, "Why": why(row)}
-    return [cells.get(name, "-").replace("\n", ", ") for name in _HEAD]

@@ -85,7 +85,7 @@ def test_nothing_fits() -> None:
     [
         (("planners=[manuel]",), "the planners are nest, manual, mcmc"),
         (("planners=[]",), "planners = []: it names no planner"),
-        (("--chart", "planners.pdf"), "a chart is one of .png, .svg, .html"),
+        (("--chart", "planners.pdf"), "a file is one of .html, .png, .svg"),
         (("--chart", "no/such/folder.svg"), "there is no folder"),
         (("out=plan.yaml",), "a comparison writes no plan"),
         (("search.max_seconds=1,2",), "it has several values"),

@@ -66,7 +66,7 @@ def test_nothing_fits() -> None:
         ("research.schedule=interleaved", "one of 1f1b, gpipe"),
         ("parallel.zero_stage=1", "the recurrence does not know it"),
         ("parallel.tensor_model_parallel_size=3", "no strategy fits"),
-        ("parallel.pipeline_model_parallel_size=0", "it is at least 1"),
+        ("parallel.pipeline_model_parallel_size=0", "it must be at least 1"),
         ("search.max_seconds=5", "the recurrence does not know it"),
         ("out=plan.yaml", "the recurrence does not know it"),
         ("search.backend=fast", "one of kernel, reference"),

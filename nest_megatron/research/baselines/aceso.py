@@ -22,9 +22,10 @@ random.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise, product
 
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, rank_memory
+from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost, chunk_cost, rank_memory
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import RecomputeGranularity
@@ -35,12 +36,16 @@ from nest_megatron.research.baselines.job import (
     BaselineChoice,
     Boundaries,
     ComparisonJob,
+    Layouts,
+    State,
     chosen,
     layer_traffic,
     moved,
+    nearest,
+    pipeline_of,
     restricted,
+    shard_of,
 )
-from nest_megatron.research.baselines.walk import Layouts, State, nearest, pipeline_of, shard_of
 from nest_megatron.solver.ranking import SolvedLayout, fastest
 from nest_megatron.units import Seconds, to_seconds
 
@@ -126,15 +131,16 @@ class _Climb:
         """What each primitive makes of a state."""
         for primitive in _RELIEF[resource]:
             name, direction = primitive[1:], 1 if primitive[0] == "+" else -1
+            grids, partitions = [state.grid], [state.boundaries]
             if name == "layers":
-                for boundaries in _lightened(state.boundaries, stage):
-                    yield state.grid, boundaries
-                continue
-            change = self._other_settings if name == "recompute" else self._other_shards
-            for grid in change(state.grid, name, direction):
-                yield grid, state.boundaries
+                partitions = _lightened(state.boundaries, stage)
+            elif name == "recompute":
+                grids = self._other_settings(state.grid, direction)
+            else:
+                grids = self._other_shards(state.grid, name, direction)
+            yield from product(grids, partitions)
 
-    def _other_settings(self, grid: PartialLayout, _: str, direction: int) -> list[PartialLayout]:
+    def _other_settings(self, grid: PartialLayout, direction: int) -> list[PartialLayout]:
         """One layer more or fewer recomputed, four of them, and as far as it goes."""
         ladder = [
             setting
@@ -168,24 +174,24 @@ def _score(state: State) -> tuple[int, int]:
     return state.missing_bytes, state.iteration
 
 
-def _lightened(boundaries: Boundaries, stage: int) -> Iterator[Boundaries]:
+def _lightened(boundaries: Boundaries, stage: int) -> list[Boundaries]:
     """Partitions in which a unit leaves a stage, for the stage before it or the one behind."""
     if boundaries[stage + 1] - boundaries[stage] < 2:
-        return
-    if stage > 0:
-        yield moved(boundaries, stage, 1)
-    if stage + 2 < len(boundaries):
-        yield moved(boundaries, stage + 1, -1)
+        return []
+    before = [moved(boundaries, stage, 1)] if stage > 0 else []
+    behind = [moved(boundaries, stage + 1, -1)] if stage + 2 < len(boundaries) else []
+    return before + behind
 
 
 def bottleneck(model: CostModel, state: State) -> tuple[int, tuple[Resource, ...]]:
     """The stage that lacks most memory, or the slowest one; its scarcest resources first."""
     problem = stage_problem(model, state.grid)
     stages = range(problem.num_stages)
-    times = [_time(model, problem, state, rank) for rank in stages]
+    costs = [chunk_cost(problem, *ends) for ends in pairwise(state.boundaries)]
+    times = [_time(model, problem, state, rank, costs[rank]) for rank in stages]
     stage = max(stages, key=lambda rank: sum(times[rank]))
     if state.missing_bytes:
-        stage = max(stages, key=lambda rank: _memory(problem, state, rank))
+        stage = max(stages, key=lambda rank: rank_memory(problem, rank, [costs[rank]]).total)
     compute, communication = times[stage]
     by_time = (Resource.COMPUTE, Resource.COMMUNICATION)
     if communication > compute:
@@ -193,21 +199,14 @@ def bottleneck(model: CostModel, state: State) -> tuple[int, tuple[Resource, ...
     return stage, (Resource.MEMORY, *by_time) if state.missing_bytes else by_time
 
 
-def _memory(problem: PipelineProblem, state: State, stage: int) -> int:
-    first, end = state.boundaries[stage : stage + 2]
-    return rank_memory(problem, stage, [chunk_cost(problem, first, end)]).total
-
-
 def _time(
-    model: CostModel, problem: PipelineProblem, state: State, stage: int
+    model: CostModel, problem: PipelineProblem, state: State, stage: int, cost: UnitCost
 ) -> tuple[Seconds, Seconds]:
     """Computation and communication of a stage for one micro batch.
 
     What no pass hides of the replicas' traffic is shared among the micro batches.
     """
-    first, end = state.boundaries[stage : stage + 2]
-    cost = chunk_cost(problem, first, end)
-    inside = layer_traffic(model, state.grid, slice(first, end))
+    inside = layer_traffic(model, state.grid, slice(*state.boundaries[stage : stage + 2]))
     sent = problem.send_forward[stage] + problem.send_backward[stage]
     edges = max(0, cost.gather_unhidden, cost.gather_hideable)
     edges += max(0, cost.reduce_unhidden, cost.reduce_hideable)

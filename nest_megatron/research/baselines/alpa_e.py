@@ -29,10 +29,10 @@ from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.research.baselines.job import (
-    NOTHING_LEGAL,
     PLAIN,
     BaselineChoice,
     ComparisonJob,
+    chosen,
     layer_traffic,
     restricted,
     solved,
@@ -55,11 +55,9 @@ def find(job: ComparisonJob) -> BaselineChoice:
         plan = job.priced(candidate)
         if plan is not None:
             lost = f"; {dropped} faster ones do not" if dropped else ""
-            reason = f"the fastest of least traffic that fits{lost}"
-            return BaselineChoice(plan=plan, reason=reason, candidates=len(candidates))
-    none_fits = "the shardings that communicate least do not fit in memory, with any stages"
-    reason = none_fits if candidates else NOTHING_LEGAL
-    return BaselineChoice(plan=None, reason=reason, candidates=len(candidates))
+            return chosen(plan, len(candidates), f"the fastest of least traffic that fits{lost}")
+    nothing_fits = "the shardings that communicate least do not fit in memory, with any stages"
+    return chosen(None, len(candidates), "", nothing_fits)
 
 
 def _candidates(job: ComparisonJob, mesh: CostModel) -> Iterator[SolvedLayout]:

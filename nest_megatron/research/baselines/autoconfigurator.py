@@ -36,9 +36,9 @@ from nest_megatron.research.baselines.job import (
     ComparisonJob,
     chosen,
     even_partition,
+    pipeline_of,
     restricted,
 )
-from nest_megatron.research.baselines.walk import pipeline_of
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.ranking import fastest
 
@@ -48,26 +48,18 @@ _LARGE_MEMORY_BYTES = 60 * 10**9
 
 @frozen
 class DegreeRow:
-    """What is tried for models of up to so many parameters; ``None`` is any sequence length.
+    """What is tried for models of up to so many parameters; ``None`` is any.
 
     Pipeline size and product of degrees lie between two bounds.
     """
 
-    gpu_memory_gb: int
+    gpu_memory_gb: int | None
     seq_length: int | None
     up_to_billions: float
     tensor: tuple[int, ...]
     pipeline: tuple[int, int]
     micro_batch: tuple[int, ...]
     model_parallel: tuple[int, int]
-
-
-@frozen
-class _Table:
-    """The rows in order, and what holds where none applies."""
-
-    rows: tuple[DegreeRow, ...]
-    otherwise: DegreeRow
 
 
 def find(job: ComparisonJob) -> BaselineChoice:
@@ -87,20 +79,22 @@ def find(job: ComparisonJob) -> BaselineChoice:
 
 
 def row_for(spec: TransformerSpec, memory_bytes: int) -> DegreeRow:
-    """The row of the table for a model on a device."""
+    """The first row of the table for a model on a device."""
     memory_gb = 80 if memory_bytes >= _LARGE_MEMORY_BYTES else 40
     billions = total_parameters(spec) / 1e9
-    table = _table()
-    for row in table.rows:
-        right = row.gpu_memory_gb == memory_gb and row.seq_length in (None, spec.seq_length)
-        if right and billions <= row.up_to_billions:
-            return row
-    return table.otherwise
+    return next(
+        row
+        for row in _rows()
+        if row.gpu_memory_gb in (None, memory_gb)
+        and row.seq_length in (None, spec.seq_length)
+        and billions <= row.up_to_billions
+    )
 
 
 @cache
-def _table() -> _Table:
-    return from_plain(_Table, packaged(__package__, "autoconfigurator.yaml"))
+def _rows() -> tuple[DegreeRow, ...]:
+    table = packaged(__package__, "autoconfigurator.yaml")
+    return tuple(from_plain(DegreeRow, each) for each in table["rows"])
 
 
 def _candidates(job: ComparisonJob, row: DegreeRow) -> Iterator[PartialLayout]:

@@ -1,16 +1,18 @@
-"""The question and the answer of a baseline; networks and partitions as methods see them."""
+"""The question and the answer of a baseline; networks and layouts as methods see them."""
 
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate
-from typing import TypeVar
+from typing import NamedTuple
 
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import PeakLimit
-from nest_megatron.cost_model.pipeline import PipelineProblem
+from nest_megatron.cost_model.pipeline import PipelineProblem, memory_of_ranks
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import RankOrder
@@ -18,10 +20,11 @@ from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, Recompute
 from nest_megatron.layout.stage_layout import StagePartition, uniform_partition
 from nest_megatron.layout.zero import ZeroStage
+from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import frozen
 from nest_megatron.solver.grids import GridSpace
-from nest_megatron.solver.one_partition import solver_of_partition
+from nest_megatron.solver.one_partition import join_chunks, solver_of_partition
 from nest_megatron.solver.outcome import (
     DEFAULT_NODE_LIMIT,
     NO_THRESHOLD,
@@ -29,16 +32,14 @@ from nest_megatron.solver.outcome import (
     StageSolver,
 )
 from nest_megatron.solver.ranking import SolvedLayout
-from nest_megatron.solver.search import Search
+from nest_megatron.solver.search import UNLIMITED
 from nest_megatron.solver.space import SearchSpace
-from nest_megatron.units import Seconds
+from nest_megatron.units import Bytes, Seconds, Ticks
 
-Option = TypeVar("Option")
 Boundaries = tuple[int, ...]
 
 #: Why a method that knows memory finds nothing.
 NOTHING_FITS = "nothing that it may choose fits in memory"
-NOTHING_LEGAL = "Megatron launches none of the layouts that it may choose"
 #: Degrees that the methods of most papers do not have.
 PLAIN = ("context_parallel_size", "virtual_pipeline_model_parallel_size")
 
@@ -62,11 +63,12 @@ class ComparisonJob:
 
     def __post_init__(self) -> None:
         if self.space.partition is not None:
-            value, limit = (
+            raise UserInputError(
+                "stage layout",
                 self.space.partition.boundaries,
                 "planners are compared by their stages, too",
+                "Leave the layout out.",
             )
-            raise UserInputError("stage layout", value, limit, "Leave the layout out.")
 
     def grids(self, space: SearchSpace) -> GridSpace:
         """The legal grids of a space for this job."""
@@ -86,22 +88,7 @@ class ComparisonJob:
 
     def problem(self, grid: PartialLayout) -> PipelineProblem:
         """The stage problem of a grid on the real cluster, under the limit of its memory."""
-        problem = stage_problem(self.model, grid)
-        return problem._replace(capacity_bytes=self.peaks.of(grid))
-
-    def search(self, model: CostModel, space: SearchSpace) -> tuple[SolvedLayout | None, int]:
-        """The fastest plan of a space under a cost model, and how many candidates there are."""
-        search = Search(
-            model,
-            self.global_batch_size,
-            space,
-            self.solve_stages,
-            limit=self.peaks,
-            num_layouts=1,
-            out_of_time=self.out_of_time,
-        )
-        result = search.run()
-        return (result.plans[0] if result.plans else None), result.candidates
+        return stage_problem(self.model, grid)._replace(capacity_bytes=self.peaks.of(grid))
 
     def priced(self, plan: SolvedLayout | None) -> SolvedLayout | None:
         """A plan that another cost model chose, on the real cluster."""
@@ -126,10 +113,13 @@ class BaselineChoice:
     candidates: int
 
 
-def chosen(plan: SolvedLayout | None, candidates: int, reason: str) -> BaselineChoice:
+def chosen(
+    plan: SolvedLayout | None, candidates: int, reason: str, nothing_fits: str = NOTHING_FITS
+) -> BaselineChoice:
     """A choice among so many candidates; the reason is for the plan, where there is one."""
     if plan is None:
-        reason = NOTHING_FITS if candidates else NOTHING_LEGAL
+        legal = "Megatron launches none of the layouts that it may choose"
+        reason = nothing_fits if candidates else legal
     return BaselineChoice(plan=plan, reason=reason, candidates=candidates)
 
 
@@ -172,15 +162,11 @@ def restricted(
         space,
         fixed={**dict.fromkeys(without, 1), **space.fixed},
         limits={**limits, **space.limits},
-        zero_stages=_allowed(zero_stages, space.zero_stages),
-        rank_orders=_allowed(rank_orders, space.rank_orders),
+        zero_stages=tuple(z for z in zero_stages if z in space.zero_stages) or space.zero_stages,
+        rank_orders=tuple(r for r in rank_orders if r in space.rank_orders) or space.rank_orders,
         recompute=space.recompute or recompute,
         use_all_gpus=True,
     )
-
-
-def _allowed(wanted: tuple[Option, ...], allowed: tuple[Option, ...]) -> tuple[Option, ...]:
-    return tuple(option for option in wanted if option in allowed) or allowed
 
 
 def with_network_levels(model: CostModel, number: int) -> CostModel:
@@ -213,9 +199,10 @@ def even_partition(spec: TransformerSpec, num_chunks: int) -> Boundaries | None:
     ``None`` where that does not come out whole either.
     """
     for counted in (False, spec.num_layers + 2 >= 2 * num_chunks):
-        accounts = {"account_embedding": counted, "account_loss": counted}
         with contextlib.suppress(UserInputError):
-            return uniform_partition(spec, num_chunks, **accounts).boundaries
+            return uniform_partition(
+                spec, num_chunks, account_embedding=counted, account_loss=counted
+            ).boundaries
     return None
 
 
@@ -232,3 +219,140 @@ def balanced_partition(spec: TransformerSpec, num_chunks: int) -> Boundaries:
 def moved(boundaries: Boundaries, at: int, by: int) -> Boundaries:
     """A partition with one stage boundary moved."""
     return (*boundaries[:at], boundaries[at] + by, *boundaries[at + 1 :])
+
+
+class Shard(NamedTuple):
+    """How a layer is divided, and the micro batch."""
+
+    tensor: int
+    context: int
+    expert: int
+    micro_batch: int
+    expert_tensor: int
+
+
+class PipelineShape(NamedTuple):
+    """The rest of a grid without its recomputation."""
+
+    stages: int
+    virtual: int
+    order: RankOrder
+    zero: ZeroStage
+    execution: Execution
+
+
+@frozen
+class State:
+    """A layout with its partition and predicted step, whatever memory says.
+
+    Args:
+        missing_bytes: what the GPU with the highest peak lacks; 0 if all fit.
+    """
+
+    grid: PartialLayout
+    boundaries: Boundaries
+    iteration: Ticks
+    missing_bytes: Bytes
+
+    @property
+    def plan(self) -> SolvedLayout | None:
+        """The state as a plan, if it fits."""
+        if self.missing_bytes:
+            return None
+        stages = stages_of(self.grid, self.boundaries)
+        return SolvedLayout(layout=self.grid.with_stages(stages), iteration=self.iteration)
+
+
+class Layouts:
+    """The layouts of a space.
+
+    Attributes:
+        shards: one grid for each division of a layer.
+        families: every pipeline, rank order and ZeRO stage on a shard.
+        one_step_from: shards with another degree or micro batch, whatever the expert-tensor one.
+    """
+
+    def __init__(self, job: ComparisonJob, space: SearchSpace) -> None:
+        self.job = job
+        self.grids = job.grids(space)
+        self.shards = {shard_of(grid): grid for grid in self.grids.shards()}
+        self.families = cache(self._families)
+        self.one_step_from = cache(self._one_step_from)
+        self._priced = cache(self._price)
+
+    @property
+    def priced(self) -> int:
+        """How many states have been priced."""
+        return self._priced.cache_info().currsize
+
+    def _families(self, shard: Shard) -> list[PartialLayout]:
+        grids = self.grids.grids(self.shards[shard])
+        return [family for grid in grids for family in self.grids.families(grid)]
+
+    def _one_step_from(self, shard: Shard) -> list[Shard]:
+        return [s for s in self.shards if s != shard and differing(s[:-1], shard[:-1]) <= 1]
+
+    def recomputed(self, grid: PartialLayout, wanted: Recompute) -> PartialLayout:
+        """A grid with the setting wanted, or with the first one that the grid allows."""
+        settings = self.grids.recompute_settings(grid)
+        return replace(grid, recompute=wanted if wanted in settings else settings[0])
+
+    def state(self, grid: PartialLayout, boundaries: Boundaries | None = None) -> State:
+        """A grid with a partition, the balanced one by default, and its price."""
+        spec = self.job.model.spec
+        return self._priced(grid, boundaries or balanced_partition(spec, grid.dims.num_chunks))
+
+    def _price(self, grid: PartialLayout, boundaries: Boundaries) -> State:
+        one = join_chunks(self.job.problem(grid), boundaries)
+        found, missing = self._solve(one), 0
+        if not found.boundaries:
+            found = self._solve(one._replace(capacity_bytes=UNLIMITED))
+            # After two rounds of micro batches a rank never holds more than it has held before;
+            # fewer of them are much quicker to count.
+            rounds = min(one.num_microbatches, 2 * one.num_stages)
+            ranks = memory_of_ranks(
+                one._replace(num_microbatches=rounds), range(one.num_chunks + 1)
+            )
+            missing = max(rank.total for rank in ranks) - one.capacity_bytes
+        return State(
+            grid=grid, boundaries=boundaries, iteration=found.iteration, missing_bytes=missing
+        )
+
+    def _solve(self, one: PipelineProblem) -> StageSolution:
+        return self.job.solve_stages(one, NO_THRESHOLD, DEFAULT_NODE_LIMIT)
+
+
+def shard_of(grid: PartialLayout) -> Shard:
+    """How a grid divides a layer."""
+    dims = grid.dims
+    return Shard(
+        dims.tensor_model_parallel_size,
+        dims.context_parallel_size,
+        dims.expert_model_parallel_size,
+        grid.micro_batch_size,
+        dims.expert_tensor_parallel_size,
+    )
+
+
+def pipeline_of(grid: PartialLayout) -> PipelineShape:
+    """The rest of a grid."""
+    dims = grid.dims
+    stages, virtual = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
+    return PipelineShape(stages, virtual, dims.rank_order, grid.zero, grid.execution)
+
+
+def nearest(grids: Iterable[PartialLayout], to: PartialLayout) -> list[PartialLayout]:
+    """Those of the grids whose pipelines differ least from a grid's, in as few things."""
+    wanted = pipeline_of(to)
+    differences = [(grid, differing(pipeline_of(grid), wanted)) for grid in grids]
+    least = min((count for _, count in differences), default=0)
+    return [grid for grid, count in differences if count == least]
+
+
+def differing(one: tuple[object, ...], other: tuple[object, ...]) -> int:
+    """In how many places two tuples differ.
+
+    >>> differing((1, 2, 3), (1, 5, 4))
+    2
+    """
+    return sum(map(operator.ne, one, other))

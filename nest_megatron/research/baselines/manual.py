@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 
 from nest_megatron.cluster.records import Cluster, Precision
@@ -36,16 +36,17 @@ from nest_megatron.layout.recompute import (
 )
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.plain import from_plain, frozen, written_as
+from nest_megatron.plain import from_plain, frozen
 from nest_megatron.research.baselines.job import (
     BaselineChoice,
     ComparisonJob,
     chosen,
     even_partition,
+    pipeline_of,
     restricted,
+    shard_of,
     solved,
 )
-from nest_megatron.research.baselines.walk import pipeline_of, shard_of
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD
 from nest_megatron.solver.ranking import SolvedLayout, fastest
 
@@ -70,9 +71,8 @@ def find(job: ComparisonJob) -> BaselineChoice:
             size = recipe.nearest(cluster.num_gpus)[1]
             reason = f"NVIDIA's recipe ({recipe.source}, for {size} GPUs)"
             return chosen(plan, len(recipes), reason)
-    plan, candidates = _from_rule(job)
     passed = " (no published recipe fits this job)" if recipes else ""
-    return chosen(plan, candidates, f"Megatron's rule of thumb{passed}")
+    return chosen(*_from_rule(job), f"Megatron's rule of thumb{passed}")
 
 
 def _from_recipe(job: ComparisonJob, recipe: Recipe) -> SolvedLayout | None:
@@ -83,20 +83,21 @@ def _from_recipe(job: ComparisonJob, recipe: Recipe) -> SolvedLayout | None:
             return None
     fixed = replace(space, fixed={**space.fixed, **recipe.degrees})
     return fastest(
-        _laid_out(job, grid, recompute)
+        _in_stages(job, grid, recompute)
         for grid in job.families(restricted(replace(job, space=fixed), zero_stages=_ZERO))
         for recompute in job.grids(fixed).recompute_settings(grid)
     )
 
 
-def _laid_out(job: ComparisonJob, grid: PartialLayout, recompute: Recompute) -> SolvedLayout | None:
+def _in_stages(
+    job: ComparisonJob, grid: PartialLayout, recompute: Recompute
+) -> SolvedLayout | None:
     """A recipe's grid in even stages, in the fastest ones where the layers do not divide."""
     grid = replace(grid, recompute=recompute)
     boundaries = even_partition(job.model.spec, grid.dims.num_chunks)
     if boundaries is not None:
         return job.price(grid, boundaries)
-    found = job.solve_stages(job.problem(grid), NO_THRESHOLD, DEFAULT_NODE_LIMIT)
-    return solved(grid, found)
+    return solved(grid, job.solve_stages(job.problem(grid), NO_THRESHOLD, DEFAULT_NODE_LIMIT))
 
 
 def _from_rule(job: ComparisonJob) -> tuple[SolvedLayout | None, int]:
@@ -168,27 +169,19 @@ _FARTHEST = 4.0
 
 @frozen
 class Recipe:
-    """One layout with which results were published for models of the catalogue, at some sizes."""
+    """One layout with which results were published for models of the catalogue, at some sizes.
+
+    Args:
+        degrees: what the recipe fixes, under Megatron's names.
+    """
 
     models: tuple[str, ...]
     accelerator: str
     precision: Precision
     seq_length: int
     num_gpus: tuple[int, ...]
-    tensor_model_parallel_size: int = written_as("tensor")
-    pipeline_model_parallel_size: int = written_as("pipeline")
-    virtual_pipeline_model_parallel_size: int = written_as("virtual")
-    context_parallel_size: int = written_as("context")
-    expert_model_parallel_size: int = written_as("expert")
-    expert_tensor_parallel_size: int = written_as("expert_tensor")
-    micro_batch_size: int = written_as("micro_batch")
+    degrees: Mapping[str, int]
     source: str
-
-    @property
-    def degrees(self) -> Mapping[str, int]:
-        """What the recipe fixes, under Megatron's names."""
-        names = (field.name for field in fields(self) if field.name.endswith("_size"))
-        return {name: getattr(self, name) for name in names}
 
     def nearest(self, num_gpus: int) -> tuple[float, int]:
         """How many times more or fewer GPUs the nearest of its runs had, and how many."""
@@ -216,5 +209,5 @@ def published(spec: TransformerSpec, cluster: Cluster, precision: Precision) -> 
 
 @cache
 def _recipes() -> tuple[Recipe, ...]:
-    table = packaged(__package__, "nvidia_recipes.yaml")
-    return tuple(from_plain(Recipe, each) for each in table["recipes"])
+    recipes = packaged(__package__, "nvidia_recipes.yaml")["recipes"]
+    return tuple(from_plain(Recipe, each) for each in recipes)

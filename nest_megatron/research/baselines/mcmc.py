@@ -29,16 +29,14 @@ from nest_megatron.research.baselines.job import (
     BaselineChoice,
     Boundaries,
     ComparisonJob,
-    chosen,
-    moved,
-    restricted,
-)
-from nest_megatron.research.baselines.walk import (
     Layouts,
     State,
+    chosen,
     differing,
+    moved,
     nearest,
     pipeline_of,
+    restricted,
     shard_of,
 )
 from nest_megatron.solver.ranking import SolvedLayout, fastest

@@ -32,7 +32,8 @@ from nest_megatron.research.baselines.job import (
     restricted,
     with_network_levels,
 )
-from nest_megatron.solver.ranking import fastest
+from nest_megatron.solver.ranking import SolvedLayout, fastest
+from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
 
 
@@ -50,8 +51,18 @@ def find_mist(job: ComparisonJob) -> BaselineChoice:
 
 
 def _fastest_on_flat_network(job: ComparisonJob, spaces: Iterable[SearchSpace]) -> BaselineChoice:
-    flat = with_network_levels(job.model, 1)
-    results = [job.search(flat, space) for space in spaces]
-    best = fastest(plan for plan, _ in results)
-    candidates = sum(count for _, count in results)
-    return chosen(job.priced(best), candidates, "the fastest on a network without levels")
+    flat, plans, candidates = with_network_levels(job.model, 1), list[SolvedLayout](), 0
+    for space in spaces:
+        found = Search(
+            flat,
+            job.global_batch_size,
+            space,
+            job.solve_stages,
+            limit=job.peaks,
+            num_layouts=1,
+            out_of_time=job.out_of_time,
+        ).run()
+        plans += found.plans
+        candidates += found.candidates
+    best = job.priced(fastest(plans))
+    return chosen(best, candidates, "the fastest on a network without levels")

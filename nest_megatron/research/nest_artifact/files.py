@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from graphlib import CycleError, TopologicalSorter
 from itertools import accumulate, pairwise
@@ -25,7 +25,6 @@ from nest_megatron.research.nest_artifact.price import (
     AS_ARTIFACT,
     ArtifactRule,
     Chain,
-    Edges,
     FixedPlan,
     Instance,
     Layer,
@@ -124,8 +123,12 @@ def read_instance(path: Path) -> Instance:
         raise _wrong("edges", sorted(file.edges), limit)
     if file.maxDevices > _MOST_DEVICES:
         raise _wrong("maxDevices", file.maxDevices, f"it must be at most {_MOST_DEVICES:,}")
-    degrees = sorted(file.nodes, key=lambda tp: (len(tp), tp))
-    chains = {_as_number(tp): _chain(file, tp) for tp in degrees}
+    chains = {}
+    for tp in sorted(file.nodes, key=lambda tp: (len(tp), tp)):
+        if not tp.isascii() or not tp.isdigit() or tp.startswith("0"):
+            limit = "a tensor degree must be a whole number of at least 1"
+            raise _wrong(f"nodes.{tp}", tp, limit)
+        chains[int(tp)] = _chain(file, tp)
     _check_same_nodes(chains)
     return Instance(
         chains=chains,
@@ -156,20 +159,13 @@ def _notes(document: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{prefix}{name} is not read" for name in sorted(each.keys() - known))
 
 
-def _as_number(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or text.startswith("0"):
-        limit = "a tensor degree must be a whole number of at least 1"
-        raise _wrong(f"nodes.{text}", text, limit)
-    return int(text)
-
-
 def _check_same_nodes(chains: dict[int, Chain]) -> None:
     orders = {tp: [layer.node_id for layer in chain.layers] for tp, chain in chains.items()}
-    first = next(iter(orders))
+    least, expected = next(iter(orders.items()))
     for tp, order in orders.items():
-        if order != orders[first]:
-            differing = sorted(set(order) ^ set(orders[first])) or order
-            limit = f"its nodes are not those of tensor degree {first}"
+        if order != expected:
+            differing = sorted(set(order) ^ set(expected)) or order
+            limit = f"its nodes are not those of tensor degree {least}"
             raise _wrong(f"nodes.{tp}", differing, limit)
 
 
@@ -205,11 +201,11 @@ def _chain(file: _File, tp: str) -> Chain:
         if ends in sizes:
             raise _wrong(where, list(ends), "two edges join these nodes")
         sizes[ends] = edge.communicationCost
-    return chain_of(layers, [(*ends, size) for ends, size in sizes.items()], f"edges.{tp}")
+    return chain_of(layers, sizes, f"edges.{tp}")
 
 
 def chain_of(
-    layers: dict[int, Layer], edges: Sequence[tuple[int, int, float]], where: str
+    layers: Mapping[int, Layer], edges: Mapping[tuple[int, int], float], where: str
 ) -> Chain:
     """Layers by node id, and edges between node ids with their bytes, as a chain.
 
@@ -217,30 +213,25 @@ def chain_of(
         UserInputError: where the edges form a cycle or leave two layers in no order; the artifact
             does not support branches either.
     """
-    order = _order(list(layers), edges, where)
+    order = _order(layers, edges, where)
     place = {node_id: at for at, node_id in enumerate(order)}
     incoming: list[list[tuple[int, float]]] = [[] for _ in order]
     outgoing: list[list[tuple[int, float]]] = [[] for _ in order]
-    for source, target, num_bytes in edges:
+    for (source, target), num_bytes in edges.items():
         incoming[place[target]].append((place[source], num_bytes))
         outgoing[place[source]].append((place[target], num_bytes))
     return Chain(
         layers=tuple(layers[node_id] for node_id in order),
-        incoming=_frozen(incoming),
-        outgoing=_frozen(outgoing),
+        incoming=tuple(map(tuple, incoming)),
+        outgoing=tuple(map(tuple, outgoing)),
     )
 
 
-def _frozen(edges: Iterable[Iterable[tuple[int, float]]]) -> tuple[Edges, ...]:
-    return tuple(tuple(each) for each in edges)
-
-
-def _order(node_ids: list[int], edges: Iterable[tuple[int, int, float]], where: str) -> list[int]:
+def _order(node_ids: Iterable[int], edges: Iterable[tuple[int, int]], where: str) -> list[int]:
     """The only topological order."""
-    before: dict[int, list[int]] = {node_id: [] for node_id in node_ids}
-    for source, target, _ in edges:
-        before[target].append(source)
-    graph, order = TopologicalSorter(before), list[int]()
+    graph, order = TopologicalSorter[int](dict.fromkeys(node_ids, ())), list[int]()
+    for source, target in edges:
+        graph.add(target, source)
     try:
         graph.prepare()
     except CycleError as error:

@@ -186,7 +186,7 @@ AS_ARTIFACT = ArtifactRule()
 SWITCHES = tuple(field.name for field in dataclasses.fields(ArtifactRule))
 
 
-def rule_without(switches: Iterable[str]) -> ArtifactRule:
+def rule_without(switches: Sequence[str]) -> ArtifactRule:
     """The artifact's rule with some of its peculiarities off; ``all`` turns every one off.
 
     Raises:
@@ -195,12 +195,12 @@ def rule_without(switches: Iterable[str]) -> ArtifactRule:
     >>> rule_without(["sync_first_stage_only"]).sync_first_stage_only
     False
     """
-    off = set()
+    known = (*SWITCHES, "all")
     for name in switches:
-        if name not in (*SWITCHES, "all"):
-            fix = f"Known: {', '.join((*SWITCHES, 'all'))}."
-            raise UserInputError("--without", name, "the formula has no such switch", fix)
-        off |= set(SWITCHES) if name == "all" else {name}
+        if name not in known:
+            limit, fix = "the formula has no such switch", f"Known: {', '.join(known)}."
+            raise UserInputError("--without", name, limit, fix)
+    off = SWITCHES if "all" in switches else switches
     return ArtifactRule(**dict.fromkeys(off, False))
 
 

@@ -50,7 +50,7 @@ def run_solve(path: Path, *, out: Path | None, without: Sequence[str], as_json: 
         plain = _plain(instance, found.placement, found.price, rule)
         show_json({**plain, "search_seconds": seconds, "written": out and str(out)})
         return OK
-    _show(instance, found.placement, found.price, rule)
+    show(*_report(instance, found.placement, found.price, rule))
     say(f"\nSearched in {1e3 * seconds:.2f} ms.")
     if out is not None:
         say(f"Wrote {out}.")
@@ -84,7 +84,7 @@ def run_evaluate(
         plain = _plain(instance, placement, priced, rule)
         show_json({**plain, "refusals": priced.refusals, "given_time_per_batch": written})
         return code
-    _show(instance, placement, priced, rule)
+    show(*_report(instance, placement, priced, rule))
     if written is not None:
         say(f"\nIts file gives {written:.10g}; here it is {priced.time / written:.10g} of that.")
     return code
@@ -126,12 +126,6 @@ def _plain(
     }
 
 
-def _show(instance: Instance, placement: StagePlacement, priced: Price, rule: ArtifactRule) -> None:
-    show(*_report(instance, placement, priced, rule))
-    if instance.notes:
-        show(notes_report(instance.notes))
-
-
 def _report(
     instance: Instance, placement: StagePlacement, priced: Price, rule: ArtifactRule
 ) -> Iterator[RenderableType]:
@@ -153,6 +147,8 @@ def _report(
         yield Text(f"  Off: {', '.join(off)}")
     yield from (Text(f"  Cannot run: {reason}.", style="red") for reason in priced.refusals)
     yield _stages_table(priced.stages)
+    if instance.notes:
+        yield notes_report(instance.notes)
 
 
 def span(first: object, last: object) -> str:

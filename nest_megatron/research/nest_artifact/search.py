@@ -14,11 +14,10 @@ ascending, ends ascending; the first least bottleneck stays.
 
 from __future__ import annotations
 
-import functools
 import math
 from array import array
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, combinations, pairwise
 from typing import NamedTuple
 
@@ -41,7 +40,7 @@ from nest_megatron.research.nest_artifact.price import (
     weights_of,
 )
 
-has_kernel = functools.partial(
+has_kernel = partial(
     is_built,
     "nest_megatron.research.nest_artifact._stage_boundaries",
     "the search of stage boundaries is slower",
@@ -342,12 +341,18 @@ def _faster(
 
 
 def _no_solution(instance: Instance) -> NoSolution:
-    degrees = [tp for tp in instance.chains if deepest(instance, tp)]
-    if not degrees:
+    if not any(deepest(instance, tp) for tp in instance.chains):
         least = instance.devices_per_stage(min(instance.chains))
         reason = f"a stage takes {least} devices, and there are {instance.num_devices}"
         return NoSolution(reason=reason, missing_bytes=0.0)
-    missing, tp, node_id = min(_largest_layer(instance, tp) for tp in degrees)
+    missing, tp, node_id = min(  # what the largest layer lacks alone in the last stage
+        max(
+            (stage_memory(instance, chain, at, at + 1).resident - instance.memory_bytes, tp, node)
+            for at, node in enumerate(layer.node_id for layer in chain.layers)
+        )
+        for tp, chain in instance.chains.items()
+        if deepest(instance, tp)
+    )
     reason = "every layer fits alone, but not in the depth that the devices allow"
     if missing > 0:
         reason = (
@@ -355,12 +360,3 @@ def _no_solution(instance: Instance) -> NoSolution:
             "would try ZeRO now, priced by its network simulator, which is left out here"
         )
     return NoSolution(reason=reason, missing_bytes=max(missing, 0.0))
-
-
-def _largest_layer(instance: Instance, tp: int) -> tuple[float, int, int]:
-    """What the largest layer lacks at a tensor degree, alone in the last stage; degree; node."""
-    chain, memory = instance.chains[tp], instance.memory_bytes
-    return max(
-        (stage_memory(instance, chain, at, at + 1).resident - memory, tp, layer.node_id)
-        for at, layer in enumerate(chain.layers)
-    )

@@ -13,7 +13,7 @@ from nest_megatron.config.request import request_of
 from nest_megatron.config.schema import stated_values
 from nest_megatron.config.space import fixed_degrees
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.errors import UserInputError, nearest, require_at_least, require_known
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.rulebook import is_legal_grid
 from nest_megatron.model.spec import TransformerSpec
@@ -101,10 +101,8 @@ class ResearchJob:
     times: LayerTimes | None = None
 
     def __post_init__(self) -> None:
-        if self.global_batch_size < 1:
-            what, fix = "train.global_batch_size", "Give the sequences of one step."
-            limit = "it must be at least 1"
-            raise UserInputError(what, self.global_batch_size, limit, fix)
+        what, fix = "train.global_batch_size", "Give the sequences of one step."
+        require_at_least(what, self.global_batch_size, 1, fix)
 
 
 _PREFIX = "research."
@@ -137,20 +135,17 @@ def split_research(texts: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
     >>> split_research(["model=llama3_8b", "research.zero=false"])
     (['model=llama3_8b'], {'zero': False})
     """
-    job = []
-    found = {}
+    job, found = [], {}
     for text in texts:
-        if not text.startswith(_PREFIX):
+        path, _, value = text.partition("=")
+        if not path.startswith(_PREFIX):
             job.append(text)
             continue
-        path, _, value = text.partition("=")
         key = path.removeprefix(_PREFIX)
         if (words := _WORDS.get(key)) is None:
             limit, fix = "there is no such setting", nearest(path, [_PREFIX + k for k in _WORDS])
             raise UserInputError(path, value, limit, fix)
-        if value.lower() not in words:
-            limit, fix = f"it must be one of {', '.join(words)}", nearest(value, words)
-            raise UserInputError(path, value, limit, fix)
+        require_known(path, value.lower(), words)
         found[key] = words[value.lower()]
     return job, found
 
@@ -188,16 +183,13 @@ def research_job(
 
 def _fixed(settings: Settings) -> dict[str, int]:
     """Degrees fixed at a value; other settings of ``parallel`` are refused."""
-    found = fixed_degrees(settings)
     for name, value in stated_values(settings.parallel).items():
+        what = f"parallel.{name}"
         if name not in _FIXED:
             fix = f"Leave it out; {', '.join(_FIXED)} can be fixed, and research.* be set."
-            raise UserInputError(f"parallel.{name}", value, _UNKNOWN, fix)
-    for name, value in found.items():
-        if value < 1:
-            what, fix = f"parallel.{name}", "Use 1 or more."
-            raise UserInputError(what, value, "it is at least 1", fix)
-    return found
+            raise UserInputError(what, value, _UNKNOWN, fix)
+        require_at_least(what, value, 1, "Use 1 or more.")
+    return fixed_degrees(settings)
 
 
 #: Largest degrees tried where nobody says otherwise; tensor-parallel sizes go up to one node.
@@ -206,33 +198,25 @@ _LIMITS = {"context_parallel_size": 8, "expert_model_parallel_size": 64, "micro_
 
 @frozen
 class Strategy:
-    """Degrees of a stage, spelled as Megatron spells them.
+    """The devices of a stage, and what they work on.
 
     Each expert rank works on other tokens, so a micro batch of the pipeline has
-    ``micro_batch_size * expert_model_parallel_size`` sequences.
+    ``micro_batch_size`` sequences for each.
     """
 
-    tensor_model_parallel_size: int = 1
-    context_parallel_size: int = 1
-    expert_model_parallel_size: int = 1
-    micro_batch_size: int = 1
-    sequence_parallel: bool = False
-
-    @property
-    def block(self) -> Block:
-        """Its devices."""
-        tp, cp = self.tensor_model_parallel_size, self.context_parallel_size
-        return Block(tp, cp, self.expert_model_parallel_size)
+    block: Block
+    micro_batch_size: int
+    sequence_parallel: bool
 
     @property
     def samples(self) -> int:
         """Sequences of one micro batch of the pipeline."""
-        return self.micro_batch_size * self.expert_model_parallel_size
+        return self.micro_batch_size * self.block.ep
 
     def label(self) -> str:
         """A short name for tables.
 
-        >>> Strategy(tensor_model_parallel_size=4, sequence_parallel=True).label()
+        >>> Strategy(block=Block(4, 1, 1), micro_batch_size=1, sequence_parallel=True).label()
         'tp 4 sp, micro batch 1'
         """
         tp, cp, ep = self.block
@@ -276,9 +260,7 @@ def strategies(job: ResearchJob) -> Iterator[Strategy]:
         for micro in values("micro_batch_size"):
             if job.global_batch_size % (micro * ep) == 0:
                 yield Strategy(
-                    tensor_model_parallel_size=tp,
-                    context_parallel_size=cp,
-                    expert_model_parallel_size=ep,
+                    block=Block(tp, cp, ep),
                     micro_batch_size=micro,
                     sequence_parallel=sequence_parallel,
                 )

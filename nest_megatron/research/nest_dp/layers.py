@@ -11,8 +11,8 @@ is recomputed, with the working memory of the largest layer, in what the reserve
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import NamedTuple, TypeVar
 
 from nest_megatron.cluster.communication import collective_time
@@ -34,7 +34,13 @@ from nest_megatron.model.block_parameters import ParameterCount
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.parameters import unit_parameters
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.research.nest_dp.job import MemoryRule, PaperOptimizer, ResearchJob, Strategy
+from nest_megatron.research.nest_dp.job import (
+    MemoryRule,
+    PaperOptimizer,
+    ResearchChoices,
+    ResearchJob,
+    Strategy,
+)
 from nest_megatron.research.nest_dp.records import CheckpointPolicy, NodeTimes
 from nest_megatron.research.nest_dp.topology import Shape, StageGroupShapes
 from nest_megatron.units import Bytes, Seconds, Ticks, to_ticks
@@ -73,7 +79,6 @@ class LayerPrices:
             accelerator.memory_bytes if self.is_paper else capacity_bytes(accelerator, job.settings)
         )
         self.layers = cache(self._layers)
-        self._distinct = cache(self._distinct_layers)
         self.policies = cache(self._policies)
         self.static_bytes = cache(self._static_bytes)
         self.times = cache(self._times)
@@ -118,29 +123,26 @@ class LayerPrices:
         self, strategy: Strategy, entry_bytes: tuple[int, ...]
     ) -> tuple[CheckpointPolicy, ...]:
         units = [(at.kind, self._unit(strategy, at, self._alone)) for at in self.layers(strategy)]
-        settings = self.job.choices.recomputes
-        return tuple(self._policy(units, entry_bytes, setting) for setting in settings)
-
-    def _policy(
-        self, units: Sequence[tuple[LayerKind, UnitTimes]], entry_bytes: Shape, recompute: bool
-    ) -> CheckpointPolicy:
-        latent = self.job.spec.multi_latent_attention
-        setting = FULL_RECOMPUTE if recompute else NO_RECOMPUTE
-        if self.is_paper:
-            saved = [times.input_bytes + sum(times.saved_bytes.values()) for _, times in units]
-            working = [0.0] * len(units)
-        else:
-            runs = [run_unit(t, kind, setting, latent_attention=latent) for kind, t in units]
-            saved, working = [r.saved_bytes for r in runs], [r.working_bytes for r in runs]
-        first = tuple(map(math.ceil, saved))
-        input_alone = self.is_paper and recompute
-        return CheckpointPolicy(
-            recompute=recompute,
-            first_bytes=first,
-            further_bytes=(0,) * len(units) if input_alone else first,
-            entry_bytes=entry_bytes if input_alone else (0,) * len(entry_bytes),
-            peak_bytes=tuple(map(math.ceil, working)),
-        )
+        latent, found = self.job.spec.multi_latent_attention, []
+        for recompute in self.job.choices.recomputes:
+            setting = FULL_RECOMPUTE if recompute else NO_RECOMPUTE
+            if self.is_paper:
+                saved = [times.input_bytes + sum(times.saved_bytes.values()) for _, times in units]
+                working = [0.0] * len(units)
+            else:
+                runs = [run_unit(t, kind, setting, latent_attention=latent) for kind, t in units]
+                saved, working = [r.saved_bytes for r in runs], [r.working_bytes for r in runs]
+            first = tuple(map(math.ceil, saved))
+            input_alone = self.is_paper and recompute
+            policy = CheckpointPolicy(
+                recompute=recompute,
+                first_bytes=first,
+                further_bytes=(0,) * len(units) if input_alone else first,
+                entry_bytes=entry_bytes if input_alone else (0,) * len(entry_bytes),
+                peak_bytes=tuple(map(math.ceil, working)),
+            )
+            found.append(policy)
+        return tuple(found)
 
     def _recompute_time(self, kind: LayerKind, times: UnitTimes) -> Seconds:
         """A layer's forward pass where it is recomputed: by the paper's rule all of a stage is."""
@@ -152,7 +154,7 @@ class LayerPrices:
         self, strategy: Strategy, zero: ZeroStage, degree: int
     ) -> tuple[tuple[Bytes, ...], Bytes]:
         choices, settings = self.job.choices, self.job.settings
-        each = bytes_per_parameter(choices.memory, choices.optimizer, zero, degree, settings)
+        each = bytes_per_parameter(choices, zero, degree, settings)
         counts = [layer.parameters for layer in self.layers(strategy)]
         largest = max(counts, key=lambda count: count.total)
         held = sum(counts, ParameterCount())
@@ -164,21 +166,15 @@ class LayerPrices:
     def _times(
         self, strategy: Strategy, shapes: StageGroupShapes, zero: ZeroStage, degree: int
     ) -> NodeTimes:
-        def price(layer: _Layer) -> tuple[Ticks, ...]:
-            return self._ticks(strategy, layer, shapes, zero, degree)
-
+        price = partial(self._ticks, strategy, shapes, zero, degree)
         forward, recompute, backward, sync = zip(*self._each(strategy, price), strict=True)
         return NodeTimes(forward=forward, recompute=recompute, backward=backward, sync=sync)
 
     def _each(self, strategy: Strategy, price: Callable[[_Layer], Value]) -> tuple[Value, ...]:
         """A price for every layer, each distinct one priced once."""
-        distinct, numbers = self._distinct(strategy)
-        known = [price(layer) for layer in distinct]
-        return tuple(known[number] for number in numbers)
-
-    def _distinct_layers(self, strategy: Strategy) -> tuple[list[_Layer], list[int]]:
-        distinct = list(dict.fromkeys(self.layers(strategy)))
-        return distinct, [distinct.index(layer) for layer in self.layers(strategy)]
+        layers = self.layers(strategy)
+        prices = {layer: price(layer) for layer in set(layers)}
+        return tuple(prices[layer] for layer in layers)
 
     def _unit(self, strategy: Strategy, layer: _Layer, inner: GroupPlaces) -> UnitTimes:
         return self.model.unit_time(layer.kind, inner, self.shard(strategy))
@@ -186,10 +182,10 @@ class LayerPrices:
     def _ticks(
         self,
         strategy: Strategy,
-        layer: _Layer,
         shapes: StageGroupShapes,
         zero: ZeroStage,
         degree: int,
+        layer: _Layer,
     ) -> tuple[Ticks, ...]:
         """Forward, recompute, backward and sync of one layer.
 
@@ -222,21 +218,17 @@ class LayerPrices:
 
 
 def bytes_per_parameter(
-    rule: MemoryRule,
-    optimizer: PaperOptimizer,
-    zero: ZeroStage,
-    degree: int,
-    settings: CostSettings,
+    choices: ResearchChoices, zero: ZeroStage, degree: int, settings: CostSettings
 ) -> float:
     """Weights, gradients and states of one parameter, where ZeRO divides over so many devices.
 
-    >>> sgd, zero = PaperOptimizer.SGD, ZeroStage.WEIGHTS
-    >>> bytes_per_parameter(MemoryRule.PAPER, sgd, zero, 8, CostSettings())
+    >>> choices = ResearchChoices(memory=MemoryRule.PAPER, optimizer=PaperOptimizer.SGD)
+    >>> bytes_per_parameter(choices, ZeroStage.WEIGHTS, 8, CostSettings())
     0.5
     """
-    if rule is MemoryRule.OURS:
+    if choices.memory is MemoryRule.OURS:
         return static_bytes(zero, degree, settings, in_layer=False).total
-    states = 12.0 if optimizer is PaperOptimizer.ADAM else 0.0
+    states = 12.0 if choices.optimizer is PaperOptimizer.ADAM else 0.0
     weights = WEIGHT_BYTES / (degree if zero >= ZeroStage.WEIGHTS else 1)
     gradients = WEIGHT_BYTES / (degree if zero >= ZeroStage.GRADIENTS else 1)
     return weights + gradients + states / (degree if zero >= ZeroStage.OPTIMIZER else 1)

@@ -262,6 +262,10 @@ class Problem:
         """Devices of a replica, in units of the problem."""
         return len(self.ends[0])
 
+    def num_steps(self, num_stages: int) -> int:
+        """How often the slowest stage's time is paid in a step of training."""
+        return self.num_microbatches + num_stages - 1
+
     def __post_init__(self) -> None:
         assert set(self.ends[-1]) == {self.num_devices}, "the last level joins all devices"
         assert _rising(self.ends), "levels are nested"

@@ -144,7 +144,7 @@ def _store(
 
 
 def pipeline_of(
-    problem: Problem, t: Tables, table: Sequence[int], num_stages: int, sync_cap: int, steps: int
+    problem: Problem, t: Tables, table: Sequence[int], num_stages: int, sync_cap: int
 ) -> FoundPipeline:
     """The pipeline of so many stages that the whole graph's state stands for.
 
@@ -153,7 +153,6 @@ def pipeline_of(
 
     Args:
         sync_cap: as the table was filled with.
-        steps: times that the bottleneck is paid in a step of training.
     """
     level, outer, device = t.num_levels - 1, t.num_downsets - 1, t.num_devices
     found = []
@@ -179,7 +178,7 @@ def pipeline_of(
         )
         level, outer = after, t.nested[stage.pair]
     bottleneck, sync = max(s.time for s in found), max(s.sync for s in found)
-    total = steps * bottleneck + sync
+    total = problem.num_steps(num_stages) * bottleneck + sync
     return FoundPipeline(stages=tuple(found), bottleneck=bottleneck, sync=sync, total=total)
 
 

@@ -19,11 +19,7 @@ from nest_megatron.report.tables import EdgelessTable, figure_columns, name_colu
 from nest_megatron.report.terminal import notes_report
 from nest_megatron.research.nest_artifact.run import span, tell_none
 from nest_megatron.research.nest_artifact.search import NoSolution
-from nest_megatron.research.nest_dp.job import (
-    ResearchJob,
-    research_job,
-    split_research,
-)
+from nest_megatron.research.nest_dp.job import ResearchJob, research_job, split_research
 from nest_megatron.research.nest_dp.records import FoundStage
 from nest_megatron.research.nest_dp.search import RecurrenceSolution, has_kernel, solve
 from nest_megatron.solver.backend import Backend
@@ -168,9 +164,7 @@ class ResearchPlan:
 def described(job: ResearchJob, found: RecurrenceSolution) -> ResearchPlan:
     """The plan of a solution."""
     pipeline, problem, replicas = found.pipeline, found.problem, found.case.replicas
-    stages = tuple(
-        _stage(found, stage, is_first=not at) for at, stage in enumerate(pipeline.stages)
-    )
+    stages = tuple(_stage(found, stage) for stage in pipeline.stages)
     return ResearchPlan(
         model=job.spec.name,
         cluster=job.cluster.name,
@@ -191,8 +185,8 @@ def described(job: ResearchJob, found: RecurrenceSolution) -> ResearchPlan:
     )
 
 
-def _stage(found: RecurrenceSolution, stage: FoundStage, *, is_first: bool) -> PlannedStage:
-    strategy = found.problem.strategies[stage.strategy]
+def _stage(found: RecurrenceSolution, stage: FoundStage) -> PlannedStage:
+    strategy, is_first = found.problem.strategies[stage.strategy], stage is found.pipeline.stages[0]
     option, nodes = strategy.options[stage.option], found.problem.downsets.dag.names
     return PlannedStage(
         layers=(nodes[stage.nodes[0]], nodes[stage.nodes[-1]]),

@@ -16,11 +16,12 @@ far by a total of ``limit`` has a bottleneck of at least the last table's, and s
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
+from itertools import product
+from operator import mul
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.zero import ZeroStage
@@ -66,9 +67,9 @@ class Case:
     least_total: Ticks
 
     @property
-    def narrowest(self) -> int:
-        """The fewest devices of a stage."""
-        return min(strategy.block.num_devices for strategy in self.strategies)
+    def stage_devices(self) -> list[int]:
+        """Devices of a stage, by strategy."""
+        return [strategy.block.num_devices for strategy in self.strategies]
 
 
 class Pricer:
@@ -90,18 +91,15 @@ class Pricer:
         ZeRO divides over devices that the stage takes besides, so it changes nothing in the sum.
         """
         static = [self.layers.static_bytes(s, ZeroStage.NONE, 1)[0] for s in case.strategies]
-        stage_devices = [strategy.block.num_devices for strategy in case.strategies]
-        least = 0
-        for layer in zip(*static, strict=True):
-            least += min(num * width for num, width in zip(layer, stage_devices, strict=True))
+        layers = zip(*static, strict=True)
+        least: Bytes = sum(min(map(mul, each, case.stage_devices)) for each in layers)
         return least > case.replicas.stride * self.layers.capacity_bytes
 
     def problem(self, case: Case, most_stages: int) -> Problem:
         """A case as a problem."""
         possible = [level.num_devices for level in self.link_levels if self._may_link(level, case)]
         sizes = [*self.job.cluster.group_sizes(), *possible]
-        stage_devices = [strategy.block.num_devices for strategy in case.strategies]
-        unit = common_unit(sizes, case.replicas, stage_devices)
+        unit = common_unit(sizes, case.replicas, case.stage_devices)
         shapes = self._group_shapes(case.replicas)
         ends = self._ends(case, unit)
         return Problem(
@@ -141,7 +139,7 @@ class Pricer:
 
     def _may_link(self, level: LinkLevel, case: Case) -> bool:
         """Whether a block of it holds two stages; the last one always counts."""
-        return level.num_devices >= 2 * case.narrowest or level is self.link_levels[-1]
+        return level.num_devices >= 2 * min(case.stage_devices) or level is self.link_levels[-1]
 
     def _crossing_bytes(self, strategy: Strategy) -> tuple[int, ...]:
         """Bytes that a device takes in for each downset: the residual stream between layers."""
@@ -158,26 +156,22 @@ class Pricer:
 
     def _options(self, strategy: Strategy, shapes: GroupShapes, unit: int) -> Iterator[ZeroOption]:
         """No ZeRO, then degrees 2, 4, 8, ... as devices allow, each from stage 1 to 3."""
-        yield self._option(strategy, shapes, unit, ZeroStage.NONE, 1)
-        most = shapes.replicas.stride // strategy.block.num_devices if self.job.choices.zero else 1
-        for power in range(1, most.bit_length()):
-            for zero in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS, ZeroStage.WEIGHTS):
-                yield self._option(strategy, shapes, unit, zero, 1 << power)
-
-    def _option(
-        self, strategy: Strategy, shapes: GroupShapes, unit: int, zero: ZeroStage, degree: int
-    ) -> ZeroOption:
-        distinct, numbers = shapes.along(strategy.block, degree, unit)
-        static, reserved = self.layers.static_bytes(strategy, zero, degree)
-        return ZeroOption(
-            zero_stage=zero,
-            zero_degree=degree,
-            num_devices=strategy.block.num_devices * degree // unit,
-            static_bytes=static,
-            reserved_bytes=reserved,
-            times_at=numbers,
-            times=tuple(self.layers.times(strategy, each, zero, degree) for each in distinct),
-        )
+        stage_devices = strategy.block.num_devices
+        most = shapes.replicas.stride // stage_devices if self.job.choices.zero else 1
+        none, *zeros = ZeroStage
+        divided = product((1 << power for power in range(1, most.bit_length())), zeros)
+        for degree, zero in ((1, none), *divided):
+            distinct, numbers = shapes.along(strategy.block, degree, unit)
+            static, reserved = self.layers.static_bytes(strategy, zero, degree)
+            yield ZeroOption(
+                zero_stage=zero,
+                zero_degree=degree,
+                num_devices=stage_devices * degree // unit,
+                static_bytes=static,
+                reserved_bytes=reserved,
+                times_at=numbers,
+                times=tuple(self.layers.times(strategy, each, zero, degree) for each in distinct),
+            )
 
 
 def node_names(kinds: Sequence[LayerKind]) -> list[str]:
@@ -190,7 +184,7 @@ def node_names(kinds: Sequence[LayerKind]) -> list[str]:
     return [f"layer {next(layers)}" if kind.is_layer else str(kind) for kind in kinds]
 
 
-has_kernel = functools.partial(
+has_kernel = partial(
     is_built, "nest_megatron.research.nest_dp._recurrence", "the recurrence is far slower"
 )
 #: How far above the least bound each round looks.
@@ -224,12 +218,20 @@ def solve(job: ResearchJob, *, compiled: bool | None = None) -> RecurrenceSoluti
     Raises:
         UserInputError: if the rules and the batch leave no strategy.
     """
-    pricer = Pricer(job)
-    found = cases(pricer)
-    solved: set[Case] = set()
+    pricer, best = Pricer(job), None
+    found, solved = cases(pricer), set[Case]()
     for factor in (*_ROUNDS, None):
         limit = UNREACHABLE if factor is None else round(found[0].least_total * factor)
-        best = _round(pricer, found, limit, solved, compiled)
+        for case in found:
+            if case.least_total >= limit:
+                break
+            if pricer.lacks_memory(case):
+                continue
+            solved.add(case)
+            problem = pricer.problem(case, _most_stages(pricer, case))
+            pipeline = best_pipeline(problem, limit, compiled=compiled)
+            if pipeline is not None:
+                best, limit = (case, problem, pipeline), pipeline.total
         if best is not None:
             case, problem, pipeline = best
             return RecurrenceSolution(
@@ -240,27 +242,6 @@ def solve(job: ResearchJob, *, compiled: bool | None = None) -> RecurrenceSoluti
                 num_solved=len(solved),
             )
     return _no_solution(pricer, found)
-
-
-def _round(
-    pricer: Pricer,
-    found: Sequence[Case],
-    limit: Ticks,
-    solved: set[Case],
-    compiled: bool | None,
-) -> tuple[Case, Problem, FoundPipeline] | None:
-    best = None
-    for case in found:
-        if case.least_total >= limit:
-            break
-        if pricer.lacks_memory(case):
-            continue
-        solved.add(case)
-        problem = pricer.problem(case, _most_stages(pricer, case))
-        pipeline = best_pipeline(problem, limit, compiled=compiled)
-        if pipeline is not None:
-            best, limit = (case, problem, pipeline), pipeline.total
-    return best
 
 
 def cases(pricer: Pricer) -> list[Case]:
@@ -280,14 +261,13 @@ def cases(pricer: Pricer) -> list[Case]:
     return sorted(found, key=lambda case: case.least_total)
 
 
-def _together(job: ResearchJob) -> Iterator[tuple[Strategy, ...]]:
+def _together(job: ResearchJob) -> list[tuple[Strategy, ...]]:
     """Strategies that one pipeline may mix: each alone, or all with the same samples."""
     allowed = list(strategies(job))
     if not job.choices.strategy_per_stage:
-        yield from ((strategy,) for strategy in allowed)
-        return
-    for samples in sorted({strategy.samples for strategy in allowed}):
-        yield tuple(strategy for strategy in allowed if strategy.samples == samples)
+        return [(strategy,) for strategy in allowed]
+    samples = sorted({strategy.samples for strategy in allowed})
+    return [tuple(strategy for strategy in allowed if strategy.samples == n) for n in samples]
 
 
 def _cases(pricer: Pricer, together: tuple[Strategy, ...]) -> Iterator[Case]:
@@ -321,7 +301,7 @@ def _least_total(least: Sequence[Ticks], batches: int, most_stages: int) -> Tick
 
 def _most_stages(pricer: Pricer, case: Case) -> int:
     name, choices = "pipeline_model_parallel_size", pricer.job.choices
-    most = min(len(pricer.kinds), case.replicas.stride // case.narrowest)
+    most = min(len(pricer.kinds), case.replicas.stride // min(case.stage_devices))
     return min(most, choices.fixed.get(name, most), choices.limits.get(name, most))
 
 
@@ -341,24 +321,23 @@ def _no_solution(pricer: Pricer, found: Sequence[Case]) -> NoSolution:
 def _shortage(pricer: Pricer, case: Case) -> tuple[Bytes, str, str]:
     """What the layer that is worst off lacks alone in the last stage, at its best."""
     problem = pricer.problem(case, 1)
-    names = problem.downsets.dag.names
-    return max(
-        min((_lacking(problem, s, node), names[node], s.label) for s in problem.strategies)
-        for node in range(len(names))
-    )
-
-
-def _lacking(problem: Problem, strategy: PricedStrategy, node: int) -> Bytes:
     further = problem.schedule.in_flight(1, problem.num_microbatches) - 1
-    return min(
-        option.static_bytes[node]
-        + option.reserved_bytes
-        + policy.first_bytes[node]
-        + further * policy.further_bytes[node]
-        + policy.peak_bytes[node]
-        - problem.capacity_bytes
-        for option in strategy.options
-        for policy in strategy.policies
+    return max(
+        min(
+            (
+                option.static_bytes[node]
+                + option.reserved_bytes
+                + policy.first_bytes[node]
+                + further * policy.further_bytes[node]
+                + policy.peak_bytes[node]
+                - problem.capacity_bytes,
+                name,
+                strategy.label,
+            )
+            for strategy in problem.strategies
+            for option, policy in product(strategy.options, strategy.policies)
+        )
+        for node, name in enumerate(problem.downsets.dag.names)
     )
 
 
@@ -381,8 +360,7 @@ def best_pipeline(
         depth = _best_depth(problem, t, table)
         if depth is None:
             break
-        steps = _num_steps(problem, depth)
-        one = reference.pipeline_of(problem, t, table, depth, sync_cap, steps)
+        one = reference.pipeline_of(problem, t, table, depth, sync_cap)
         if one.total < limit:
             found, limit = one, one.total
         sync_cap = min(sync_cap, limit - (one.total - one.sync))
@@ -410,25 +388,21 @@ def filled(
     return table
 
 
-def _num_steps(problem: Problem, depth: int) -> int:
-    """How often the slowest stage's time is paid in a step of training."""
-    return problem.num_microbatches + depth - 1
-
-
 def _caps(problem: Problem, left: Ticks) -> list[Ticks]:
     """What a bottleneck must stay below at each depth, so that all its passes take less."""
     depths = range(1, problem.most_stages + 1)
     if left >= UNREACHABLE:
         return [UNREACHABLE] * (problem.most_stages + 1)
-    return [0, *(-(-left // _num_steps(problem, depth)) for depth in depths)]
+    return [0, *(-(-left // problem.num_steps(depth)) for depth in depths)]
 
 
 def _best_depth(problem: Problem, t: Tables, table: Sequence[int]) -> int | None:
     best, found = UNREACHABLE, None
     for depth in range(problem.least_stages, t.most_stages + 1):
         least = table[t.at(depth, t.num_levels - 1, t.num_downsets - 1, t.num_devices)]
-        if least < UNREACHABLE and least * _num_steps(problem, depth) < best:
-            best, found = least * _num_steps(problem, depth), depth
+        whole = least * problem.num_steps(depth)
+        if least < UNREACHABLE and whole < best:
+            best, found = whole, depth
     return found
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from nest_megatron.cluster.communication import send_time
@@ -41,13 +42,6 @@ class LinkLevel:
     num_devices: int
     level: NetworkLevel
     hops: int = 1
-
-    def send(self, num_bytes: float) -> Ticks:
-        """Ticks of a transfer; none for nothing."""
-        if not num_bytes:
-            return 0
-        level = replace(self.level, latency_s=self.hops * self.level.latency_s)
-        return to_ticks(send_time(num_bytes, level))
 
 
 def link_levels(cluster: Cluster, topology: Topology) -> tuple[LinkLevel, ...]:
@@ -89,11 +83,11 @@ def _prime_factors(number: int) -> list[int]:
 
 
 def send_ticks(found: tuple[LinkLevel, ...], num_bytes: float) -> tuple[Ticks, ...]:
-    """A transfer over each level, the slowest level up to it counting."""
-    ticks: list[Ticks] = []
-    for level in found:
-        ticks.append(max([*ticks[-1:], level.send(num_bytes)]))
-    return tuple(ticks)
+    """A transfer over each level, the slowest level up to it counting; none for nothing."""
+    if not num_bytes:
+        return (0,) * len(found)
+    levels = (replace(each.level, latency_s=each.hops * each.level.latency_s) for each in found)
+    return tuple(accumulate((to_ticks(send_time(num_bytes, level)) for level in levels), max))
 
 
 @frozen

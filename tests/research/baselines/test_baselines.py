@@ -13,7 +13,7 @@ from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.research.baselines import aceso, mcmc
 from nest_megatron.research.baselines.job import NOTHING_FITS, ComparisonJob
-from nest_megatron.research.comparison import BASELINES, Baseline, baselines_named
+from nest_megatron.research.comparison import BASELINES, Baseline
 from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
@@ -141,11 +141,3 @@ def test_a_given_layout_is_refused() -> None:
     partition = StagePartition(boundaries=(0, 34), pipeline_model_parallel_size=1)
     with pytest.raises(UserInputError, match="Leave the layout out"):
         job_of(model("llama3_8b"), cluster("dgx_h100", 8), 8, SearchSpace(partition=partition))
-
-
-def test_unknown_names_are_refused_with_the_list() -> None:
-    with pytest.raises(
-        UserInputError, match=r"nest, manual, mcmc, .*Did you mean manual"
-    ) as caught:
-        baselines_named(["manuel"])
-    assert caught.value.value == "manuel"

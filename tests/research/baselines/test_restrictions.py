@@ -18,14 +18,17 @@ from nest_megatron.research.baselines.aceso import Resource, bottleneck
 from nest_megatron.research.baselines.job import (
     BaselineChoice,
     ComparisonJob,
+    Layouts,
     balanced_partition,
     even_partition,
+    nearest,
+    pipeline_of,
     restricted,
+    shard_of,
     with_network_levels,
 )
 from nest_megatron.research.baselines.manual import published
 from nest_megatron.research.baselines.network_blind import find_mist, find_phaze
-from nest_megatron.research.baselines.walk import Layouts, nearest, pipeline_of, shard_of
 from nest_megatron.solver.ranking import SolvedLayout
 from nest_megatron.solver.space import SearchSpace
 from tests.catalogue import cluster, model

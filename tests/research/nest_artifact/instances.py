@@ -43,12 +43,12 @@ def chains(draw: st.DrawFn, num_layers: int) -> Chain:
         )
         for at in range(num_layers)
     }
-    edges = [
-        (one, other, float(draw(Sizes)))
+    edges = {
+        (one, other): float(draw(Sizes))
         for one in range(num_layers)
         for other in range(one + 1, num_layers)
         if other == one + 1 or draw(st.integers(0, 3)) == 0
-    ]
+    }
     return chain_of(layers, edges, "edges")
 
 
