@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.names import Name
 from nest_megatron.packages import require_package
+from nest_megatron.plain import Name
 
 if TYPE_CHECKING:
     from minisign import PublicKey, SecretKey, Signature

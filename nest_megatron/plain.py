@@ -1,4 +1,4 @@
-"""Frozen records to plain data and back, strictly: the one converter for YAML and JSON.
+"""Frozen records and names; records to plain data and back, strictly, by the one converter.
 
 No number is made of a text, and an error names the place of the value in its file (decision 011 of
 ``docs/decisions.md``).
@@ -16,7 +16,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Any, NewType, TypeVar, cast, dataclass_transform
 
 import msgspec
@@ -39,6 +39,16 @@ _RESTRICTED: Mapping[Any, tuple[type, float | None]] = {
     Positive: (float, None),
     NonNegative: (float, 0),
 }
+
+
+class Name(StrEnum):
+    """An enumeration whose members hash as fast as the text they are.
+
+    ``Enum`` hashes a member's name in Python; members are keys of dictionaries that a search looks
+    up millions of times.
+    """
+
+    __hash__ = str.__hash__
 
 
 class _Frozen(msgspec.StructMeta):

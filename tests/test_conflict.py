@@ -12,7 +12,6 @@ from nest_megatron.config.request import request_of
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits
-from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
@@ -23,6 +22,7 @@ from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.stage_layout import StagePartition
 from nest_megatron.planner import Request, check_launchable, plan
+from nest_megatron.planner.request import Deadline
 from nest_megatron.planner.shortage import (
     binding_rules,
     refuse_if_nothing_is_legal,

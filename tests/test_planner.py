@@ -18,11 +18,11 @@ from rich.console import Console, RenderableType
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.plan_job import RecipeJob
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import EndedEarly, NoPlan, Request, plan
+from nest_megatron.planner.request import Deadline
 from nest_megatron.planner.shortage import no_plan
 from nest_megatron.report.terminal import ended_report, no_plan_report
 from nest_megatron.report.words import certificate, early_words, ended_early

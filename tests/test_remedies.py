@@ -9,12 +9,12 @@ import pytest
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
-from nest_megatron.deadline import Deadline
 from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.typed_command import read_request
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.planner import NoPlan, Request, plan, shortage
+from nest_megatron.planner.request import Deadline
 from nest_megatron.planner.shortage import memory_changes, no_plan
 from tests.cli.test_memory_verdicts import BASE
 from tests.integrations.commands import LLAMA3_8B

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.errors import UserInputError
-from nest_megatron.names import Name
+from nest_megatron.plain import Name
 from nest_megatron.units import counted
 
 #: Of each host, the names of its groups, innermost first.

@@ -10,8 +10,7 @@ from dataclasses import field
 from typing import Any
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.names import Name
-from nest_megatron.plain import Source, added, from_plain, frozen, is_number, without_unit
+from nest_megatron.plain import Name, Source, added, from_plain, frozen, is_number, without_unit
 from nest_megatron.units import format_gib
 
 #: What `cluster discover` adds to the name of the cluster that stands in for what was not seen.

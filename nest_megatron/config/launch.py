@@ -24,8 +24,7 @@ from nest_megatron.errors import (
     require_seconds,
 )
 from nest_megatron.layout.policy import OnMismatch
-from nest_megatron.names import Name
-from nest_megatron.plain import frozen
+from nest_megatron.plain import Name, frozen
 
 TOKEN = re.compile(r"^(\+\+?nest=|\+{0,2}nest\.)")
 

@@ -23,7 +23,6 @@ from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.files import require_unwritable
 from nest_megatron.layout.policy import Policy, PolicyError, PolicyFile
 from nest_megatron.layout.recompute import RecomputeGranularity, RecomputeModule
-from nest_megatron.minisign import is_public_line
 from nest_megatron.plain import Source, from_plain
 from nest_megatron.planner.request import NumericOffer
 from nest_megatron.solver.space import DEGREES, SearchSpace
@@ -84,6 +83,8 @@ def _mistakes(
         if name in launch_fields and not getattr(rules, name):
             fix = "Leave it out, or name what is allowed."
             yield f"launch.{name}", "[]", "an empty list is no rule", fix
+    from nest_megatron.minisign import is_public_line
+
     freed = rules.may_free or {}
     words = {name: getattr(rules, name) for name in (*_LISTS, "may_tune")}
     words["may_free"] = (*freed, *itertools.chain.from_iterable(freed.values()))

@@ -9,7 +9,6 @@ from operator import attrgetter
 from typing import Any, Final
 
 from nest_megatron.catalogue_files import default_setting
-from nest_megatron.cluster.discovery import is_same_device, known_gpus
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.config.catalogue import (
     read_adapters,
@@ -91,7 +90,6 @@ from nest_megatron.model.spec import OF_HUGGING_FACE, TransformerSpec
 from nest_megatron.planner import Request
 from nest_megatron.planner.request import Offer
 from nest_megatron.profile.choose import TimedJob, choose_times
-from nest_megatron.profile.installed import installed_versions, nccl_version
 from nest_megatron.profile.records import ProfileMode
 from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Seconds
@@ -447,6 +445,9 @@ def site_calibration(
         return None, (f"No calibration of the site is used: {error.value}: {error.limit}.",)
     if found is None:
         return None, ()
+    from nest_megatron.cluster.discovery import is_same_device, known_gpus
+    from nest_megatron.profile.installed import installed_versions, nccl_version
+
     path, calibration = found
     if versions is None:  # those of this machine, if it has the cluster's GPUs
         gpus = known_gpus()

@@ -20,8 +20,8 @@ from typing import Protocol
 
 from nest_megatron.catalogue_files import catalogue_entry
 from nest_megatron.cluster.records import Accelerator, Cluster
+from nest_megatron.cost_model.distributions import cumulative, quantile
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.cost_model.student_t import cumulative, quantile
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.rank_order import GroupKind, group_shape

@@ -23,7 +23,7 @@ from nest_megatron.model.execution import (
     GraphImpl,
     TokenDispatcher,
 )
-from nest_megatron.names import Name
+from nest_megatron.plain import Name
 
 _WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _FP32 = _WIDTHS["fp32"]

@@ -17,8 +17,7 @@ from nest_megatron.layout.rank_order import GroupKind, group_level
 from nest_megatron.layout.recompute import RecomputeGranularity
 from nest_megatron.model.execution import TokenDispatcher
 from nest_megatron.model.layer_pattern import LayerBlock
-from nest_megatron.names import Name
-from nest_megatron.plain import frozen
+from nest_megatron.plain import Name, frozen
 from nest_megatron.units import Seconds
 
 

@@ -19,7 +19,7 @@ from nest_megatron.layout.rank_order import GroupKind, group_level
 from nest_megatron.model.graph import OperatorKind
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import block_graph
-from nest_megatron.names import Name
+from nest_megatron.plain import Name
 from nest_megatron.profile.records import Source
 from nest_megatron.units import Seconds
 

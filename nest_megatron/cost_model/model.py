@@ -14,7 +14,6 @@ from nest_megatron.cluster.records import Cluster, CollectiveKind
 from nest_megatron.cost_model.block_times import BlockTimes
 from nest_megatron.cost_model.data_parallel import ReplicaTraffic, replica_traffic
 from nest_megatron.cost_model.formats import expert_alignment
-from nest_megatron.cost_model.host import with_copies_to_host
 from nest_megatron.cost_model.keys import (
     DEGREES,
     INSIDE,
@@ -24,7 +23,7 @@ from nest_megatron.cost_model.keys import (
     split_block,
     unit_key,
 )
-from nest_megatron.cost_model.layer_cost import NO_WORK, PassTime, UnitTimes
+from nest_megatron.cost_model.layer_cost import NO_WORK, PassTime, UnitTimes, with_copies_to_host
 from nest_megatron.cost_model.memory import capacity_bytes, saved_attention_bytes, saved_input_bytes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.unit_cost import (

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from statistics import NormalDist
 
-from nest_megatron.cost_model.cholesky import Matrix, cholesky, dot, solve_lower
 from nest_megatron.cost_model.device_memory import PeakError, PeakErrors, peak_error
+from nest_megatron.cost_model.distributions import Matrix, cholesky, dot, solve_lower
 from nest_megatron.cost_model.features import coordinates, distance
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import RankMemory, memory_of_ranks

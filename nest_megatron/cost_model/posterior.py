@@ -24,9 +24,15 @@ from dataclasses import field
 
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cluster.records import Precision
-from nest_megatron.cost_model.cholesky import Matrix, cholesky, dot, solve_lower
+from nest_megatron.cost_model.distributions import (
+    DEGREES_OF_FREEDOM,
+    Matrix,
+    cholesky,
+    deviation,
+    dot,
+    solve_lower,
+)
 from nest_megatron.cost_model.mechanisms import Mechanism
-from nest_megatron.cost_model.student_t import DEGREES_OF_FREEDOM, deviation
 from nest_megatron.cost_model.uncertainty import (
     RUN_NOISE,
     Learned,

@@ -14,7 +14,7 @@ import random
 from collections.abc import Iterator, Sequence
 from operator import mul, or_
 
-from nest_megatron.cost_model.cholesky import JITTER, Matrix, cholesky, dot
+from nest_megatron.cost_model.distributions import JITTER, Matrix, cholesky, dot
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.uncertainty import (
     DEVIATION,

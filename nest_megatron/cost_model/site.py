@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.device_memory import PeakErrors
+from nest_megatron.cost_model.distributions import deviation
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_posterior import PeakPosterior, PredictedPeak, predicted_peak
 from nest_megatron.cost_model.posterior import Posterior, differing_versions, job_hash
-from nest_megatron.cost_model.student_t import deviation
 from nest_megatron.cost_model.uncertainty import Predictive, predictive, shipped_scales
 from nest_megatron.layout.estimate import (
     MechanismChange,

@@ -14,11 +14,11 @@ from dataclasses import field
 
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.cost_model.device_memory import peak_error
+from nest_megatron.cost_model.distributions import quantile
 from nest_megatron.cost_model.features import Feature, coordinates
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.peak_posterior import MOST_RUNS, PeakRun, PredictedPeak
 from nest_megatron.cost_model.posterior import Observation, job_hash
-from nest_megatron.cost_model.student_t import quantile
 from nest_megatron.cost_model.uncertainty import Predictive, shipped_scales
 from nest_megatron.history.records import (
     Outcome,

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.names import Name
-from nest_megatron.plain import frozen
+from nest_megatron.plain import Name, frozen
 
 
 class Fp8Recipe(Name):

@@ -25,7 +25,7 @@ from statistics import NormalDist
 from typing import Any
 
 from nest_megatron.catalogue_files import catalogue_entry
-from nest_megatron.cost_model.cholesky import cholesky, dot, solve_lower
+from nest_megatron.cost_model.distributions import cholesky, deviation, dot, quantile, solve_lower
 from nest_megatron.cost_model.features import (
     Feature,
     Runs,
@@ -35,7 +35,6 @@ from nest_megatron.cost_model.features import (
 )
 from nest_megatron.cost_model.mechanisms import Mechanism, Shares, shares
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.cost_model.student_t import deviation, quantile
 from nest_megatron.layout.layout import Layout
 from nest_megatron.plain import frozen
 from nest_megatron.units import Seconds

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from nest_megatron.cluster.records import Accelerator
 from nest_megatron.cost_model.data_parallel import ReplicaTraffic
 from nest_megatron.cost_model.fsdp_memory import RankParameters, unsharded_bytes
-from nest_megatron.cost_model.host import host_step
+from nest_megatron.cost_model.layer_cost import host_step
 from nest_megatron.cost_model.memory import (
     ParameterBytes,
     StaticBytes,

@@ -11,8 +11,7 @@ from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.plan_file import digest
-from nest_megatron.names import Name
-from nest_megatron.plain import added, frozen
+from nest_megatron.plain import Name, added, frozen
 from nest_megatron.units import Bytes, Seconds
 
 #: Version of the records; a reader passes over newer ones, and says so.

@@ -5,8 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.names import Name
-from nest_megatron.plain import frozen
+from nest_megatron.plain import Name, frozen
 
 
 class RankOrder(Name):

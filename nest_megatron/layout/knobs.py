@@ -21,8 +21,7 @@ from nest_megatron.model.execution import (
     TokenDispatcher,
 )
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
-from nest_megatron.names import Name
-from nest_megatron.plain import frozen
+from nest_megatron.plain import Name, frozen
 
 #: Fields of ``Execution`` that packed sequences leave no room for. The schedule of two micro
 #: batches does not know where sequences begin (``forward_step`` of ``pretrain_gpt.py`` and of

@@ -13,8 +13,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import RecomputeGranularity
 from nest_megatron.layout.zero import DataParallelSharding
-from nest_megatron.names import Name
-from nest_megatron.plain import frozen
+from nest_megatron.plain import Name, frozen
 
 
 class PolicyError(UserInputError):

@@ -17,7 +17,7 @@ from math import gcd, prod
 from operator import mul
 
 from nest_megatron.layout.dims import ParallelDims, RankOrder
-from nest_megatron.names import Name
+from nest_megatron.plain import Name
 
 
 class GroupKind(Name):

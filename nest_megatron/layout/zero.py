@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from nest_megatron.names import Name
+from nest_megatron.plain import Name
 
 
 class DataParallelSharding(Name):

@@ -28,9 +28,8 @@ from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.parameters import one_layer
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import DELTA_NET_SIZES, LATENT_SIZES, MAMBA_SIZES, TransformerSpec
-from nest_megatron.names import Name
 from nest_megatron.packages import require_package
-from nest_megatron.plain import to_plain
+from nest_megatron.plain import Name, to_plain
 
 
 class Where(Name):

@@ -9,8 +9,7 @@ import dataclasses
 import re
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.names import Name
-from nest_megatron.plain import frozen, set_field
+from nest_megatron.plain import Name, frozen, set_field
 
 _MAY_BE_ZERO = ("num_class_tokens", "num_position_embeddings", "deepstack_layers", "num_images")
 

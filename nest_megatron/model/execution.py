@@ -11,8 +11,7 @@ import dataclasses
 
 from nest_megatron.caching import Key
 from nest_megatron.errors import UserInputError
-from nest_megatron.names import Name
-from nest_megatron.plain import frozen
+from nest_megatron.plain import Name, frozen
 
 
 class Implementation(Name):

@@ -14,8 +14,7 @@ from itertools import groupby
 from operator import attrgetter
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.names import Name
-from nest_megatron.plain import frozen
+from nest_megatron.plain import Name, frozen
 
 
 class OperatorKind(Name):

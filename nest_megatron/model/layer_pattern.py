@@ -8,7 +8,7 @@ import re
 from typing import Any, TypeVar
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.names import Name
+from nest_megatron.plain import Name
 
 #: Most layers that are planned for: the deepest published transformer has 1,000, and a misprint
 #: must not fill memory and time.

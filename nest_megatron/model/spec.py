@@ -18,8 +18,7 @@ from nest_megatron.model.layer_pattern import (
     two_block_kinds,
 )
 from nest_megatron.model.variant import ModelVariant
-from nest_megatron.names import Name
-from nest_megatron.plain import added, frozen
+from nest_megatron.plain import Name, added, frozen
 
 #: How the source of a model begins that a Hugging Face configuration describes.
 OF_HUGGING_FACE = "Hugging Face config.json"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from nest_megatron.names import Name
-from nest_megatron.plain import added, frozen
+from nest_megatron.plain import Name, added, frozen
 
 
 class NormPlacement(Name):

@@ -15,9 +15,7 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE, PeakLimit, out_of_memory
 from nest_megatron.cost_model.peak_posterior import PredictedPeak, highest_rank, predicted_peak
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.deadline import Deadline
-from nest_megatron.layout.estimate import Choice, RiskierLayout, Shortlist
-from nest_megatron.layout.layout import Layout
+from nest_megatron.layout.estimate import Choice, RiskierLayout
 from nest_megatron.layout.plan import ParallelPlan, PresentLayout, SearchRecord
 from nest_megatron.layout.policy import require_allowed
 from nest_megatron.plain import frozen
@@ -35,13 +33,7 @@ from nest_megatron.planner.layouts import (
     search_record,
 )
 from nest_megatron.planner.offers import offers
-from nest_megatron.planner.request import Request
-from nest_megatron.planner.shortage import (
-    EndedEarly,
-    NoPlan,
-    no_plan,
-    refuse_if_nothing_is_legal,
-)
+from nest_megatron.planner.request import Deadline, EndedEarly, NoPlan, Request
 from nest_megatron.solver.backend import backend_to_run, solver_of
 from nest_megatron.solver.outcome import NO_THRESHOLD
 from nest_megatron.solver.ranking import SearchResult, SolvedLayout
@@ -90,6 +82,11 @@ def plan(
         model, find = searched.model, partial(_best, deadline=deadline)
         plans, chosen, best = taken
         first, *others = plans
+        shortlist = None
+        if request.shortlist:
+            from nest_megatron.planner.to_measure import shortlisted
+
+            shortlist = shortlisted(model, plans)
         found = assemble(
             request,
             model,
@@ -97,7 +94,7 @@ def plan(
             search_record(request, searched.result, searched.seconds, first.solved, choose),
             alternatives=tuple(alternative(model, first, each) for each in others),
             choice=None if choose else _with_riskier(request, deadline, searched, chosen),
-            shortlist=_shortlist(model, plans) if request.shortlist else None,
+            shortlist=shortlist,
             present=_present_layout(request, searched, first.solved),
             offers=offers(best, request, find, partial(_faster, request, deadline))
             if request.num_alternatives
@@ -112,6 +109,8 @@ def plan(
             max_seconds=request.max_seconds,
             search=record,
         )
+    from nest_megatron.planner.shortage import no_plan, refuse_if_nothing_is_legal
+
     refuse_if_nothing_is_legal(request, searched.result, deadline)
     return no_plan(request, searched.model, record, _before_report(deadline), _best)
 
@@ -200,6 +199,11 @@ def _search(
 
     model = model or request.cost_model()
     ends, is_first = _before_report(deadline), slowest == NO_THRESHOLD
+    present = request.present if is_first else None
+    if present is not None:
+        peak = highest_rank(model, present).total
+        if out_of_memory(model, present, peak, request.site) > MOST_OOM_CHANCE:
+            present = None
     started = time.perf_counter()
     search = Search(
         model,
@@ -212,7 +216,7 @@ def _search(
         slowest=slowest,
         like=like,
         out_of_time=ends.passed,
-        present=_present_that_fits(request, model) if is_first else None,
+        present=present,
         on_progress=report if on_progress else None,
     )
     result = search.run()
@@ -249,22 +253,6 @@ def _with_riskier(
 def _before_report(deadline: Deadline) -> Deadline:
     """The time of a search, which leaves some to price and tell its answer."""
     return deadline.without(min(_REPORT_S, _REPORT_SHARE * deadline.seconds))
-
-
-def _present_that_fits(request: Request, model: CostModel) -> Layout | None:
-    """What the job runs today, where it is likely to fit in memory."""
-    present = request.present
-    if present is None:
-        return None
-    chance = out_of_memory(model, present, highest_rank(model, present).total, request.site)
-    return present if chance <= MOST_OOM_CHANCE else None
-
-
-def _shortlist(model: CostModel, ranked: Sequence[Candidate]) -> Shortlist:
-    from nest_megatron.planner.to_measure import shortlisted
-
-    layouts = [each.solved.layout for each in ranked]
-    return shortlisted(model, [each.step for each in ranked], layouts)
 
 
 def _present_layout(

@@ -203,7 +203,10 @@ def _gain_of(
     other = None
     if freed > 0:
         limit_s = min(before.iteration_time_s, step_s) / (1.0 + _LEAST_GAIN_PERCENT / 100.0)
-        other = faster(offer.settings, _space_with(offer, plan.layout, request.space), limit_s)
+        # degrees inside a layer are the plan's: a search over all takes as long as the first
+        fixed = {**request.space.fixed, **{name: plan.layout.sizes[name] for name in LAYER_DEGREES}}
+        space = replace(offer.space_of(request.space), fixed=fixed)
+        other = faster(offer.settings, space, limit_s)
     if other is not None:
         step_s = to_seconds(other.iteration)
     gain = _gain_percent(before.iteration_time_s, step_s)
@@ -221,15 +224,6 @@ def _gain_of(
         job = f"make the job {gain:.1f} % faster ({format_seconds(step_s)})"
         said += f"{', or ' if said else ''}{job}: {_difference(plan.layout, other.layout)}"
     return step_s, -freed, f"{words} would {said}. It changes numbers: {knob.changes}"
-
-
-def _space_with(offer: NumericOffer, layout: Layout, space: SearchSpace) -> SearchSpace:
-    """What is searched for plans with a choice whose memory it frees.
-
-    Degrees inside a layer are the plan's: a search over all of them takes as long as the first.
-    """
-    fixed = {**space.fixed, **{name: layout.sizes[name] for name in LAYER_DEGREES}}
-    return replace(offer.space_of(space), fixed=fixed)
 
 
 def _difference(before: Layout, after: Layout) -> str:

@@ -24,7 +24,7 @@ from nest_megatron.layout.batch_schedule import BatchSchedule
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.model.spec import LATENT_SIZES, TransformerSpec
 from nest_megatron.plain import frozen
-from nest_megatron.planner.pins import Pin, PinnedPlan
+from nest_megatron.planner.pins import PinnedPlan
 from nest_megatron.units import Bytes, format_chance
 from nest_megatron.version import __version__
 
@@ -85,12 +85,17 @@ class Difference:
 
 def differences(pinned: PinnedPlan, job: ActualJob) -> tuple[Difference, ...]:
     """What the pinned plan was made for and the job is not."""
+    train, release = pinned.plan.train, pinned.pin.megatron_lm
+    planned, batches = train.batch_schedule, job.batch_schedule
     of_job = (
         *_model_rows(pinned.plan.model, job.spec, job.tensor_model_parallel_size),
-        *_batch_rows(pinned.plan, job),
+        ("global_batch_size", pinned.plan.final_batch_size, job.global_batch_size),
+        ("batch sizes", planned and planned.sizes, batches and batches.sizes),
+        ("precision", train.precision.value, job.precision.value),
     )
     of_moment = (
-        *_software_rows(pinned.pin, job),
+        ("Megatron-LM release", release, job.megatron_lm if release else release),
+        ("nest-megatron version", pinned.pin.nest_megatron_version, __version__),
         *_memory_rows(pinned.plan, job.memory_flags, job.precision),
         *_cluster_rows(pinned, job),
     )
@@ -155,20 +160,6 @@ def resolved(spec: TransformerSpec, name: str) -> Any:
     if name.startswith("moe_") and spec.num_experts is None:
         return None
     return defaults.get(name, getattr(spec, name))
-
-
-def _batch_rows(plan: ParallelPlan, job: ActualJob) -> Iterator[Row]:
-    train = plan.train
-    yield "global_batch_size", plan.final_batch_size, job.global_batch_size
-    planned, found = train.batch_schedule, job.batch_schedule
-    yield "batch sizes", planned and planned.sizes, found and found.sizes
-    yield "precision", train.precision.value, job.precision.value
-
-
-def _software_rows(pin: Pin, job: ActualJob) -> Iterator[Row]:
-    if pin.megatron_lm:
-        yield "Megatron-LM release", pin.megatron_lm, job.megatron_lm
-    yield "nest-megatron version", pin.nest_megatron_version, __version__
 
 
 def other_numbers(plan: ParallelPlan, flags: Mapping[str, Any], precision: Precision) -> str:

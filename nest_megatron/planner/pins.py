@@ -100,8 +100,7 @@ def pinned_text(pinned: PinnedPlan | PinnedTable) -> str:
     if isinstance(pinned, PinnedTable):
         body = plan_table.dump(pinned.table, pin)
     else:
-        fields = {**pin, **plan_file.fields_of(pinned.plan)}
-        body = plan_file.written(fields)
+        body = plan_file.written({**pin, **plan_file.fields_of(pinned.plan)})
     return f"{_HEAD}{_sum(body)}\n{body}"
 
 
@@ -143,7 +142,7 @@ def parse_pinned(content: bytes, path: Path, num_gpus: int | None = None) -> Pin
             pin=from_plain(Pin, table.head.get("pin"), "pin"),
             plan=table.plan_for(size),
             sizes=table.sizes,
-            told=table.told_of(size),
+            told=next((each.told for each in table.entries if each.num_gpus == size), ""),
         )
     fields = plan_file.parse(body, str(path))
     pin = from_plain(Pin, fields.pop("pin", None), "pin")

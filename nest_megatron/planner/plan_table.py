@@ -144,10 +144,6 @@ class TableText:
             )
         return plan
 
-    def told_of(self, num_gpus: int) -> str:
-        """What the table says of so many GPUs."""
-        return next((each.told for each in self.entries if each.num_gpus == num_gpus), "")
-
     def table(self) -> PlanTable:
         """All plans.
 

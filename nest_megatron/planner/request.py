@@ -1,11 +1,12 @@
-"""What to plan."""
+"""What to plan and by when, and the answers that are no plan."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nest_megatron.catalogue_files import default_setting
 from nest_megatron.cluster.records import Cluster
@@ -14,13 +15,13 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.site import Site
-from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.batch_schedule import BatchSchedule
 from nest_megatron.layout.estimate import Rates
 from nest_megatron.layout.knobs import Package
 from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.numeric_knobs import NumericKnob
+from nest_megatron.layout.plan import SearchRecord
 from nest_megatron.layout.policy import Policy
 from nest_megatron.layout.recompute import NO_RECOMPUTE
 from nest_megatron.layout.rulebook.schedule import cuts_anywhere
@@ -33,13 +34,46 @@ from nest_megatron.plain import frozen, set_field
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.backend import Backend
 from nest_megatron.solver.space import SearchSpace
-from nest_megatron.units import Seconds
+from nest_megatron.units import Bytes, Seconds, format_gib, format_seconds
+
+if TYPE_CHECKING:
+    from nest_megatron.solver.memory_shortage import Shortage
 
 _SHARDINGS = {
     DataParallelSharding.DDP: "no FSDP",
     DataParallelSharding.MEGATRON_FSDP: "ZeRO-2 or ZeRO-3 through Megatron-FSDP",
     DataParallelSharding.TORCH_FSDP2: "PyTorch FSDP2",
 }
+
+
+@frozen
+class Deadline:
+    """A stretch of time on the monotonic clock of this process.
+
+    Args:
+        begun_s: when it began.
+        seconds: how long it is.
+    """
+
+    begun_s: Seconds
+    seconds: Seconds
+
+    def passed(self) -> bool:
+        """Whether the time is over."""
+        return time.monotonic() - self.begun_s >= self.seconds
+
+    def without(self, seconds: Seconds) -> Deadline:
+        """The same, ending earlier."""
+        return Deadline(begun_s=self.begun_s, seconds=self.seconds - seconds)
+
+    def within(self, seconds: Seconds) -> Deadline:
+        """The same, or so many seconds from now where that is earlier."""
+        now = time.monotonic()
+        return Deadline(begun_s=now, seconds=min(seconds, self.begun_s + self.seconds - now))
+
+    def part(self, share: float) -> Deadline:
+        """From now on, a share of the time that is left."""
+        return self.within(share * self.within(math.inf).seconds)
 
 
 @frozen
@@ -228,3 +262,61 @@ class Request:
         """The time that planning has, from now on where nothing says when it began."""
         begun = time.monotonic() if self.begun_s is None else self.begun_s
         return Deadline(begun_s=begun, seconds=self.max_seconds)
+
+
+@frozen
+class Remedy:
+    """A change after which something fits, and the plan that was found then.
+
+    Args:
+        change: what the user sets.
+        layout: the plan's degrees in words; empty where time allowed to find none.
+    """
+
+    change: str
+    layout: str = ""
+    iteration_time_s: Seconds | None = None
+    peak_memory_bytes: Bytes | None = None
+
+    def words(self) -> str:
+        """The change and the plan, for people."""
+        if self.iteration_time_s is None or self.peak_memory_bytes is None:
+            return self.change
+        step, peak = format_seconds(self.iteration_time_s), format_gib(self.peak_memory_bytes)
+        return f"{self.change}: {step} a step, {peak} per GPU with {self.layout}"
+
+
+@frozen
+class NoPlan:
+    """Nothing fits: how far off the nearest plan is, and what would make it fit.
+
+    Args:
+        missing_bytes: what the nearest plan lacks on the GPU with the highest peak.
+        nearest: that plan's degrees, in words.
+        remedies: changes that make some plan fit, a larger number of GPUs first.
+        complete: false if time ended the analysis: some other plan may lack less, and other changes
+            may help.
+    """
+
+    shortage: Shortage
+    missing_bytes: int
+    capacity_bytes: int
+    nearest: str
+    remedies: tuple[Remedy, ...]
+    search: SearchRecord
+    complete: bool = True
+
+
+@frozen
+class EndedEarly:
+    """Time ran out before a plan was found; whether there is one is not known.
+
+    Args:
+        lower_bound_s: no plan of the searched space has a shorter step.
+        max_seconds: the limit.
+        search: what was looked at; its certificate is ``ended-early``.
+    """
+
+    lower_bound_s: Seconds
+    max_seconds: Seconds
+    search: SearchRecord

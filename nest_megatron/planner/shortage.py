@@ -16,7 +16,6 @@ from itertools import product
 from nest_megatron.cost_model.memory import capacity_bytes, within_error
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE, PeakLimit
-from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout import rulebook
 from nest_megatron.layout.dims import ParallelDims
@@ -28,9 +27,8 @@ from nest_megatron.layout.rulebook.facts import Facts, Rule
 from nest_megatron.layout.rulebook.search import CHOSEN, SearchStep, is_searched
 from nest_megatron.model.execution import PLAIN
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.plain import frozen
 from nest_megatron.planner.layouts import PredictedLayout, describe_grid
-from nest_megatron.planner.request import NumericOffer, Request
+from nest_megatron.planner.request import Deadline, NoPlan, NumericOffer, Remedy, Request
 from nest_megatron.solver.backend import backend_to_run, solver_of
 from nest_megatron.solver.executions import known_facts, launch_request
 from nest_megatron.solver.grids import GridSpace
@@ -39,7 +37,6 @@ from nest_megatron.solver.outcome import OutOfTime
 from nest_megatron.solver.ranking import SearchResult
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
-from nest_megatron.units import Bytes, Seconds, format_gib, format_seconds
 
 #: Largest cluster that is tried to make a job fit.
 LARGEST_CLUSTER = 65_536
@@ -54,64 +51,6 @@ _PLAN_SHARE = 0.05
 _MOST_OF_MEMORY = 5
 #: Larger numbers of hosts are tried in steps of this share.
 _STEP = 1 / 32
-
-
-@frozen
-class Remedy:
-    """A change after which something fits, and the plan that was found then.
-
-    Args:
-        change: what the user sets.
-        layout: the plan's degrees in words; empty where time allowed to find none.
-    """
-
-    change: str
-    layout: str = ""
-    iteration_time_s: Seconds | None = None
-    peak_memory_bytes: Bytes | None = None
-
-    def words(self) -> str:
-        """The change and the plan, for people."""
-        if self.iteration_time_s is None or self.peak_memory_bytes is None:
-            return self.change
-        step, peak = format_seconds(self.iteration_time_s), format_gib(self.peak_memory_bytes)
-        return f"{self.change}: {step} a step, {peak} per GPU with {self.layout}"
-
-
-@frozen
-class NoPlan:
-    """Nothing fits: how far off the nearest plan is, and what would make it fit.
-
-    Args:
-        missing_bytes: what the nearest plan lacks on the GPU with the highest peak.
-        nearest: that plan's degrees, in words.
-        remedies: changes that make some plan fit, a larger number of GPUs first.
-        complete: false if time ended the analysis: some other plan may lack less, and other changes
-            may help.
-    """
-
-    shortage: Shortage
-    missing_bytes: int
-    capacity_bytes: int
-    nearest: str
-    remedies: tuple[Remedy, ...]
-    search: SearchRecord
-    complete: bool = True
-
-
-@frozen
-class EndedEarly:
-    """Time ran out before a plan was found; whether there is one is not known.
-
-    Args:
-        lower_bound_s: no plan of the searched space has a shorter step.
-        max_seconds: the limit.
-        search: what was looked at; its certificate is ``ended-early``.
-    """
-
-    lower_bound_s: Seconds
-    max_seconds: Seconds
-    search: SearchRecord
 
 
 def refuse_if_nothing_is_legal(request: Request, result: SearchResult, deadline: Deadline) -> None:
@@ -311,7 +250,7 @@ def no_plan(
     """
     number = _fewest_gpus(request, deadline.part(_NUMBER_SHARE)) if request.remedies else None
     until = deadline.part(_NUMBER_SHARE)
-    shortage = least_memory(_new_search(request, model, until), until.passed)
+    shortage = least_memory(_new_search(request, until, model), until.passed)
     is_complete = not until.passed()
     assert shortage is not None, "a legal space has a plan that lacks least memory"
     others = _with_plans(request, number, deadline, find) if request.remedies else ()
@@ -361,8 +300,9 @@ def _with_plans(
             yield Remedy(change=change)
     for change, other in _of_memory(request, deadline):
         yield remedy(change, other)
-    held = _restrictions(request.space)
-    freed = replace(request, space=_without_restrictions(request.space))
+    held, everything = _restrictions(request.space), SearchSpace()
+    unrestricted = {name: getattr(everything, name) for name in _RESTRICTIONS}
+    freed = replace(request, space=replace(request.space, **unrestricted))
     if held and _fits(freed, deadline):
         yield remedy(f"leave free what is fixed ({', '.join(held)})", freed)
 
@@ -431,11 +371,16 @@ def _least_device_gib(request: Request, shortage: Shortage) -> int:
     return bisect.bisect_left(range(2**30), True, shortage.needed_bytes // 2**30, key=holds)
 
 
-def _without_restrictions(space: SearchSpace) -> SearchSpace:
-    """A space without what ``_restrictions`` names; what the framework or the run limits stays."""
-    names = ("fixed", "limits", "partition", "recompute", "sharding", "zero_stages", "rank_orders")
-    everything = SearchSpace()
-    return replace(space, **{name: getattr(everything, name) for name in names})
+#: Fields of what the user may hold fixed; what the framework or the run limits is in others.
+_RESTRICTIONS = (
+    "fixed",
+    "limits",
+    "partition",
+    "recompute",
+    "sharding",
+    "zero_stages",
+    "rank_orders",
+)
 
 
 def _restrictions(space: SearchSpace) -> list[str]:
@@ -473,7 +418,7 @@ def _fewest_gpus(request: Request, deadline: Deadline) -> tuple[int, bool] | Non
         return replace(request, cluster=cluster.resized(num_gpus))
 
     def has_room(num_gpus: int) -> bool:
-        search = _new_search(request_of(num_gpus), None, deadline)
+        search = _new_search(request_of(num_gpus), deadline)
         states = map(search.memory.of_shard_states, search.grids.shards())
         return min(states, default=math.inf) <= search.most_bytes
 
@@ -509,10 +454,10 @@ def _sizes(num_gpus: int, host: int, unit: int, has_room: Callable[[int], bool])
 
 def _fits(request: Request, deadline: Deadline) -> bool:
     """Whether some plan fits, as far as there was time to find one."""
-    return fits(_new_search(request, None, deadline), deadline.passed)
+    return fits(_new_search(request, deadline), deadline.passed)
 
 
-def _new_search(request: Request, model: CostModel | None, deadline: Deadline) -> Search:
+def _new_search(request: Request, deadline: Deadline, model: CostModel | None = None) -> Search:
     solve = solver_of(backend_to_run(request.backend), deadline.passed)
     model = model or request.cost_model()
     limit = PeakLimit(model, request.max_oom_chance, request.site)

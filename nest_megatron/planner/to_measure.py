@@ -21,7 +21,6 @@ from nest_megatron.cost_model.shortlist import (
     measurements,
     shortlist,
 )
-from nest_megatron.cost_model.uncertainty import Predictive
 from nest_megatron.layout.estimate import SURE, Shortlist
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.plan import ParallelPlan
@@ -29,6 +28,7 @@ from nest_megatron.layout.rank_order import GroupKind, group_level
 from nest_megatron.model.operators import block_graph
 from nest_megatron.model.spec import ModelFamily
 from nest_megatron.plain import frozen
+from nest_megatron.planner.choice import Candidate
 from nest_megatron.profile.choose import MEASURE_COMMAND
 from nest_megatron.profile.records import Source
 from nest_megatron.profile.session import BUDGET_S, Task, divides, telling_apart
@@ -140,10 +140,9 @@ def profiles(
         yield Profile(mechanisms=NETWORK, seconds=_START_S + BUDGET_S, num_nodes=2)
 
 
-def shortlisted(
-    model: CostModel, plans: Sequence[Predictive], grids: Sequence[PartialLayout]
-) -> Shortlist:
+def shortlisted(model: CostModel, ranked: Sequence[Candidate]) -> Shortlist:
     """Few plans of which one is as fast as the fastest, and what to measure to know more."""
+    plans, grids = [each.step for each in ranked], [each.solved.layout for each in ranked]
     found = shortlist(plans, SURE)
     can_be_made = [*profiles(model, grids, [grids[number] for number in found.plans])]
     measured = measurements(plans, SURE, [each.mechanisms for each in can_be_made])

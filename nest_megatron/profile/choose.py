@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
 from datetime import datetime
 
-from nest_megatron.cluster.discovery import LocalGpus, is_same_device
 from nest_megatron.cluster.records import Accelerator, Precision
 from nest_megatron.errors import ProfileError, UserInputError, typed_setting
 from nest_megatron.model.spec import TransformerSpec
@@ -115,6 +114,8 @@ def layer_differences(profile: LayerProfile, job: TimedJob) -> list[str]:
 
 def machine_differences(machine: Machine, job: TimedJob) -> list[str]:
     """In what a profile's machine is not the one of a job."""
+    from nest_megatron.cluster.discovery import LocalGpus, is_same_device
+
     device = LocalGpus(device_name=machine.device_name, memory_bytes=machine.memory_bytes, count=1)
     accelerator, found = job.accelerator, []
     if machine.is_cpu or not is_same_device(accelerator, device):

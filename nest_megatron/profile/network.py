@@ -14,8 +14,7 @@ from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.errors import ProfileError
 from nest_megatron.files import read_text, write_text
 from nest_megatron.layout.plan_file import digest
-from nest_megatron.names import Name
-from nest_megatron.plain import added, frozen, to_plain
+from nest_megatron.plain import Name, added, frozen, to_plain
 from nest_megatron.profile.records import require_number
 from nest_megatron.profile.store import read_fields, record_of
 from nest_megatron.units import Bytes, Seconds

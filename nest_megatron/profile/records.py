@@ -15,8 +15,7 @@ from nest_megatron.layout.plan_file import digest
 from nest_megatron.model.execution import Implementation
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.spec import LATENT_SIZES, TransformerSpec
-from nest_megatron.names import Name
-from nest_megatron.plain import frozen, is_added, set_field, written_as
+from nest_megatron.plain import Name, frozen, is_added, set_field, written_as
 from nest_megatron.units import Bytes, Seconds, format_gib
 
 #: Version of the file format; a reader refuses newer ones.

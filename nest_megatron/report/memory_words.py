@@ -8,7 +8,7 @@ from nest_megatron.cost_model.memory import PEAK_ERROR, within_error
 from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE
 from nest_megatron.layout.estimate import PricedLayout
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.planner.shortage import NoPlan
+from nest_megatron.planner.request import NoPlan
 from nest_megatron.units import Bytes, format_chance, format_count, format_duration, format_gib
 
 #: Chance to run out of memory from which on it is a warning.

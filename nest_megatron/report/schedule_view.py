@@ -23,8 +23,7 @@ from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.files import MARK
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.names import Name
-from nest_megatron.plain import frozen
+from nest_megatron.plain import Name, frozen
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.words import TERM_WORDS
 from nest_megatron.units import GIB, Bytes, Seconds, to_seconds

@@ -20,7 +20,7 @@ from nest_megatron.layout.plan import (
 from nest_megatron.layout.stage_layout import is_uniform
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.planner.shortage import EndedEarly
+from nest_megatron.planner.request import EndedEarly
 from nest_megatron.profile.records import ANALYTIC_NAME
 from nest_megatron.units import (
     GIB,

@@ -1,4 +1,22 @@
-"""Lower bounds on the step that need no stage problem; all are proven, none is sharp."""
+"""Nodes of the search, and lower bounds on the step that need no stage problem.
+
+All bounds are proven, none is sharp.
+
+Six kinds of nodes, from coarse to fine, each with an admissible bound (no plan below the node is
+faster):
+
+* *shard*: tensor, context, expert degrees and micro batch. A replica's work on one micro batch is
+  known, and the best pipeline can do is to divide it evenly with no bubble at all. Work that expert
+  degrees do not change is its first bound: that of experts is priced once a shard comes up.
+* *grid*: pipeline size and rank order on top.
+* *schedule*: plain or with virtual stages, and the execution of layers; for the plain schedule the
+  bound holds the fill and drain of a balanced pipeline.
+* *members*: the number of virtual stages and the ZeRO stage on top, with the stage solver's own
+  lower bound, in unlimited memory and without recomputation, which only make a partition slower.
+* *blocks*: full recomputation of the first layers of each chunk, block sizes rising lazily; the
+  bound holds what every rank recomputes at least.
+* *variant*: another recompute setting on top, judged by the stage solver.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +24,12 @@ import functools
 import math
 import operator
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from nest_megatron.caching import Caching, cached_by
-from nest_megatron.cost_model.keys import SHARD, split_block
+from nest_megatron.cost_model import keys
 from nest_megatron.cost_model.model import CostModel, PassPair
+from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import (
     NO_RECOMPUTE,
@@ -20,6 +40,28 @@ from nest_megatron.layout.recompute import (
 )
 from nest_megatron.model.execution import OUTSIDE_EXPERTS
 from nest_megatron.units import Ticks, to_ticks
+
+SHARD, GRID, SCHEDULE, MEMBERS, BLOCKS, VARIANT = range(6)
+
+
+class Node(NamedTuple):
+    """An entry of the search's heap; ``serial`` keeps the order of equal bounds fixed.
+
+    ``stages`` are the grid's stage problems, from *members* on.
+    """
+
+    bound: Ticks
+    serial: int
+    grid: PartialLayout
+    level: int
+    recompute: Recompute
+    stages: StageProblems | None
+
+    def problems(self) -> StageProblems:
+        """The stage problems of a node that has them."""
+        assert self.stages is not None, "made when the family is expanded"
+        return self.stages
+
 
 #: Each module recomputed alone.
 _ALONE = {module: selective_recompute([module]) for module in RecomputeModule}
@@ -50,7 +92,7 @@ class Bounds(Caching):
         """
         return max(0, to_ticks(self.model.straggler_time(grid)) - 1)
 
-    @cached_by(lambda _, grid, recompute: (SHARD.of(grid), recompute))
+    @cached_by(lambda _, grid, recompute: (keys.SHARD.of(grid), recompute))
     def _work(self, grid: PartialLayout, recompute: Recompute) -> Work:
         """One micro batch through the units of a grid; blocks count as no recomputation."""
         if recompute.method is RecomputeMethod.BLOCK:
@@ -71,7 +113,7 @@ class Bounds(Caching):
 
     @cached_by(
         lambda _, grid: (
-            SHARD.of(grid),
+            keys.SHARD.of(grid),
             grid.dims.pipeline_model_parallel_size,
             grid.num_microbatches,
         )
@@ -136,7 +178,7 @@ class Bounds(Caching):
 
     @cached_by(
         lambda _, grid, settings: (
-            SHARD.of(grid),
+            keys.SHARD.of(grid),
             grid.dims.pipeline_model_parallel_size,
             grid.dims.virtual_pipeline_model_parallel_size == 1,
             settings,
@@ -172,7 +214,7 @@ class Bounds(Caching):
         """
         layers, chunks = self.model.spec.num_layers, grid.dims.num_chunks
         recomputed = min(-(-(layers + 1) // chunks) - 1, block.num_layers or 0)
-        kinds = self.model.kinds_under(grid, *split_block(block))
+        kinds = self.model.kinds_under(grid, *keys.split_block(block))
         dearer = [k.block.backward - k.own.backward for k in kinds if k.kind.is_layer]
         inner = grid.dims.virtual_pipeline_model_parallel_size - 1
         return grid.num_microbatches * inner * recomputed * max(0, min(dearer))

@@ -28,11 +28,19 @@ from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute
 from nest_megatron.layout.rulebook.facts import is_within
 from nest_megatron.layout.stage_layout import is_uniform
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.solver.bounds import Bounds
+from nest_megatron.solver.bounds import (
+    BLOCKS,
+    GRID,
+    MEMBERS,
+    SCHEDULE,
+    SHARD,
+    VARIANT,
+    Bounds,
+    Node,
+)
 from nest_megatron.solver.first_plan import first_plan
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.memory_bounds import MemoryBounds
-from nest_megatron.solver.nodes import BLOCKS, GRID, MEMBERS, SCHEDULE, SHARD, VARIANT, Node
 from nest_megatron.solver.one_partition import (
     check_partition,
     solver_of_even_stages,

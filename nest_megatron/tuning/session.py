@@ -31,8 +31,7 @@ from nest_megatron.files import (
 )
 from nest_megatron.history.records import Outcome, RunRecord
 from nest_megatron.history.store import read
-from nest_megatron.names import Name
-from nest_megatron.plain import from_plain, frozen, to_plain
+from nest_megatron.plain import Name, from_plain, frozen, to_plain
 from nest_megatron.profile.clock import OUT_OF_MEMORY
 from nest_megatron.units import Bytes, Seconds, format_duration
 from nest_megatron.version import __version__

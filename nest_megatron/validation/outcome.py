@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.names import Name
-from nest_megatron.plain import frozen
+from nest_megatron.plain import Name, frozen
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.validation.finetuning import trains_adapters
 from nest_megatron.validation.rows import Row, RowFile, number_or_zero

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from nest_megatron.documents import read_csv
 from nest_megatron.errors import UserInputError
-from nest_megatron.names import Name
-from nest_megatron.plain import frozen
+from nest_megatron.plain import Name, frozen
 from nest_megatron.units import Bytes, Seconds
 from nest_megatron.validation.frameworks import release_of
 

@@ -14,7 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
 from nest_megatron.catalogue_files import default_setting
-from nest_megatron.cost_model import student_t
+from nest_megatron.cost_model import distributions
 from nest_megatron.cost_model.shortlist import shortlist
 from nest_megatron.cost_model.uncertainty import Predictive, probability_faster
 from nest_megatron.layout.estimate import SURE
@@ -88,7 +88,7 @@ def coverage_of(errors: Sequence[float]) -> Coverage:
     """
 
     def within(level: float) -> float:
-        limit = student_t.quantile(0.5 + level / 2.0)
+        limit = distributions.quantile(0.5 + level / 2.0)
         return 100.0 * sum(abs(error) <= limit for error in errors) / len(errors)
 
     return Coverage(runs=len(errors), within_50_pct=within(0.5), within_90_pct=within(0.9))

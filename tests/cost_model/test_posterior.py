@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from nest_megatron.cost_model.distributions import cumulative, deviation, quantile
 from nest_megatron.cost_model.features import Feature, distance
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.posterior import (
@@ -19,7 +20,6 @@ from nest_megatron.cost_model.posterior import (
     differing_versions,
 )
 from nest_megatron.cost_model.shortlist import measurements, moments, run_gains, shortlist
-from nest_megatron.cost_model.student_t import cumulative, deviation, quantile
 from nest_megatron.cost_model.uncertainty import DEVIATION, RUN_NOISE, Predictive
 from tests.cost_model.test_uncertainty import plan_of
 

@@ -8,6 +8,7 @@ import pytest
 from scipy import stats
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model.distributions import DEGREES_OF_FREEDOM, quantile
 from nest_megatron.cost_model.features import (
     Feature,
     Level,
@@ -18,7 +19,6 @@ from nest_megatron.cost_model.features import (
 )
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.shortlist import AS_FAST, LAYERS, NETWORK, measurements, shortlist
-from nest_megatron.cost_model.student_t import DEGREES_OF_FREEDOM, quantile
 from nest_megatron.cost_model.uncertainty import (
     DEVIATION,
     Predictive,

@@ -13,6 +13,7 @@ from typing import Any
 import pynvml
 import pytest
 
+from nest_megatron.cluster import discovery
 from nest_megatron.cluster.discovery import LocalGpus
 from nest_megatron.config import request
 from nest_megatron.profile import installed
@@ -113,9 +114,9 @@ def test_versions_are_those_of_the_job_or_of_a_machine_of_the_cluster(
     found: dict[str, str] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(request, "known_gpus", lambda: gpus)
-    monkeypatch.setattr(request, "installed_versions", lambda: {"torch": "2.13.0"})
-    monkeypatch.setattr(request, "nccl_version", lambda: {"nccl": "2.28.9"})
+    monkeypatch.setattr(discovery, "known_gpus", lambda: gpus)
+    monkeypatch.setattr(installed, "installed_versions", lambda: {"torch": "2.13.0"})
+    monkeypatch.setattr(installed, "nccl_version", lambda: {"nccl": "2.28.9"})
     monkeypatch.setattr(request, "find_site", lambda _: (Path("site.yaml"), None))
     monkeypatch.setattr(request, "Site", lambda _calibration, _name, versions: versions)
     assert request.site_calibration(catalogue.cluster("dgx_h100", 16), job) == (found, ())

@@ -14,12 +14,12 @@ from nest_megatron.cost_model.pipeline import PipelineProblem, evaluate
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.traits import ExecutionTraits
-from nest_megatron.deadline import Deadline
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import Recompute, RecomputeGranularity, RecomputeMethod
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import Execution, GraphImpl
 from nest_megatron.planner import NoPlan, Request, plan, shortage
+from nest_megatron.planner.request import Deadline
 from nest_megatron.solver.chunk_space import partitions
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.memory_shortage import Shortage, fits, least_memory

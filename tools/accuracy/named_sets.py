@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from nest_megatron.names import Name
+from nest_megatron.plain import Name
 from nest_megatron.report.tables import figure
 from nest_megatron.validation.outcome import Judged
 from nest_megatron.validation.report import BothScores, Scores, both_scores

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model.distributions import DEGREES_OF_FREEDOM
 from nest_megatron.cost_model.features import (
     Feature,
     coordinates,
@@ -29,7 +30,6 @@ from nest_megatron.cost_model.features import (
     number_format,
 )
 from nest_megatron.cost_model.mechanisms import Mechanism, Shares, shares
-from nest_megatron.cost_model.student_t import DEGREES_OF_FREEDOM
 from nest_megatron.cost_model.uncertainty import ANY, RUN_NOISE, Predictive, Scales, applies
 from nest_megatron.validation.assess import Predictor
 from nest_megatron.validation.scores import Coverage, coverage_of

@@ -28,7 +28,7 @@ from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.operators.common import gemm, streaming
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.names import Name
+from nest_megatron.plain import Name
 
 
 class _Split(Name):

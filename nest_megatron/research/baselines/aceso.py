@@ -30,7 +30,7 @@ from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import RecomputeGranularity
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.names import Name
+from nest_megatron.plain import Name
 from nest_megatron.research.baselines.job import (
     PLAIN,
     BaselineChoice,

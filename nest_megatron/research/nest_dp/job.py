@@ -17,8 +17,7 @@ from nest_megatron.errors import UserInputError, nearest, require_at_least, requ
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.rulebook import is_legal_grid
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.names import Name
-from nest_megatron.plain import frozen
+from nest_megatron.plain import Name, frozen
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.research.nest_dp.records import Schedule
 from nest_megatron.research.nest_dp.topology import Block, Topology

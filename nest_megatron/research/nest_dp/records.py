@@ -17,8 +17,7 @@ from operator import add
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.names import Name
-from nest_megatron.plain import frozen
+from nest_megatron.plain import Name, frozen
 from nest_megatron.units import Bytes, Ticks
 
 #: Most downsets that are listed; the work grows with the square of their number.

@@ -13,8 +13,7 @@ from typing import NamedTuple
 from nest_megatron.cluster.communication import send_time
 from nest_megatron.cluster.records import Cluster, NetworkLevel
 from nest_megatron.cost_model.keys import GroupPlaces
-from nest_megatron.names import Name
-from nest_megatron.plain import frozen
+from nest_megatron.plain import Name, frozen
 from nest_megatron.units import Ticks, to_ticks
 
 Shape = tuple[int, ...]
