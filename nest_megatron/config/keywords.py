@@ -14,14 +14,16 @@ from nest_megatron.config.compose import Fields, Settings, compose, record_field
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import (
     GROUPS,
+    LAYOUT_KEYS,
     SHORT_KEYS,
+    layout_key,
     parse,
     refuse_sweeps,
     value_text,
 )
 from nest_megatron.config.schema import SECTIONS, section_keys
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.layout.dims import SHORT_DEGREES, RankOrder
+from nest_megatron.layout.dims import RankOrder
 from nest_megatron.model.spec import TransformerSpec
 
 #: A path, as text or as an object.
@@ -162,21 +164,6 @@ def setting_texts(keywords: Mapping[str, object]) -> list[str]:
     return texts
 
 
-_MICRO = "train.micro_batch_size"
-#: Settings of a layout, by their names without the section.
-_SETTINGS = {
-    **{key.partition(".")[2]: key for key in section_keys() if key.startswith("parallel.")},
-    "micro_batch_size": _MICRO,
-}
-_SHORT = {
-    **{short.lower(): f"parallel.{name}" for name, short in SHORT_DEGREES.items()},
-    "vp": "parallel.virtual_pipeline_model_parallel_size",
-    "mbs": _MICRO,
-    "zero": "parallel.zero_stage",
-    "recompute": "parallel.recompute_granularity",
-    # Megatron-LM's
-    "num_virtual_stages_per_pipeline_rank": "parallel.virtual_pipeline_model_parallel_size",
-}
 #: Megatron's switches, as settings.
 _SWITCHES = {
     "sequence_parallel": ("parallel.sequence_parallel", "true"),
@@ -185,15 +172,6 @@ _SWITCHES = {
 }
 #: A comma outside brackets, before another name.
 _COMMA = re.compile(r",(?=\s*[A-Za-z_.\-]+\s*=)|,\s*(?=--)")
-
-
-def layout_key(word: str) -> str | None:
-    """The setting that a word for a size of a layout says.
-
-    >>> layout_key("tp"), layout_key("zero"), layout_key("max_seconds")
-    ('parallel.tensor_model_parallel_size', 'parallel.zero_stage', None)
-    """
-    return _SETTINGS.get(word) or _SHORT.get(word.lower())
 
 
 def read_layout(text: str, option: str) -> Settings:
@@ -249,7 +227,7 @@ def _setting(name: str, value: str | None, option: str) -> tuple[str, str]:
             option,
             name,
             "it has no value" if key else "it says nothing of a layout",
-            "For example tp=8." if key else nearest(plain, {*_SETTINGS, *_SHORT, *_SWITCHES}),
+            "For example tp=8." if key else nearest(plain, {*LAYOUT_KEYS, *_SWITCHES}),
         )
     if "," in value and not value.startswith("[") and not key.endswith("_layout"):
         raise UserInputError(option, f"{name}={value}", "it has several values", "Give one layout.")

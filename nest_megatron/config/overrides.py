@@ -201,14 +201,35 @@ def _nearest_key(key: str) -> str:
     everywhere = [k for k in section_keys() if k.rpartition(".")[2] == name]
     if everywhere:
         return f"Did you mean {' or '.join(everywhere)}?"
-    short = {short.lower(): name for name, short in SHORT_DEGREES.items()}
-    if key.lower() in short:
-        return f"Did you mean parallel.{short[key.lower()]}?"
+    if meant := layout_key(key):
+        return f"Did you mean {meant}?"
     if not section and key in {each.name for each in dataclasses.fields(TransformerSpec)}:
         return f"Did you mean model.{key}?"
     if section in SECTIONS:
         return nearest(key, [k for k in section_keys() if k.startswith(f"{section}.")], count=2)
     return nearest(key, [*section_keys(), *GROUPS, "cluster.num_gpus"], count=2)
+
+
+#: Settings of a layout, by their names without the section and by short ones.
+LAYOUT_KEYS = {
+    **{key.partition(".")[2]: key for key in section_keys() if key.startswith("parallel.")},
+    **{short.lower(): f"parallel.{name}" for name, short in SHORT_DEGREES.items()},
+    **dict.fromkeys(("micro_batch_size", "mbs"), "train.micro_batch_size"),
+    "vp": "parallel.virtual_pipeline_model_parallel_size",
+    "zero": "parallel.zero_stage",
+    "recompute": "parallel.recompute_granularity",
+    # Megatron-LM's
+    "num_virtual_stages_per_pipeline_rank": "parallel.virtual_pipeline_model_parallel_size",
+}
+
+
+def layout_key(word: str) -> str | None:
+    """The setting that a word for a size of a layout says.
+
+    >>> layout_key("tp"), layout_key("zero"), layout_key("max_seconds")
+    ('parallel.tensor_model_parallel_size', 'parallel.zero_stage', None)
+    """
+    return LAYOUT_KEYS.get(word.lower())
 
 
 def is_path(value: str) -> bool:
