@@ -28,16 +28,16 @@ from nest_megatron.cost_model.target_defaults import (
 )
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.cost_model.traits import Fp8Recipe
-from nest_megatron.errors import UserInputError, require_known
+from nest_megatron.errors import UnplannableModelError, UserInputError, require_known
 from nest_megatron.layout.batch_schedule import BatchSchedule
 from nest_megatron.layout.cuda_graphs import CudaGraphs
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.execution_rules import EXECUTION_ARGUMENTS
-from nest_megatron.layout.knobs import KNOBS, Package, choices_of_execution
+from nest_megatron.layout.knobs import KNOBS, KnobConditions, Package, choices_of_execution
 from nest_megatron.layout.numeric_knobs import NumericKnob, refused_together
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import Recompute
-from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, known_release
+from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, is_within, known_release
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.sequence_lengths import SequenceLengths
@@ -311,6 +311,10 @@ def installed_packages() -> tuple[str, ...]:
     return tuple(found)
 
 
+#: 0.15 refuses CUDA graphs beside expandable segments, for which a job's environment may ask.
+_GRAPHS_SINCE = "0.16"
+
+
 class CostInputs:
     """Inputs of the cost model for a job: its flags over its target's defaults, then ``cost.*``.
 
@@ -318,6 +322,9 @@ class CostInputs:
         accelerator: its name; none where nothing depends on it.
         spec: in the place of the job's.
         lengths: of the data's sequences, which count where they are packed.
+
+    Raises:
+        UnplannableModelError: for a model that is not priced in the job's number format.
     """
 
     def __init__(
@@ -333,9 +340,19 @@ class CostInputs:
         memory = {f"memory_{name}": each for name, each in stated_values(settings.memory).items()}
         assumed = {**stated_values(settings.cost), **memory}
         self._assumed = {name: value for name, value in assumed.items() if name in own}
+        if GATHER in job.required:
+            self._assumed[GATHER] = False
         self._target = read_target(settings, job.target)
         self._precision = read_precision(settings, job.precision)
         self._spec, self._flags = spec or job.spec, job.memory_flags
+        if self._spec.vision is not None and self._precision.is_quantized:
+            raise UnplannableModelError(
+                "train.precision",
+                self._precision.value,
+                "an encoder of images is priced in 16 bits",
+                "Use bf16.",
+            )
+        self._settings, self._job = settings, job
         self._accelerator, self._lengths = accelerator, lengths
 
     def costs(self, knobs: Iterable[NumericKnob] = ()) -> CostSettings:
@@ -356,6 +373,32 @@ class CostInputs:
         if self._spec.vision is not None:  # samples have lengths for which no buffers are made
             flags = {"tp_comm_overlap": False, **flags}
         return self._target.execution(self._accelerator, self._precision, flags, self._spec)
+
+    def knob_conditions(
+        self, freed: Collection[str], *, has_fast_link: bool, is_steady: bool
+    ) -> KnobConditions:
+        """What decides how the job's layers may be executed.
+
+        Args:
+            freed: Megatron's arguments that the job states and a plan may change.
+            is_steady: every step runs as many micro batches.
+        """
+        job, costs = self._job, self.costs()
+        has_graphs = is_within(self._target.megatron_core, since=_GRAPHS_SINCE)
+        return KnobConditions(
+            spec=self._spec,
+            accelerator=self._accelerator,
+            fp8_recipe=costs.traits.fp8_recipe.value if costs.precision.is_quantized else None,
+            precision=costs.precision,
+            packages=known_packages(self._settings, job.packages),
+            fixed=fixed_choices(self._settings, job.fixed, freed),
+            has_engine=job.transformer_impl != "local",
+            capturable=job.capturable and is_steady and has_graphs,
+            has_fast_link=has_fast_link,
+            counts_on_host=job.counts_on_host,
+            can_state=job.can_state,
+            closed=job.closed,
+        )
 
     def offers(self, *groups: Iterable[NumericKnob]) -> tuple[NumericOffer, ...]:
         """Choices that change numbers and that the job has not made, at most one of each group."""

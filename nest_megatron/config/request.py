@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Final
 
 from nest_megatron.catalogue_files import default_setting
-from nest_megatron.cluster.records import Cluster, Precision
+from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.catalogue import (
     read_adapters,
     read_cluster,
@@ -20,12 +19,10 @@ from nest_megatron.config.catalogue import (
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.defaults import naming_defaults
 from nest_megatron.config.job import (
-    GATHER,
     CostInputs,
     Job,
     fields_of,
-    fixed_choices,
-    known_packages,
+    read_precision,
     read_target,
     recipe_flags,
 )
@@ -45,6 +42,7 @@ from nest_megatron.config.space import (
     check_quotients,
     limits_for_length,
     read_backend,
+    read_recompute,
     read_space,
     require_buildable,
     require_experts,
@@ -64,8 +62,8 @@ from nest_megatron.cost_model.memory import fp8_copy_bytes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.site import Site
 from nest_megatron.cost_model.site_file import find_site
+from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import (
-    UnplannableModelError,
     UserInputError,
     require_at_least,
     require_seconds,
@@ -81,15 +79,15 @@ from nest_megatron.layout.knobs import (
     unknown_packages,
 )
 from nest_megatron.layout.numeric_knobs import MEMORY_KNOBS, NUMERIC_KNOBS
-from nest_megatron.layout.policy import PolicyError
+from nest_megatron.layout.policy import Policy, PolicyError
 from nest_megatron.layout.rulebook.devices import device_notes, require_recipe
-from nest_megatron.layout.rulebook.facts import is_within
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.encoder import PeftScheme
 from nest_megatron.model.spec import OF_HUGGING_FACE, TransformerSpec
 from nest_megatron.planner import Request
 from nest_megatron.planner.request import Offer
 from nest_megatron.profile.choose import TimedJob, choose_times
+from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.profile.records import ProfileMode
 from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Seconds
@@ -97,8 +95,6 @@ from nest_megatron.units import Seconds
 #: Bandwidth from which activations can wait on the host: above PCIe of the fifth generation
 #: (63 GB/s), below NVLink-C2C.
 _FAST_LINK = 1e11
-#: 0.15 refuses CUDA graphs beside expandable segments, for which a job's environment may ask.
-_GRAPHS_SINCE = "0.16"
 #: Settings that no other part of a plan's file says.
 _RECORDED: Final = (
     "search.tie_percent",
@@ -138,10 +134,9 @@ def request_of(
             not leave it to the framework, which has to be able to build the model.
         begun_s, shortlist: as of ``Request``.
     """
-    job, cluster = catalogue_job(settings), read_cluster(settings)
     return request_for(
-        job,
-        cluster,
+        catalogue_job(settings),
+        read_cluster(settings),
         settings,
         read_space(settings) if space is None else space,
         choose_execution=choose_execution,
@@ -178,77 +173,36 @@ def request_for(
             GPUs or the batch.
     """
     with naming_defaults(settings.defaults):
-        train, search = settings.train, settings.search
-        if settings.flags is not None and job.command is None and not job.fields:
-            raise UserInputError(
-                "flags",
-                settings.flags,
-                "no command of Megatron-LM is there that has flags",
-                "Add --from COMMAND.",
-            )
-        if settings.assume_harmless and not job.fields:
-            fields = list(settings.assume_harmless)
-            raise UserInputError(
-                "assume_harmless",
-                fields,
-                "it names fields of a recipe of NeMo or Megatron-Bridge, and this job is none",
-                "Leave it out.",
-            )
-        if job.target is not None:
-            _require_own_words(settings, job)
+        _require_settings_for(job, settings)
         policy, target = read_policy(), read_target(settings, job.target)
-        spec = with_images(with_seq_length(job.spec, train.seq_length), train)
-        spec, attention_notes = attention_of(spec, target)
+        spec, model_notes = _model_to_train(job, settings, target)
         schedule = batch_schedule_of(settings, job, spec.seq_length)
-        batch, notes = batch_of(settings, job, cluster.num_gpus, schedule)
-        notes += [*attention_notes, *_length_notes(spec, train.seq_length)]
-        within = space_within(space, policy, cluster)
-        if "micro_batch_size" not in space.fixed:
-            within["limits"] = limits_for_length(within["limits"], spec.seq_length)
-        granularity = settings.parallel.recompute_granularity
-        if not granularity and space.recompute is not None:
-            granularity = space.recompute.granularity
-        within |= space_of_frozen_weights(spec, target, within["zero_stages"], granularity)
+        batch, batch_notes = batch_of(settings, job, cluster.num_gpus, schedule)
+        limits = spec, settings, target, policy, cluster
+        space = _allowed_space(space, *limits)
+        try:
+            offer = offer and replace(offer, space=_allowed_space(offer.space, *limits))
+        except PolicyError:
+            offer = None  # nothing is left of another sharding
         require_experts(spec, settings.parallel)
         if settings.checks.plausibility:
             require_plausible(spec, cluster, batch, typed=settings.given)
         check_quotients(space, cluster.num_gpus, batch)
-        name = cluster.accelerator.name
+        train, device = settings.train, cluster.accelerator
         packed = job.packs if train.sequence_packing is None else train.sequence_packing
         lengths = read_lengths(train, spec.seq_length, packed=packed)
-        notes += length_notes(lengths, packed=packed)
-        inputs = CostInputs(settings, job, name, spec=spec, lengths=lengths)
+        inputs = CostInputs(settings, job, device.name, spec=spec, lengths=lengths)
         costs = settings_within(inputs.costs(), policy)
-        if GATHER in job.required:
-            costs = replace(costs, traits=replace(costs.traits, overlap_param_gather=False))
-        if spec.vision is not None and costs.precision.is_quantized:
-            raise UnplannableModelError(
-                "train.precision",
-                costs.precision.value,
-                "an encoder of images is priced in 16 bits",
-                "Use bf16.",
-            )
-        recipe = costs.traits.fp8_recipe.value if costs.precision.is_quantized else None
-        require_recipe(name, recipe)
-        choices = KnobConditions(
-            spec=spec,
-            accelerator=name,
-            fp8_recipe=recipe if costs.precision is Precision.FP8 else None,
-            precision=costs.precision,
-            packages=known_packages(settings, job.packages),
-            fixed=fixed_choices(settings, job.fixed, freed),
-            has_engine=job.transformer_impl != "local",
-            capturable=job.capturable
-            and schedule is None
-            and is_within(target.megatron_core, since=_GRAPHS_SINCE),
-            has_fast_link=cluster.accelerator.host_bandwidth_bytes_per_s >= _FAST_LINK,
-            counts_on_host=job.counts_on_host,
-            can_state=job.can_state,
-            closed=job.closed,
+        conditions = inputs.knob_conditions(
+            freed,
+            has_fast_link=device.host_bandwidth_bytes_per_s >= _FAST_LINK,
+            is_steady=schedule is None,
         )
+        require_recipe(device.name, conditions.fp8_recipe)
         execution, executions = inputs.execution(), space.executions
         if choose_execution:
-            execution, executions = always_on(execution, choices), open_values(choices, execution)
+            execution = always_on(execution, conditions)
+            executions = open_values(conditions, execution)
         of_job: dict[str, Any] = {
             "batch_unit": schedule.batch_unit if schedule else None,
             "execution": execution,
@@ -261,34 +215,19 @@ def request_for(
         if choose_execution and job.target is None:
             require_buildable(spec, target)
             of_job["fixed"] = buildable_degrees(spec, target, space.fixed)
-        space = replace(space, **within, **of_job)
-        offered, offer = offer, None  # another sharding, if a policy leaves any of it
-        with contextlib.suppress(PolicyError):
-            if offered is not None:
-                inside = space_within(offered.space, policy, cluster)
-                offer = replace(offered, space=replace(offered.space, **inside, **of_job))
-        defaults = tuple(f"{each} from {each.origin}" for each in settings.defaults)
-        if defaults:
-            notes.append(f"Defaults of this site: {'; '.join(defaults)}.")
-        mode = choice(typed_setting("profile.mode"), settings.profile.mode, ProfileMode)
-        require_seconds(typed_setting("profile.max_seconds"), settings.profile.max_seconds)
-        named = f"model={spec.name} cluster={cluster.name}"
-        timed = TimedJob(
-            spec=spec,
-            accelerator=cluster.accelerator,
-            precision=costs.precision,
-            versions=versions or {},
-            command=named if versions is None else "--from <your script and its flags>",
-            implementation=job.transformer_impl,
-        )
-        times, profile_notes = choose_times(timed, mode, settings.profile.name)
+        space = replace(space, **of_job)
+        if offer is not None:
+            offer = replace(offer, space=replace(offer.space, **of_job))
+        times, profile_notes = _layer_times(settings, job, spec, cluster, versions)
         site, site_notes = (
             site_calibration(cluster, versions) if settings.profile.site else (None, ())
         )
+        search = settings.search
         require_at_least(
             "search.num_alternatives", search.num_alternatives, 0, "Give the number of runners-up."
         )
         own = {**job.fixed, "micro_batch_size": job.micro_batch_size}
+        defaults = tuple(f"{each} from {each.origin}" for each in settings.defaults)
         return Request(
             spec=spec,
             cluster=cluster,
@@ -302,12 +241,10 @@ def request_for(
             times=times,
             not_modelled=job.not_modelled,
             offer=offer,
-            packages=unknown_packages(choices) if choose_execution else {},
-            numeric_offers=offers_within(
-                (each for knob in NUMERIC_KNOBS for each in inputs.offers((knob,))), policy
-            ),
+            packages=unknown_packages(conditions) if choose_execution else {},
+            numeric_offers=offers_within(inputs.offers(NUMERIC_KNOBS), policy),
             memory_offers=offers_within(inputs.offers(*MEMORY_KNOBS), policy),
-            memory_spaces=_other_spaces(space, offer, choices if choose_execution else None),
+            memory_spaces=_other_spaces(space, offer, conditions if choose_execution else None),
             reliability=read_reliability(settings, job.save_interval),
             rates=read_rates(settings, spec.seq_length, schedule),
             max_oom_chance=settings.memory.max_oom_chance,
@@ -315,12 +252,14 @@ def request_for(
             own={name: value for name, value in own.items() if value is not None},
             shortlist=shortlist,
             notes=(
-                *notes,
+                *batch_notes,
+                *model_notes,
+                *length_notes(lengths, packed=packed),
+                *([f"Defaults of this site: {'; '.join(defaults)}."] if defaults else []),
                 *policy_notes(policy),
-                *device_notes(name, recipe, execution),
+                *device_notes(device.name, conditions.fp8_recipe, execution),
                 *site_notes,
-                *_model_notes(spec),
-                *_copy_notes(costs),
+                *_pricing_notes(spec, costs),
                 *image_notes(spec),
                 *profile_notes,
             ),
@@ -331,6 +270,111 @@ def request_for(
             given=recorded_settings(settings),
             site=site,
         )
+
+
+def _require_settings_for(job: Job, settings: Settings) -> None:
+    """Refuse settings of other jobs, and those that would price another job than the one that runs.
+
+    A model of the catalogue has no words of its own.
+    """
+    if settings.flags is not None and job.command is None and not job.fields:
+        raise UserInputError(
+            "flags",
+            settings.flags,
+            "no command of Megatron-LM is there that has flags",
+            "Add --from COMMAND.",
+        )
+    if settings.assume_harmless and not job.fields:
+        raise UserInputError(
+            "assume_harmless",
+            list(settings.assume_harmless),
+            "it names fields of a recipe of NeMo or Megatron-Bridge, and this job is none",
+            "Leave it out.",
+        )
+    if job.target is None:
+        return
+    if read_adapters(settings) is not None:
+        raise UserInputError(
+            "peft.scheme",
+            settings.peft.scheme,
+            "the job says itself what it trains",
+            "Leave it out.",
+        )
+    own: dict[str, Any] = {
+        "seq_length": job.spec.seq_length,
+        "precision": job.precision.value,
+        "fp8_recipe": job.memory_flags.get("fp8_recipe"),
+    }
+    for name, value in own.items():
+        asked = getattr(settings.train, name)
+        if asked not in (None, value):
+            raise UserInputError(
+                typed_setting(f"train.{name}"),
+                asked,
+                f"the job says {value}, and a plan does not change that",
+                "Change the job itself.",
+            )
+
+
+def _model_to_train(
+    job: Job, settings: Settings, target: Target
+) -> tuple[TransformerSpec, list[str]]:
+    """The job's model, with the sequences of the settings and the attention of its framework.
+
+    Returns:
+        The model, and what was assumed of it.
+    """
+    seq_length = settings.train.seq_length
+    spec = with_images(with_seq_length(job.spec, seq_length), settings.train)
+    spec, notes = attention_of(spec, target)
+    longest = spec.max_position_embeddings or spec.seq_length  # the catalogue's have a length
+    if seq_length is None and spec.source.startswith(OF_HUGGING_FACE) and longest > spec.seq_length:
+        notes.append(
+            f"train.seq_length is not given; {spec.seq_length} of the model's {longest} tokens are "
+            "assumed."
+        )
+    return spec, notes
+
+
+def _allowed_space(
+    space: SearchSpace,
+    spec: TransformerSpec,
+    settings: Settings,
+    target: Target,
+    policy: Policy,
+    cluster: Cluster,
+) -> SearchSpace:
+    """What a policy, and the framework that builds the model, leave of a space."""
+    within = space_within(space, policy, cluster)
+    if "micro_batch_size" not in space.fixed:
+        within["limits"] = limits_for_length(within["limits"], spec.seq_length)
+    recompute = space.recompute or read_recompute(settings.parallel)
+    within |= space_of_frozen_weights(spec, target, within["zero_stages"], recompute)
+    return replace(space, **within)
+
+
+def _layer_times(
+    settings: Settings,
+    job: Job,
+    spec: TransformerSpec,
+    cluster: Cluster,
+    versions: Mapping[str, str] | None,
+) -> tuple[LayerTimes | None, tuple[str, ...]]:
+    """Measured times of the model's layers, and notes; ``versions`` as of ``request_for``."""
+    mode = choice(typed_setting("profile.mode"), settings.profile.mode, ProfileMode)
+    require_seconds(typed_setting("profile.max_seconds"), settings.profile.max_seconds)
+    command = "--from <your script and its flags>"
+    if versions is None:
+        command = f"model={spec.name} cluster={cluster.name}"
+    timed = TimedJob(
+        spec=spec,
+        accelerator=cluster.accelerator,
+        precision=read_precision(settings, job.precision),
+        versions=versions or {},
+        command=command,
+        implementation=job.transformer_impl,
+    )
+    return choose_times(timed, mode, settings.profile.name)
 
 
 def _other_spaces(
@@ -356,31 +400,6 @@ def _other_spaces(
     return spaces
 
 
-def _require_own_words(settings: Settings, job: Job) -> None:
-    """Refuse settings that would price another job than the one that runs."""
-    if read_adapters(settings) is not None:
-        raise UserInputError(
-            "peft.scheme",
-            settings.peft.scheme,
-            "the job says itself what it trains",
-            "Leave it out.",
-        )
-    own: dict[str, Any] = {
-        "seq_length": job.spec.seq_length,
-        "precision": job.precision.value,
-        "fp8_recipe": job.memory_flags.get("fp8_recipe"),
-    }
-    for name, value in own.items():
-        asked = getattr(settings.train, name)
-        if asked not in (None, value):
-            raise UserInputError(
-                typed_setting(f"train.{name}"),
-                asked,
-                f"the job says {value}, and a plan does not change that",
-                "Change the job itself.",
-            )
-
-
 def recorded_defaults() -> dict[str, str]:
     """Settings that no other part of a plan's file says, as typed where nobody says another."""
     return {key: value_text(default_setting(key)) for key in _RECORDED}
@@ -393,18 +412,8 @@ def recorded_settings(settings: Settings) -> tuple[str, ...]:
     return tuple(f"{key}={value}" for key, value in values.items() if value != usual[key])
 
 
-def _length_notes(spec: TransformerSpec, given: int | None) -> Iterator[str]:
-    """What a configuration without a length of its own is taken at; the catalogue's have one."""
-    longest = spec.max_position_embeddings or spec.seq_length
-    if given is None and spec.source.startswith(OF_HUGGING_FACE) and longest > spec.seq_length:
-        yield (
-            f"train.seq_length is not given; {spec.seq_length} of the model's {longest} tokens are "
-            "assumed."
-        )
-
-
-def _model_notes(spec: TransformerSpec) -> Iterator[str]:
-    """What a plan says of its adapters, and of layers of which few measurements are known."""
+def _pricing_notes(spec: TransformerSpec, costs: CostSettings) -> Iterator[str]:
+    """What a plan says of adapters, of layers that are seldom measured, and of memory for fp8."""
     if spec.adapters is not None:
         yield f"All weights but those of adapters are frozen: {spec.adapters.words()}."
         if spec.adapters.scheme is not PeftScheme.LORA:
@@ -421,10 +430,6 @@ def _model_notes(spec: TransformerSpec) -> Iterator[str]:
             "memory traffic, times a share that is fitted to whole steps of hybrid models on "
             "Hopper and Blackwell (docs/hybrid.md); no public measurement of its kernels is known."
         )
-
-
-def _copy_notes(costs: CostSettings) -> Iterator[str]:
-    """Why a job in fp8 may need more memory than one in bf16."""
     beside = fp8_copy_bytes(ZeroStage.NONE, costs) if costs.precision.is_quantized else 0
     if beside and not costs.traits.fp8_weights:
         words = costs.precision.value

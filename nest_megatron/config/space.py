@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.overrides import Choice, choice
 from nest_megatron.config.policy import policy_notes
-from nest_megatron.config.schema import ParallelConfig
+from nest_megatron.config.schema import ParallelConfig, stated_values
 from nest_megatron.config.train import assumed_batch
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM, NEMO, newest_stable, target_named
 from nest_megatron.cost_model.targets import Target
@@ -51,8 +51,6 @@ from nest_megatron.planner.layouts import estimate_for
 from nest_megatron.solver.backend import Backend
 from nest_megatron.solver.space import DEFAULT_LIMITS, DEGREES, SearchSpace
 
-Value = TypeVar("Value")
-
 
 def read_space(settings: Settings) -> SearchSpace:
     """What the search may choose; ``UserInputError`` for what only ``estimate`` takes."""
@@ -71,12 +69,13 @@ def read_space(settings: Settings) -> SearchSpace:
             "plan uses it wherever tensor parallelism is on: same time, less memory",
             "Leave it out, or use `nest-megatron estimate` to price a layout without it.",
         )
-    limits = {name: getattr(settings.search, f"max_{name}") for name in DEGREES}
+    order, zero = read_rank_order(parallel), read_zero(parallel)
+    bounds = stated_values(settings.search)
     return SearchSpace(
         fixed=fixed_degrees(settings),
-        limits={name: value for name, value in limits.items() if value is not None},
-        rank_orders=_one_or_all(read_rank_order(parallel), RankOrder),
-        zero_stages=_one_or_all(read_zero(parallel), ZeroStage),
+        limits={name: bounds[f"max_{name}"] for name in DEGREES if f"max_{name}" in bounds},
+        rank_orders=tuple(RankOrder) if order is None else (order,),
+        zero_stages=tuple(ZeroStage) if zero is None else (zero,),
         recompute=read_recompute(parallel),
         use_all_gpus=settings.search.use_all_gpus,
     )
@@ -84,12 +83,10 @@ def read_space(settings: Settings) -> SearchSpace:
 
 def fixed_degrees(settings: Settings) -> dict[str, int]:
     """Degrees that the configuration fixes, the micro batch among them."""
-    values = {name: getattr(settings.parallel, name, None) for name in DEGREES}
-    values["micro_batch_size"] = micro = settings.train.micro_batch_size
-    if micro is not None:
-        fix = "Give the sequences of one micro batch, or leave it out to search it."
-        require_at_least("train.micro_batch_size", micro, 1, fix)
-    return {name: value for name, value in values.items() if value is not None}
+    stated = {**stated_values(settings.parallel), **stated_values(settings.train)}
+    fix = "Give the sequences of one micro batch, or leave it out to search it."
+    require_at_least("train.micro_batch_size", stated.get("micro_batch_size", 1), 1, fix)
+    return {name: stated[name] for name in DEGREES if name in stated}
 
 
 def read_rank_order(parallel: ParallelConfig) -> RankOrder | None:
@@ -138,10 +135,6 @@ def read_recompute(parallel: ParallelConfig) -> Recompute | None:
 def read_backend(name: str | None) -> Backend | None:
     """The solver's backend, if asked for by name."""
     return _named("search.backend", name, Backend)
-
-
-def _one_or_all(value: Value | None, every: Iterable[Value]) -> tuple[Value, ...]:
-    return tuple(every) if value is None else (value,)
 
 
 def require_buildable(spec: TransformerSpec, target: Target) -> None:
@@ -278,7 +271,7 @@ def space_of_frozen_weights(
     spec: TransformerSpec,
     target: Target,
     zero_stages: Iterable[ZeroStage],
-    recompute: RecomputeGranularity | str | None,
+    recompute: Recompute | None,
 ) -> dict[str, Any]:
     """What a search may choose where only adapters are trained, by fields of ``SearchSpace``.
 
@@ -288,7 +281,7 @@ def space_of_frozen_weights(
     by Megatron-FSDP is not chosen: neither framework's recipes have it.
 
     Args:
-        recompute: the granularity that is fixed.
+        recompute: that is fixed.
     """
     if spec.adapters is None:
         return {}
@@ -299,7 +292,8 @@ def space_of_frozen_weights(
             f"{target.framework} trains all weights",
             "Add target=megatron_bridge or target=nemo.",
         )
-    if target is NEMO and recompute == RecomputeGranularity.FULL:
+    is_full = recompute is not None and recompute.granularity is RecomputeGranularity.FULL
+    if target is NEMO and is_full:
         raise UserInputError(
             "recompute_granularity",
             "full",
@@ -364,10 +358,9 @@ def estimate_layout(settings: Settings, request: Request) -> ParallelPlan:
 def _uneven(request: Request, grid: PartialLayout) -> tuple[ParallelPlan, str]:
     """The fastest partition of a grid that does not split evenly, or the evenest if none fits."""
     if grid.sequence_parallel == (grid.dims.tensor_model_parallel_size > 1):
-        fixed = {name: getattr(grid.dims, name) for name in DEGREES if name != "micro_batch_size"}
         space = replace(
             request.space,
-            fixed={**fixed, "micro_batch_size": grid.micro_batch_size},
+            fixed=grid.sizes,
             rank_orders=(grid.dims.rank_order,),
             zero_stages=(grid.zero,),
             recompute=grid.recompute,
@@ -404,7 +397,7 @@ def _grid(settings: Settings, request: Request) -> tuple[PartialLayout, tuple[st
         global_batch_size=batch,
         micro_batch_size=micro,
         sequence_parallel=sequence_parallel,
-        recompute=NO_RECOMPUTE if recompute is None else recompute,
+        recompute=recompute or NO_RECOMPUTE,
         zero=ZeroStage.OPTIMIZER if zero is None else zero,
     )
     execution = allowed_execution(request.space.execution, grid)
@@ -453,28 +446,20 @@ def read_shard(settings: Settings, spec: TransformerSpec, flags: Mapping[str, An
     Raises:
         UserInputError: for degrees that Megatron does not build this model with.
     """
-    parallel, train = settings.parallel, settings.train
-    given = {}
-    for name in LAYER_DEGREES:
-        stated = getattr(parallel, name)
-        given[name] = flags.get(name) if stated is None else stated
-    degrees: dict[str, Any] = {name: 1 if n is None else n for name, n in given.items()}
-    tp = degrees["tensor_model_parallel_size"]
-    if spec.num_experts is not None and given["expert_tensor_parallel_size"] is None:
-        degrees["expert_tensor_parallel_size"] = tp  # Megatron's own default
-    sequence_parallel = parallel.sequence_parallel
+    stated = {name: value for name, value in flags.items() if value is not None}
+    stated |= fixed_degrees(settings)
+    degrees: dict[str, Any] = {name: stated.get(name, 1) for name in LAYER_DEGREES}
+    tp, experts_tp = degrees["tensor_model_parallel_size"], "expert_tensor_parallel_size"
+    if spec.num_experts is not None:
+        degrees[experts_tp] = stated.get(experts_tp, tp)  # Megatron's own default
+    sequence_parallel = settings.parallel.sequence_parallel
     if sequence_parallel is None:
-        sequence_parallel = flags.get("sequence_parallel", tp > 1) and tp > 1
-    micro_batch_size = train.micro_batch_size
-    if micro_batch_size is None:
-        micro_batch_size = flags.get("micro_batch_size") or 1
-    fix = "Give the sequences of one micro batch."
-    require_at_least("train.micro_batch_size", micro_batch_size, 1, fix)
+        sequence_parallel = stated.get("sequence_parallel", True) and tp > 1
     for name, value in degrees.items():
         if value < 1:
             ParallelDims(**{name: value})  # says what is wrong with it
     micro: dict[str, Any] = {
-        "micro_batch_size": micro_batch_size,
+        "micro_batch_size": stated.get("micro_batch_size", 1),
         "sequence_parallel": sequence_parallel,
     }
     shard = LayerShard(**degrees, **micro)
@@ -483,7 +468,7 @@ def read_shard(settings: Settings, spec: TransformerSpec, flags: Mapping[str, An
     launched = LaunchRequest(  # on the smallest grid that holds these degrees
         spec=spec,
         dims=ParallelDims(**degrees, data_parallel_size=replicas),
-        global_batch_size=micro_batch_size * replicas,
+        global_batch_size=micro["micro_batch_size"] * replicas,
         moe_grouped_gemm=spec.is_moe,
         **micro,
     )

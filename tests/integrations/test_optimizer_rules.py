@@ -12,7 +12,7 @@ from nest_megatron.integrations.megatron_lm.parser import known_flags, read_comm
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.search_space import for_optimizer
 from nest_megatron.integrations.plan_job import TypedCommand
-from nest_megatron.integrations.typed_command import CommandPlan, plan_command
+from nest_megatron.integrations.typed_command import CommandPlan, plan_command, read_request
 from nest_megatron.layout.rulebook.facts import RELEASES, Facts, Rule, violations
 from nest_megatron.layout.rulebook.options import COMMAND_RULES
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
@@ -180,6 +180,15 @@ def test_parameters_are_saved_without_gathers_beside_forward_passes() -> None:
     assert found.arguments["use_distributed_optimizer"]
     assert not found.arguments["overlap_param_gather"]
     assert "--overlap-param-gather" not in found.launch[LAUNCHER].argv
+
+
+def test_choices_are_priced_with_the_gathers_that_the_job_may_have() -> None:
+    saves = f"{job('--save here --save-interval 10')} --save-params-interval 10"
+    typed = TypedCommand(text=NODE + saves, free=(), version="0.19")
+    _, request = read_request(typed, compose(parse(["cluster=dgx_h100"])))
+    settings = [request.settings, *(each.settings for each in request.numeric_offers)]
+    assert len(settings) > 1
+    assert not any(each.traits.overlap_param_gather for each in settings)
 
 
 @pytest.mark.parametrize(("kind", "stays"), [("torch", False), ("torch_dist", True)])

@@ -26,6 +26,7 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import plan
 from nest_megatron.report.html import html_report
 from nest_megatron.report.terminal import explain_report, plan_report
+from nest_megatron.solver.space import DEFAULT_LIMITS
 
 TORCH_FSDP2 = "--use-torch-fsdp2 --no-gradient-accumulation-fusion --ckpt-format torch_dist"
 
@@ -80,6 +81,15 @@ def test_what_it_would_gain_is_said_with_what_it_needs() -> None:
     assert "% faster" in offer
     assert "--ckpt-format fsdp_dtensor" in offer
     assert offer.endswith("--free use_megatron_fsdp,ckpt_format")
+
+
+def test_it_is_searched_within_the_limits_of_the_plan() -> None:
+    short = job(WIDE).replace("--seq-length 8192", "--seq-length 512")
+    typed = TypedCommand(text=short, free=())
+    _, request = read_request(typed, compose(parse(["cluster=dgx_h100"])))
+    assert request.offer is not None
+    assert request.space.limits["micro_batch_size"] > DEFAULT_LIMITS["micro_batch_size"]
+    assert request.offer.space.limits == request.space.limits
 
 
 def test_it_is_taken_where_it_is_freed() -> None:
