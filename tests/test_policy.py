@@ -239,10 +239,11 @@ def test_only_pinned_plans_of_trusted_signers_and_folders_are_launched(
 @pytest.mark.parametrize("which", ["policy", "folder", "above"])
 @pytest.mark.parametrize("changed", ["mode", "owner", "mode of a link's file"])
 def test_a_policy_that_others_may_write_to_ends_everything(
-    tmp_path: Path, which: str, changed: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str, changed: str
 ) -> None:
     path = of_operators(tmp_path / "site", launch={"pinned_only": True})
-    assert read_policy({VARIABLE: str(path)})
+    monkeypatch.setenv(VARIABLE, str(path))
+    assert read_policy()
     found = {"policy": path, "folder": path.parent, "above": path.parent.parent}[which]
     if changed == "owner":
         if os.geteuid():
@@ -255,9 +256,9 @@ def test_a_policy_that_others_may_write_to_ends_everything(
         link = tmp_path / "etc2" / "policy.yaml"
         link.parent.mkdir()
         link.symlink_to(path)
-        path = link
+        monkeypatch.setenv(VARIABLE, str(link))
     with pytest.raises(UserInputError, match="could change what it says"):
-        read_policy({VARIABLE: str(path)})
+        read_policy()
 
 
 @pytest.mark.parametrize("which", ["key", "folder", "owner"])
@@ -285,13 +286,13 @@ def test_keys_that_others_may_write_to_are_not_trusted(
 def test_a_tab_after_a_colon_is_read(tmp_path: Path) -> None:
     path = of_operators(tmp_path)
     path.write_text('{"launch":\t{"pinned_only"\t: true}}')
-    assert read_policy({})[0].launch.pinned_only
+    assert read_policy()[0].launch.pinned_only
 
 
 def test_a_folder_with_the_sticky_bit_is_no_way_in(tmp_path: Path) -> None:
     path = of_operators(tmp_path, launch={"pinned_only": True})
     tmp_path.chmod(0o1777)
-    assert read_policy({})[0].path == str(path)
+    assert read_policy()[0].path == str(path)
 
 
 def test_the_file_that_is_judged_is_the_one_that_is_launched(

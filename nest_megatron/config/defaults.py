@@ -69,7 +69,7 @@ def with_defaults(
 def read_defaults() -> tuple[Setting, ...]:
     """The defaults of the site, each with its file and line; raises as ``with_defaults``."""
     found: dict[str, Setting] = {}
-    for path in site_files(_NAME, VARIABLE, os.environ):
+    for path in site_files(_NAME, VARIABLE):
         own = {setting.key: setting for setting in _read(path)}
         if "cluster" in own:  # what was said of another one
             found = {key: each for key, each in found.items() if not key.startswith("cluster")}
@@ -126,12 +126,12 @@ def naming_defaults(settings: Sequence[Setting]) -> Iterator[None]:
         ) from error
 
 
-def site_files(name: str, variable: str, environment: Mapping[str, str]) -> Iterator[Path]:
+def site_files(name: str, variable: str) -> Iterator[Path]:
     """Files of a name that hold here: the operators', the user's own, and that of a variable."""
     for folder in (SYSTEM_FOLDER, user_folder("config")):
         if os.path.lexists(folder / name):  # one that cannot be followed is refused, not missed
             yield folder / name
-    if named := environment.get(variable):
+    if named := os.environ.get(variable):
         yield expanded(Path(named), variable)
 
 

@@ -11,7 +11,7 @@ import grp
 import itertools
 import os
 import pwd
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -35,14 +35,14 @@ _SHARES: Final = {"least_memory_free": 0.9, "least_mfu": 1.0}
 _TYPED: Final = Source(correct="Correct the policy.", add="Add it to the policy.")
 
 
-def read_policy(environment: Mapping[str, str] = os.environ) -> Policy:
+def read_policy() -> Policy:
     """The files of rules that hold here, the operators' first.
 
     Raises:
         UserInputError: for a file that cannot be read or says something unknown: nothing is planned
             under a policy that is not understood.
     """
-    return tuple(_read(path) for path in site_files(_NAME, VARIABLE, environment))
+    return tuple(_read(path) for path in site_files(_NAME, VARIABLE))
 
 
 def _read(path: Path) -> PolicyFile:

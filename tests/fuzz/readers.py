@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.fuzz.mutate import EDGES, as_text, characters, tree
@@ -291,7 +292,9 @@ def _policy(text: str) -> object:
 
     path = _file(text, "policy.yaml")
     path.chmod(0o600)
-    return read_policy({VARIABLE: str(path)})
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(VARIABLE, str(path))
+        return read_policy()
 
 
 def _states() -> tuple[str, ...]:
