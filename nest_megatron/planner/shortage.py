@@ -250,7 +250,7 @@ def no_plan(
     """
     number = _fewest_gpus(request, deadline.part(_NUMBER_SHARE)) if request.remedies else None
     until = deadline.part(_NUMBER_SHARE)
-    shortage = least_memory(_new_search(request, until, model), until.passed)
+    shortage = least_memory(_new_search(request, until, model))
     is_complete = not until.passed()
     assert shortage is not None, "a legal space has a plan that lacks least memory"
     others = _with_plans(request, number, deadline, find) if request.remedies else ()
@@ -454,7 +454,7 @@ def _sizes(num_gpus: int, host: int, unit: int, has_room: Callable[[int], bool])
 
 def _fits(request: Request, deadline: Deadline) -> bool:
     """Whether some plan fits, as far as there was time to find one."""
-    return fits(_new_search(request, deadline), deadline.passed)
+    return fits(_new_search(request, deadline))
 
 
 def _new_search(request: Request, deadline: Deadline, model: CostModel | None = None) -> Search:
@@ -462,7 +462,8 @@ def _new_search(request: Request, deadline: Deadline, model: CostModel | None = 
     model = model or request.cost_model()
     limit = PeakLimit(model, request.max_oom_chance, request.site)
     space = _least_memory(request.space, model)
-    return Search(model, request.global_batch_size, space, solve, limit=limit)
+    batch, passed = request.global_batch_size, deadline.passed
+    return Search(model, batch, space, solve, limit=limit, out_of_time=passed)
 
 
 def _least_memory(space: SearchSpace, model: CostModel) -> SearchSpace:

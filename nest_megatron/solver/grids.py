@@ -248,11 +248,14 @@ class GridSpace(Caching):
         self, schedule: PartialLayout, zeros: Sequence[ZeroStage]
     ) -> Iterator[PartialLayout]:
         """The families that one of ``schedules`` stands for."""
-        is_plain = schedule.dims.virtual_pipeline_model_parallel_size == 1
-        sizes = [size for size in self.virtual_sizes(schedule) if (size == 1) is is_plain]
         alike = [zero for zero in zeros if zero.is_fsdp == schedule.zero.is_fsdp]
-        for virtual, zero in product(sizes, alike):
+        for virtual, zero in product(self._sizes_like(schedule), alike):
             yield with_stages_and_zero(schedule, virtual, zero)
+
+    def _sizes_like(self, schedule: PartialLayout) -> list[int]:
+        """The numbers of virtual stages that a schedule stands for: one, or all others."""
+        is_plain = schedule.dims.virtual_pipeline_model_parallel_size == 1
+        return [size for size in self.virtual_sizes(schedule) if (size == 1) is is_plain]
 
     @cached_by(lambda self, grid: self._virtual_key(grid))
     def virtual_sizes(self, grid: PartialLayout) -> tuple[int, ...]:
@@ -317,11 +320,11 @@ class GridSpace(Caching):
         pp, num_zeros = grid.dims.pipeline_model_parallel_size, Counter(z.is_fsdp for z in zeros)
         total = 0
         for schedule in self._schedule_grids(grid, zeros):
-            is_plain = schedule.dims.virtual_pipeline_model_parallel_size == 1
-            sizes = [size for size in self.virtual_sizes(grid) if (size == 1) is is_plain]
             total += num_zeros[schedule.zero.is_fsdp] * sum(
                 len(self.allowed_settings(self.largest_block(pp * size), kinds))
-                for size, kinds in product(sizes, self.executions.possible(schedule).values())
+                for size, kinds in product(
+                    self._sizes_like(schedule), self.executions.possible(schedule).values()
+                )
             )
         return total
 

@@ -14,7 +14,7 @@ from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import Recompute
 from nest_megatron.plain import frozen
-from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, OutOfTime, StageSolver, Status
+from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, StageSolver, Status
 from nest_megatron.solver.search import UNLIMITED, Search
 from nest_megatron.solver.space import settings_keeping_least
 from nest_megatron.units import Bytes
@@ -39,15 +39,15 @@ class Shortage:
         return self.needed_bytes - self.limit_bytes
 
 
-def fits(search: Search, out_of_time: OutOfTime = lambda: False) -> bool:
-    """Whether some plan of a search's space fits; once time is out, only if one was found.
+def fits(search: Search) -> bool:
+    """Whether some plan of a search's space fits; once its time is out, only if one was found.
 
     Args:
         search: a search of the job, run or not.
     """
     memory, peaks, most = search.memory, search.peaks, search.most_bytes
     for shard in sorted(search.grids.shards(), key=memory.of_shard_states):
-        if out_of_time() or memory.of_shard_states(shard) > most:
+        if search.out_of_time() or memory.of_shard_states(shard) > most:
             return False
         for family in _families(search, shard):
             if memory.of_family(family) <= peaks.of(family):
@@ -58,19 +58,20 @@ def fits(search: Search, out_of_time: OutOfTime = lambda: False) -> bool:
     return False
 
 
-def least_memory(search: Search, out_of_time: OutOfTime = lambda: False) -> Shortage | None:
+def least_memory(search: Search) -> Shortage | None:
     """Over all plans of the search's space, the one whose highest peak lacks least.
+
+    Once its time is out, it is the one of those looked at.
 
     Args:
         search: a search of the job, run or not.
-        out_of_time: once true, the plan that lacks least of those looked at is taken.
 
     Returns:
         ``None`` if the space is empty.
     """
     best = None
     for missing, grid in _by_bound(search):
-        if best is not None and (missing >= best.missing_bytes or out_of_time()):
+        if best is not None and (missing >= best.missing_bytes or search.out_of_time()):
             break
         stages, limit = StageProblems(search.model, grid), search.peaks.of(grid)
         for recompute in _settings_keeping_least(search, grid):
