@@ -180,6 +180,12 @@ def _changed(path: Path) -> ChangedPinError:
     )
 
 
+def _body(content: bytes, path: Path) -> str:
+    """A plan file without the checksum that a pinned one begins with."""
+    text = plan_text(content, path)
+    return _pinned_body(text, path) if is_pinned(text) else text
+
+
 def _pinned_body(text: str, path: Path) -> str:
     """What the first line of a pinned file is the checksum of."""
     if not is_pinned(text):
@@ -199,8 +205,7 @@ def read_table(path: Path) -> tuple[PlanTable, Pin | None] | None:
     Raises:
         UserInputError: if it cannot be read, or was changed.
     """
-    text = plan_text(read_bytes(path, "plan"), path)
-    body = _pinned_body(text, path) if is_pinned(text) else text
+    body = _body(read_bytes(path, "plan"), path)
     if not plan_table.is_table(body):
         return None
     found = TableText(body, str(path))
@@ -214,17 +219,18 @@ def read_plan(path: Path) -> tuple[ParallelPlan, Pin | None]:
     Raises:
         UserInputError: if it cannot be read, or was changed.
     """
-    text = plan_text(read_bytes(path, "plan"), path)
-    if not is_pinned(text) and not plan_table.is_table(text):
-        return plan_file.load(text, str(path)), None
-    if read_table(path) is not None:
+    content = read_bytes(path, "plan")
+    body = _body(content, path)
+    if plan_table.is_table(body):
         raise PlanFileError(
             "plan",
             str(path),
             "it is a table of plans, one for each number of nodes",
             "`nest-megatron explain` shows it; plan for one number of nodes for one plan.",
         )
-    pinned = read_pinned(path)
+    if not is_pinned(plan_text(content, path)):
+        return plan_file.load(body, str(path)), None
+    pinned = parse_pinned(content, path)
     return pinned.plan, pinned.pin
 
 

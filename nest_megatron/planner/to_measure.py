@@ -140,12 +140,12 @@ def profiles(
         yield Profile(mechanisms=NETWORK, seconds=_START_S + BUDGET_S, num_nodes=2)
 
 
-def shortlisted(model: CostModel, ranked: Sequence[Candidate]) -> Shortlist:
+def shortlisted(model: CostModel, plans: Sequence[Candidate]) -> Shortlist:
     """Few plans of which one is as fast as the fastest, and what to measure to know more."""
-    plans, grids = [each.step for each in ranked], [each.solved.layout for each in ranked]
-    found = shortlist(plans, SURE)
-    can_be_made = [*profiles(model, grids, [grids[number] for number in found.plans])]
-    measured = measurements(plans, SURE, [each.mechanisms for each in can_be_made])
+    steps, layouts = [each.step for each in plans], [each.solved.layout for each in plans]
+    found = shortlist(steps, SURE)
+    can_be_made = [*profiles(model, layouts, [layouts[number] for number in found.plans])]
+    measured = measurements(steps, SURE, [each.mechanisms for each in can_be_made])
     return Shortlist(
         numbers=found.plans,
         chance=found.chance,
