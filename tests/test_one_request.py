@@ -59,10 +59,13 @@ def test_a_plan_makes_each_record_once(
     made, through = Counter[str](), set[str]()
 
     def count(kind: type) -> None:
-        made[kind.__name__] += 1
+        modules = set[str]()
         frame: FrameType | None = sys._getframe()
         while (frame := frame and frame.f_back) is not None:
-            through.add(frame.f_globals["__name__"])
+            modules.add(frame.f_globals["__name__"])
+        if "nest_megatron.planner" not in modules:  # whose side searches ask something else
+            made[kind.__name__] += 1
+        through.update(modules)
 
     def counted(kind: type) -> type:
         check = getattr(kind, "__post_init__", lambda _: None)

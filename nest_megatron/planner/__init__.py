@@ -14,7 +14,6 @@ from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import MOST_OOM_CHANCE, PeakLimit, out_of_memory
 from nest_megatron.cost_model.peak_posterior import PredictedPeak, highest_rank, predicted_peak
-from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.layout.estimate import Choice, RiskierLayout
 from nest_megatron.layout.plan import ParallelPlan, PresentLayout, SearchRecord
 from nest_megatron.layout.policy import require_allowed
@@ -38,7 +37,6 @@ from nest_megatron.solver.backend import backend_to_run, solver_of
 from nest_megatron.solver.outcome import NO_THRESHOLD
 from nest_megatron.solver.ranking import SearchResult, SolvedLayout
 from nest_megatron.solver.search import Search
-from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Seconds, Ticks, to_seconds, to_ticks
 
 __all__ = [
@@ -96,7 +94,7 @@ def plan(
             choice=None if choose else _with_riskier(request, deadline, searched, chosen),
             shortlist=shortlist,
             present=_present_layout(request, searched, first.solved),
-            offers=offers(best, request, find, partial(_faster, request, deadline))
+            offers=offers(best, request, find, partial(_faster, deadline))
             if request.num_alternatives
             else (),
         )
@@ -177,17 +175,13 @@ def _search(
     on_progress: Progress | None = None,
     *,
     model: CostModel | None = None,
-    space: SearchSpace | None = None,
-    max_oom_chance: float | None = None,
-    num_layouts: int | None = None,
     like: Search | None = None,
     slowest: Ticks = NO_THRESHOLD,
 ) -> _Searched:
     """Search a request's space until some time before a deadline.
 
     Args:
-        model, space, max_oom_chance: others than the request's.
-        num_layouts: to rank; ``None`` for the plan and its runners-up.
+        model: of the request's job, with what it has worked out.
         like: a search of the same job and space, which shares what it has worked out.
         slowest: plans that take longer are of no interest, nor are ties; some plan is, and what
             runs today, if this is not said.
@@ -208,10 +202,10 @@ def _search(
     search = Search(
         model,
         request.global_batch_size,
-        space or request.space,
+        request.space,
         solver_of(backend_to_run(request.backend), ends.passed),
-        limit=PeakLimit(model, max_oom_chance or request.max_oom_chance, request.site),
-        num_layouts=num_layouts or request.num_alternatives + 1,
+        limit=PeakLimit(model, request.max_oom_chance, request.site),
+        num_layouts=request.num_alternatives + 1,
         tie_percent=request.tie_percent if is_first else 0.0,
         slowest=slowest,
         like=like,
@@ -231,11 +225,9 @@ def _with_riskier(
         return choice
     model, fastest = searched.model, searched.result.fastest.iteration
     found = _search(
-        request,
+        replace(request, max_oom_chance=MOST_OOM_CHANCE, num_alternatives=0),
         deadline,
         model=model,
-        max_oom_chance=MOST_OOM_CHANCE,
-        num_layouts=1,
         like=searched.search,
         slowest=math.ceil(fastest / (1 + request.tie_percent / 100)) - 1,
     ).result
@@ -335,14 +327,8 @@ def _best(request: Request, deadline: Deadline) -> PredictedLayout | None:
     return None if taken is None else taken[2]
 
 
-def _faster(
-    request: Request,
-    deadline: Deadline,
-    settings: CostSettings,
-    space: SearchSpace,
-    step_s: Seconds,
-) -> SolvedLayout | None:
-    """The fastest plan with a shorter step than some, as far as time allows."""
-    model, slowest = request.cost_model(settings), to_ticks(step_s)
-    found = _search(request, deadline, model=model, space=space, num_layouts=1, slowest=slowest)
-    return next(iter(found.result.plans), None)
+def _faster(deadline: Deadline, request: Request, step_s: Seconds) -> SolvedLayout | None:
+    """The fastest plan of a request with a shorter step than some, as far as time allows."""
+    request = replace(request, num_alternatives=0)
+    found = _search(request, deadline, slowest=to_ticks(step_s)).result
+    return next(iter(found.plans), None)

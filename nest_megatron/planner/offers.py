@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TypeVar
 
 from nest_megatron.cost_model.estimate import estimate
-from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import LAYER_DEGREES
@@ -24,12 +23,11 @@ from nest_megatron.planner.layouts import PredictedLayout, describe_grid
 from nest_megatron.planner.request import NumericOffer, Request
 from nest_megatron.solver.executions import launch_request
 from nest_megatron.solver.ranking import SolvedLayout
-from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Bytes, Seconds, format_gib, format_seconds, to_seconds
 
 T = TypeVar("T")
-#: Finds the fastest plan under settings in a space, if its step is shorter than one.
-Faster = Callable[[CostSettings, SearchSpace, Seconds], SolvedLayout | None]
+#: Finds the fastest plan of a request, if its step is shorter than one.
+Faster = Callable[[Request, Seconds], SolvedLayout | None]
 
 #: Smaller gains are below what the cost model can tell apart (docs/accuracy.md).
 _LEAST_GAIN_PERCENT = 1.0
@@ -206,7 +204,7 @@ def _gain_of(
         # degrees inside a layer are the plan's: a search over all takes as long as the first
         fixed = {**request.space.fixed, **{name: plan.layout.sizes[name] for name in LAYER_DEGREES}}
         space = replace(offer.space_of(request.space), fixed=fixed)
-        other = faster(offer.settings, space, limit_s)
+        other = faster(replace(request, settings=offer.settings, space=space), limit_s)
     if other is not None:
         step_s = to_seconds(other.iteration)
     gain = _gain_percent(before.iteration_time_s, step_s)

@@ -300,9 +300,9 @@ def _with_plans(
             yield Remedy(change=change)
     for change, other in _of_memory(request, deadline):
         yield remedy(change, other)
-    held, everything = _restrictions(request.space), SearchSpace()
-    unrestricted = {name: getattr(everything, name) for name in _RESTRICTIONS}
-    freed = replace(request, space=replace(request.space, **unrestricted))
+    held = _restrictions(request.space)
+    everything = {name: getattr(SearchSpace(), name) for name in _HELD}
+    freed = replace(request, space=replace(request.space, **everything))
     if held and _fits(freed, deadline):
         yield remedy(f"leave free what is fixed ({', '.join(held)})", freed)
 
@@ -371,16 +371,8 @@ def _least_device_gib(request: Request, shortage: Shortage) -> int:
     return bisect.bisect_left(range(2**30), True, shortage.needed_bytes // 2**30, key=holds)
 
 
-#: Fields of what the user may hold fixed; what the framework or the run limits is in others.
-_RESTRICTIONS = (
-    "fixed",
-    "limits",
-    "partition",
-    "recompute",
-    "sharding",
-    "zero_stages",
-    "rank_orders",
-)
+#: What the user holds, by fields of a space; what the framework or the run limits is none of it.
+_HELD = ("fixed", "limits", "partition", "recompute", "sharding", "zero_stages", "rank_orders")
 
 
 def _restrictions(space: SearchSpace) -> list[str]:
