@@ -52,8 +52,7 @@ from nest_megatron.planner.layouts import keep_layout
 from nest_megatron.planner.pins import read_plan
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import print_notes
-from nest_megatron.report.plan_rows import PlanRow, to_csv, to_parquet
-from nest_megatron.report.sweep_chart import sweep_chart
+from nest_megatron.report.plan_rows import PlanRow, sweep_chart, to_csv, to_parquet
 from nest_megatron.report.whatif import Variant, Variants
 from nest_megatron.units import format_seconds
 

@@ -11,8 +11,7 @@ import pytest
 
 from nest_megatron.api.jobs import SweepJob, opened, read_result, write_result
 from nest_megatron.layout import plan_file
-from nest_megatron.report.plan_rows import PlanRow, to_csv, to_parquet
-from nest_megatron.report.sweep_chart import sweep_chart
+from nest_megatron.report.plan_rows import PlanRow, sweep_chart, to_csv, to_parquet
 from tests.cli.runs import (
     ENDLESS_SECOND_JOB,
     SECOND_JOB,
