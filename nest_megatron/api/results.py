@@ -214,8 +214,7 @@ class Plan(Shown):
         Args:
             more: parts before the notes, in the place of the flags to paste.
         """
-        from nest_megatron.report.before_after import before_after_report
-        from nest_megatron.report.runners_up import shortlist_report
+        from nest_megatron.report.layout_tables import before_after_report, shortlist_report
         from nest_megatron.report.terminal import answer_report, notes_report, plan_report
         from nest_megatron.report.words import early_words
 
@@ -338,7 +337,7 @@ class Explanation(Shown):
 
     def differences(self) -> tuple[Mapping[str, Seconds] | None, ...]:
         """For each runner-up, by how much each term is longer than in the plan."""
-        from nest_megatron.report.runners_up import term_differences
+        from nest_megatron.report.layout_tables import term_differences
 
         return term_differences(self.plan.record, self.times)
 

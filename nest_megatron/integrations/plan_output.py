@@ -52,8 +52,8 @@ from nest_megatron.planner.plan_table import TableText, is_table
 from nest_megatron.printing import one_line
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.profile.records import ANALYTIC_NAME
-from nest_megatron.report.before_after import before_after_report
 from nest_megatron.report.console import command_lines
+from nest_megatron.report.layout_tables import before_after_report
 from nest_megatron.report.terminal import answer_report, changes_table, explain_report, notes_report
 from nest_megatron.report.words import early_words
 from nest_megatron.units import Seconds, format_seconds

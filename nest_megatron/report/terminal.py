@@ -20,15 +20,20 @@ from nest_megatron.layout.zero import STRATEGIES, DataParallelSharding
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import EndedEarly, NoPlan, describe_grid
 from nest_megatron.profile.records import ANALYTIC_NAME
-from nest_megatron.report.before_after import difference_words, refused_words, verdict
 from nest_megatron.report.console import command_lines
+from nest_megatron.report.layout_tables import (
+    alternatives_table,
+    difference_words,
+    refused_words,
+    shortlist_report,
+    verdict,
+)
 from nest_megatron.report.memory_words import (
     memory_level,
     no_plan_verdict,
     plan_verdict,
     price_rows,
 )
-from nest_megatron.report.runners_up import alternatives_table, shortlist_report
 from nest_megatron.report.site import memory_rows, site_rows, site_words
 from nest_megatron.report.tables import (
     Bar,

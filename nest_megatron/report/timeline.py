@@ -21,7 +21,7 @@ from nest_megatron.report.charts import (
     write_chart,
     write_legend,
 )
-from nest_megatron.report.runners_up import same_price
+from nest_megatron.report.layout_tables import same_price
 from nest_megatron.report.schedule_view import (
     ScheduleView,
     Span,

@@ -23,7 +23,7 @@ from nest_megatron.integrations.typed_command import (
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.estimate import BeforeAfter, Changes
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.report.before_after import verdict
+from nest_megatron.report.layout_tables import verdict
 from tests.cli.runs import run
 
 MODEL = (

@@ -17,10 +17,15 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.layout.estimate import BeforeAfter, MechanismChange, Shortlist, SiteChange
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.pins import PinnedPlan, read_pinned
-from nest_megatron.report.before_after import before_after_section, sum_words, verdict
-from nest_megatron.report.html import html_report
-from nest_megatron.report.html_sensitivity import _overtaken, _Priced
-from nest_megatron.report.runners_up import as_alternative, shortlist_words, term_differences
+from nest_megatron.report.html import _overtaken, _Priced, html_report
+from nest_megatron.report.layout_tables import (
+    as_alternative,
+    before_after_section,
+    shortlist_words,
+    sum_words,
+    term_differences,
+    verdict,
+)
 from nest_megatron.report.terminal import summary_rows
 from nest_megatron.report.words import confidence_words, proof
 from nest_megatron.units import format_seconds

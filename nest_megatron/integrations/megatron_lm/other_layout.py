@@ -51,8 +51,8 @@ from nest_megatron.planner import EndedEarly, NoPlan, Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.planner.layouts import Variant, difference, estimate_for, pricing
 from nest_megatron.profile.lookup import LayerTimes
-from nest_megatron.report.before_after import layout_words, peak_stage, stages_table, versus_report
 from nest_megatron.report.console import Shown
+from nest_megatron.report.layout_tables import layout_words, peak_stage, stages_table, versus_report
 from nest_megatron.report.memory_words import plan_verdict
 from nest_megatron.report.tables import heading, indented
 from nest_megatron.report.terminal import notes_report
