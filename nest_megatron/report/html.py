@@ -31,11 +31,12 @@ from nest_megatron.model.parameters import active_parameters, total_parameters
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
 from nest_megatron.profile.lookup import LayerTimes
+from nest_megatron.report import words
 from nest_megatron.report.console import LINE, command_lines
 from nest_megatron.report.layout_tables import (
-    as_alternative,
     before_after_section,
     degree_cells,
+    plan_and_alternatives,
     same_price,
     shortlist_words,
     term_differences,
@@ -46,25 +47,8 @@ from nest_megatron.report.schedule_view import schedule_view
 from nest_megatron.report.site import site_rows
 from nest_megatron.report.terminal import provenance_rows, summary_rows
 from nest_megatron.report.timeline import schedule
-from nest_megatron.report.words import (
-    block_name,
-    certificate,
-    confidence_words,
-    early_words,
-    incomplete_ranking,
-    narrow_words,
-    proof,
-    range_words,
-    ranged_words,
-    setting_value,
-    stage_legend,
-    term_words,
-    ties,
-)
 from nest_megatron.units import GB, Bytes, Seconds, format_gib, to_seconds, to_ticks
 
-#: Of the summary, what the page shows as figures at its top.
-_FIGURES = ("Step", "Range")
 _LAYOUT = "pipeline_model_parallel_layout"
 #: Kinds of groups: short name, word for people, kind.
 _GROUPS = (
@@ -76,7 +60,7 @@ _GROUPS = (
     ("expert_dp", "expert data", GroupKind.EDP),
 )
 #: A setting of ``CostSettings`` in its documentation.
-_ENTRY = re.compile(r"^(\w+): (.*(?:\n {4}.*)*)", re.MULTILINE)
+_ENTRY = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 def html_report(
@@ -88,24 +72,18 @@ def html_report(
         times: the measured layer times that the plan was made with.
         flags: Megatron-LM's for the layout, shown where the plan holds no launch command.
     """
-    rows, meanings = summary_rows(plan), setting_meanings()
+    meanings = setting_meanings()
     return render_page(
         "plan.html",
         f"{plan.model.name} on {plan.cluster.describe()}",
         script="plan.js",
         plan=plan,
-        layout=dict(rows)["Layout"],
-        ranged=ranged_words(plan.uncertainty, plan.provenance.own_runs),
-        confidence=confidence_words(plan.uncertainty, plan.provenance.site),
+        words=words,
+        facts=summary_rows(plan),
         model=_model_words(plan.model),
-        range_words=range_words,
         verdict=_verdict(plan),
-        certificate=proof(plan),
-        letters=f"Letters of a stage layout: {stage_legend(plan.model)}.",
-        has_layout=bool(plan.arguments.get(_LAYOUT)),
         level=memory_level(plan, plan.search.not_modelled)
-        or ("warning" if incomplete_ranking(plan.search) else ""),
-        facts=[row for row in rows if row[0] not in _FIGURES],
+        or ("warning" if words.incomplete_ranking(plan.search) else ""),
         kinds=[kind_of_layers(plan, kind, 1) for kind in dict.fromkeys(plan.model.layer_kinds())],
         chunks=partial(chunks, plan),
         terms={name: s for name, s in plan.predicted.terms.items() if to_ticks(s) > 0},
@@ -113,8 +91,7 @@ def html_report(
         groups=groups(plan),
         choices=choices(plan),
         runners_up=runners_up(plan, times),
-        shortlist=plan.shortlist and shortlist_words(plan),
-        search=certificate(plan.search),
+        shortlist_words=shortlist_words,
         search_steps=search_steps(plan.search),
         launches=[  # of a plan without a command its flags
             (name, _command(plan, each), (*plan.notes, *each.notes))
@@ -124,12 +101,9 @@ def html_report(
         today=plan.today and before_after_section(plan.today, plan),
         sensitivity=sensitivity(plan, times),
         site=plan.provenance.site and site_rows(plan.provenance.site),
-        provenance=[
-            *(row for row in provenance_rows(plan) if row[0] != "assumptions"),
-            ("plan", plan_file.checksum(plan)),
-        ],
+        provenance=[*provenance_rows(plan), ("plan", plan_file.checksum(plan))],
         settings=[
-            (name, setting_value(name, value), meanings.get(name, "").replace("``", ""))
+            (name, words.setting_value(name, value), meanings.get(name, "").replace("``", ""))
             for name, value in plan.provenance.settings.items()
             if plan.model.is_moe or name not in OF_EXPERTS  # which say nothing of the model
         ],
@@ -139,29 +113,28 @@ def html_report(
 def _verdict(plan: ParallelPlan) -> str:
     """What to beware of: a search that time ended, and memory that the certificate leaves out."""
     verdict = plan_verdict(plan)
-    told = not verdict or proof(plan).startswith("May fit")
+    told = not verdict or words.proof(plan).startswith("May fit")
     memory = "" if told else f"In memory this layout {verdict}."
-    early = f"{words}." if (words := early_words(plan.search)) else ""
-    risk = risk_words(plan, "This layout")
-    return " ".join(filter(None, (early, memory, risk)))
+    early, risk = words.early_words(plan.search), risk_words(plan, "This layout")
+    return " ".join(filter(None, (early and f"{early}.", memory, risk)))
 
 
 def _model_words(spec: TransformerSpec) -> str:
     """A model's shape in one line."""
-    words = [f"{total_parameters(spec) / 1e9:.3g} billion parameters"]
+    shape = [f"{total_parameters(spec) / 1e9:.3g} billion parameters"]
     if spec.is_moe:
-        words.append(f"{active_parameters(spec) / 1e9:.3g} billion of them active for a token")
+        shape.append(f"{active_parameters(spec) / 1e9:.3g} billion of them active for a token")
     encoder = spec.encoder_num_layers
     layers = f"{encoder} layers of an encoder and {spec.num_layers} of a decoder"
-    words.append(f"{spec.num_layers} layers" if encoder is None else layers)
-    words.append(f"hidden size {spec.hidden_size:,}")
+    shape.append(f"{spec.num_layers} layers" if encoder is None else layers)
+    shape.append(f"hidden size {spec.hidden_size:,}")
     if spec.is_moe:
-        words.append(f"{spec.num_experts} experts, {spec.moe_router_topk} for each token")
+        shape.append(f"{spec.num_experts} experts, {spec.moe_router_topk} for each token")
     decoded = "" if encoder is None else f" and, in the decoder, of {spec.decoder_seq_length:,}"
-    words.append(f"sequences of {spec.seq_length:,} tokens{decoded}")
+    shape.append(f"sequences of {spec.seq_length:,} tokens{decoded}")
     if spec.adapters is not None:
-        words.append(f"all weights frozen but those of adapters ({spec.adapters.words()})")
-    return ", ".join(words)
+        shape.append(f"all weights frozen but those of adapters ({spec.adapters.words()})")
+    return ", ".join(shape)
 
 
 def search_steps(search: SearchRecord) -> tuple[tuple[str, int], ...]:
@@ -180,18 +153,15 @@ def search_steps(search: SearchRecord) -> tuple[tuple[str, int], ...]:
 def _command(plan: ParallelPlan, command: LaunchCommand) -> str:
     """A shell command: what must not be set, the environment, torchrun, script and flags."""
     unset = [f"unset {name}" for name, value in command.environment.items() if value is None]
-    words = launch_words(plan, command)
-    return "\n".join(
-        [*unset, command_lines(words, command.environment.items(), indent="", width=LINE)]
-    )
+    variables, typed = command.environment.items(), launch_words(plan, command)
+    return "\n".join([*unset, command_lines(typed, variables, indent="", width=LINE)])
 
 
 def setting_meanings() -> dict[str, str]:
     """What each setting of the cost model means, from its own documentation."""
-    text = inspect.cleandoc(CostSettings.__doc__ or "")
-    _, _, rest = text.partition("Args:\n")
-    body = inspect.cleandoc("    " + rest.partition("\n\n")[0].lstrip())
-    return {name: " ".join(words.split()) for name, words in _ENTRY.findall(body)}
+    _, _, rest = (inspect.getdoc(CostSettings) or "").partition("Args:\n")
+    entries = _ENTRY.findall(rest.partition("\n\n")[0])
+    return {name: " ".join(meaning.split()) for name, meaning in entries}
 
 
 def choices(plan: ParallelPlan) -> Sequence[tuple[str, str, str]]:
@@ -211,7 +181,7 @@ def _shown(value: object) -> str:
 
 def kind_of_layers(plan: ParallelPlan, kind: LayerKind, count: int) -> Mapping[str, Any]:
     """Neighbouring layers of one kind."""
-    letter, name = kind.letter, " and ".join(map(block_name, kind.blocks)) or "nothing"
+    letter, name = kind.letter, " and ".join(map(words.block_name, kind.blocks)) or "nothing"
     count *= plan.model.num_mtp_layers if kind is LayerKind.MTP else 1
     classes = " ".join(f"u-{block.base}" for block in kind.blocks)
     return {"classes": classes, "letter": letter, "name": name, "count": count}
@@ -232,73 +202,57 @@ def chunks(plan: ParallelPlan, rank: int) -> list[list[Mapping[str, Any]]]:
 def groups(plan: ParallelPlan) -> Mapping[str, Any]:
     """For each kind of group, how its members spread over the network levels."""
     dims, cluster = plan.layout.dims, plan.cluster
-    levels, sizes, reached = cluster.levels, cluster.group_sizes(), reached_levels(cluster)
+    sizes, reached = cluster.group_sizes(), reached_levels(cluster)
     rows: list[dict[str, Any]] = []
-    for name, words, kind in _GROUPS:
-        if "expert" in words and plan.model.num_experts is None:
+    for name, kind_words, kind in _GROUPS:
+        if "expert" in kind_words and plan.model.num_experts is None:
             continue
         shape, size = group_shape(dims, kind, sizes), len(group_of_rank(dims, kind, 0))
-        far = plan.placement.group_levels[name] if size > 1 else "no communication"
-        reach = [_reach(level, shape) for level in reached]
-        links = [level for level in reached if shape[level] > 1]
-        rows.append({"name": words, "size": size, "levels": reach, "links": links, "farthest": far})
-    rates = [
-        f"{sizes[i]:,} GPUs, {levels[i].bandwidth_bytes_per_s / GB:g} GB/s per GPU" for i in reached
-    ]
-    columns = [f"{levels[i].name}: {said}" for i, said in zip(reached, rates, strict=True)]
-    drawn = [
-        {
-            "name": levels[i].name,
-            "words": rates[place],
-            "gpus": sizes[i],
-            "inside": f"{sizes[i] // sizes[reached[place - 1]]:,}" if place else "",
-            "groups": [
-                f"{row['name']} {row['levels'][place][0]}" for row in rows if i in row["links"]
-            ],
-        }
-        for place, i in enumerate(reached)
-    ]
-    return {"drawn": drawn[::-1], "columns": columns, "rows": rows}
+        rows.append(
+            {
+                "name": kind_words,
+                "size": size,
+                "levels": [(_reach(level, shape), shape[level] > 1) for level in reached],
+                "farthest": plan.placement.group_levels[name] if size > 1 else "no communication",
+            }
+        )
+    drawn = []
+    for place, number in enumerate(reached):
+        level, size = cluster.levels[number], sizes[number]
+        members = [(row["name"], *row["levels"][place]) for row in rows]
+        drawn.append(
+            {
+                "name": level.name,
+                "words": f"{size:,} GPUs, {level.bandwidth_bytes_per_s / GB:g} GB/s per GPU",
+                "gpus": size,
+                "groups": [f"{name} {reach}" for name, reach, is_linked in members if is_linked],
+            }
+        )
+    return {"drawn": drawn[::-1], "rows": rows}
 
 
-def _reach(level: int, shape: tuple[int, ...]) -> tuple[str, bool]:
-    """Members of a group inside one group of a level, and whether the level links them."""
+def _reach(level: int, shape: tuple[int, ...]) -> str:
+    """Members of a group inside one group of a level: of several, that it links, as a product."""
     inner, fan_out = prod(shape[:level]), shape[level]
     if inner == prod(shape):
-        return "–", False
-    if fan_out == 1 or level == 0:
-        return str(inner * fan_out), False
-    return f"{fan_out} × {inner}", True
+        return "–"
+    return f"{fan_out} × {inner}" if level and fan_out > 1 else str(fan_out * inner)
 
 
-def runners_up(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[str, Any] | None:
+def runners_up(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[str, Any]:
     """The plan and its runners-up, what they lose, and the columns in which they differ."""
-    if not plan.alternatives:
-        return None
-    plans = [as_alternative(plan), *plan.alternatives]
+    plans = plan_and_alternatives(plan)
     cells = [
         degree_cells(each) | {"Stages": _shown(layout_arguments(plan.model, each.layout)[_LAYOUT])}
         for each in plans
     ]
     lost = [
-        term_words(terms, most=3) if terms else "priced otherwise by this version"
+        words.term_words(terms, most=3) if terms else "priced otherwise by this version"
         for terms in term_differences(plan, times)
     ]
-    known = [each.uncertainty for each in plans if each.uncertainty is not None]
-    narrow = narrow_words(plan.provenance.own_runs) if known else ""
-    said = (
-        "Other layouts at their best. What differs is marked, what all share is left out.",
-        narrow and f"Ranges are {narrow}.",
-        ties(plan),
-        incomplete_ranking(plan.search),
-    )
     return {
         "rows": list(zip(range(len(plans)), plans, cells, ("", *lost), strict=True)),
         "differ": [name for name in cells[0] if len({each[name] for each in cells}) > 1],
-        "chances": any(other.chance_slower is not None for other in plan.alternatives),
-        "lowest": min((each.low_s for each in known), default=None),
-        "highest": max((each.high_s for each in known), default=None),
-        "caption": " ".join(filter(None, said)),
     }
 
 
@@ -378,20 +332,23 @@ def sensitivity(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[
     """
     try:
         settings = restored_settings(plan.provenance.settings)
-        layouts = [plan.layout, *(other.layout for other in plan.alternatives)]
-        model = CostModel(plan.model, plan.cluster, settings, times)
-        price = partial(_priced, model, layouts)
+        model, plans = (
+            CostModel(plan.model, plan.cluster, settings, times),
+            plan_and_alternatives(plan),
+        )
+        price = partial(_priced, model, [each.layout for each in plans])
         now = price((plan.cluster, settings))
     except UserInputError:
         return None
-    steps = [plan.predicted.iteration_time_s]
-    steps += [other.iteration_time_s for other in plan.alternatives]
-    if not all(map(same_price, (each.step_s for each in now), steps)):
+    if not all(
+        same_price(found.step_s, each.iteration_time_s)
+        for found, each in zip(now, plans, strict=True)
+    ):
         return None
     rows, without, job = [], [], (plan.cluster, settings)
     for figure in (*_figures(plan), *_assumptions(plan, settings)):
-        jobs = {words: figure.times(job, factor) for factor, words in _FACTORS.items()}
-        changed = {words: job and price(job) for words, job in jobs.items()}
+        jobs = {name: figure.times(job, factor) for factor, name in _FACTORS.items()}
+        changed = {name: job and price(job) for name, job in jobs.items()}
         row = _row(plan, figure, now, changed)
         rows.append(row) if row else without.append(figure.name)
     return {
@@ -462,7 +419,7 @@ def _assumptions(plan: ParallelPlan, settings: CostSettings) -> Iterator[_Figure
     for field, name in _ASSUMED.items():
         value = getattr(settings, field)
         if value and (plan.model.is_moe or field not in OF_EXPERTS):
-            yield _Figure(f"{name} (cost.{field})", setting_value(field, value), (1, field))
+            yield _Figure(f"{name} (cost.{field})", words.setting_value(field, value), (1, field))
     if (tokens := settings.traits.attended_tokens) is not None:
         name, most = "tokens that a token of a pack attends within", plan.model.seq_length / tokens
         yield _Figure(name, f"{tokens:,.0f}", (1, "traits", "attended_tokens"), most)
@@ -483,8 +440,8 @@ def _row(
     """What a figure changes; nothing where it changes neither the step nor what fits."""
     unknown, tie = plan.search.not_modelled, _tie_percent(plan)
     cells = [_cell(now[0], then[0], unknown) if then else _IMPOSSIBLE for then in changed.values()]
-    overtaken = {words: _overtaken(now, then, tie) for words, then in changed.items() if then}
-    told = [f"{words}: {said}" for words, said in overtaken.items() if said]
+    overtaken = {name: _overtaken(now, then, tie) for name, then in changed.items() if then}
+    told = [f"{name}: {said}" for name, said in overtaken.items() if said]
     if not told and {*cells} <= {_SAME, _IMPOSSIBLE}:
         return None
     return (figure.name, figure.value, *cells, *(["; ".join(told) or "–"] if now[1:] else []))

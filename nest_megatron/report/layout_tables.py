@@ -76,7 +76,7 @@ def alternatives_table(plan: ParallelPlan) -> RenderableType:
             "P(slower)": "" if each.chance_slower is None else f"{100 * each.chance_slower:.0f} %",
             **degree_cells(each),
         }
-        for number, each in enumerate((as_alternative(plan), *plan.alternatives))
+        for number, each in enumerate(plan_and_alternatives(plan))
     ]
     usual = {"GPUs": str(plan.cluster.num_gpus), "P(slower)": "", **_USUAL}
     table = FittingTable()
@@ -109,9 +109,9 @@ def shortlist_report(plan: ParallelPlan) -> RenderableType:
         *figure_columns("Best", "Step", "9 of 10 runs", "GiB", "P(OOM)"),
         *word_columns("Layout"),
     )
-    usual = {"GPUs": str(plan.cluster.num_gpus), **_USUAL}
+    usual, plans = {"GPUs": str(plan.cluster.num_gpus), **_USUAL}, plan_and_alternatives(plan)
     for number, share in zip(found.numbers, found.chances, strict=True):
-        other = plan.alternatives[number - 1] if number else as_alternative(plan)
+        other = plans[number]
         known, layout = other.uncertainty, degree_cells(other).items()
         assert known is not None
         table.add_row(
@@ -159,15 +159,16 @@ def degree_cells(other: Alternative) -> dict[str, str]:
     }
 
 
-def as_alternative(plan: ParallelPlan) -> Alternative:
-    """A plan as a runner-up to itself."""
-    return Alternative(
+def plan_and_alternatives(plan: ParallelPlan) -> list[Alternative]:
+    """A plan as a runner-up to itself, and its runners-up."""
+    own = Alternative(
         layout=plan.layout,
         iteration_time_s=plan.predicted.iteration_time_s,
         slower_percent=0.0,
         uncertainty=plan.uncertainty,
         peak_memory_bytes=plan.predicted.peak_memory_bytes,
     )
+    return [own, *plan.alternatives]
 
 
 def term_differences(

@@ -19,8 +19,8 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner.pins import PinnedPlan, read_pinned
 from nest_megatron.report.html import _overtaken, _Priced, html_report
 from nest_megatron.report.layout_tables import (
-    as_alternative,
     before_after_section,
+    plan_and_alternatives,
     shortlist_words,
     sum_words,
     term_differences,
@@ -229,7 +229,7 @@ def test_runners_up_of_a_hybrid_are_told_by_term_under_0_20() -> None:
     plan = pinned.plan
     assert plan.arguments["virtual_pipeline_model_parallel_size"]
     provenance = dataclasses.replace(plan.provenance, framework=None, framework_version=None)
-    alternatives = (as_alternative(plan),)
+    alternatives = (plan_and_alternatives(plan)[0],)
     other = dataclasses.replace(plan, provenance=provenance, alternatives=alternatives)
     (lost,) = term_differences(other)
     assert lost is not None
