@@ -173,11 +173,11 @@ def extract(
         model = {"model": spec.name, "shard": to_plain(shard)}
         show_json({**model, "layers": found, "notes": notes, "pictures": written})
         return
-    from nest_megatron.report.operator_table import layer_report
+    from nest_megatron.report.layer_work import layer_report
     from nest_megatron.report.terminal import notes_report
 
     for kind, traced in layers.items():
-        show(layer_report(traced.graph, _title(spec, shard, kind), list(_facts(traced))))
+        show(*layer_report(traced.graph, _title(spec, shard, kind), list(_facts(traced))))
     show(notes_report(notes), *(f"Wrote {path}." for path in pictures))
 
 
@@ -190,15 +190,15 @@ def _extract_module(
     graph = extract_chain(build(name), shapes)
     pictures = [] if draw is None else [str(draw)]
     if draw is not None:
-        from nest_megatron.report.work_charts import draw_chain
+        from nest_megatron.report.layer_work import draw_chain
 
         draw_chain(graph, draw)
     if as_json:
         show_json({"module": name, "chain": to_plain(graph), "pictures": pictures})
         return
-    from nest_megatron.report.operator_table import chain_report
+    from nest_megatron.report.layer_work import chain_report
 
-    show(chain_report(graph), *(f"Wrote {path}." for path in pictures))
+    show(*chain_report(graph), *(f"Wrote {path}." for path in pictures))
 
 
 def _layer(
@@ -250,7 +250,7 @@ def _draw(
     """Pictures of the layers: of several, a file each."""
     if draw is None:
         return []
-    from nest_megatron.report.work_charts import draw_layer
+    from nest_megatron.report.layer_work import draw_layer
 
     paths = [draw]
     if len(layers) > 1:

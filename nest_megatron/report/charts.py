@@ -117,6 +117,13 @@ def write_title(figure: Any, title: str) -> None:
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
 
 
+def style_panel(axes: Any, title: str, **ticks: object) -> None:
+    """A panel of a chart of work, under its title, without a frame."""
+    axes.set_title(title, fontsize=9, color=SOFT)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(left=False, bottom=False, **ticks)
+
+
 def write_legend(
     figure: Any, entries: Iterable[tuple[str, str]], place: str, ncols: int, title: str = ""
 ) -> None:

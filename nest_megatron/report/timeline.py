@@ -18,6 +18,7 @@ from nest_megatron.report.charts import (
     blended,
     check_picture,
     ink_on,
+    style_panel,
     write_chart,
     write_legend,
 )
@@ -285,10 +286,8 @@ def _draw_window(axes: Any, view: ScheduleView, window: Window, share: float) ->
             number = axes.text(middle, bar.rank, text, color=ink_on(bar.colour), **look)
             number.set_in_layout(False)
     axes.set_xlim(1e3 * window.start, 1e3 * window.end)
-    axes.set_title(window.name, fontsize=9, color=SOFT)
+    style_panel(axes, window.name, labelsize=8, labelcolor=SOFT)
     axes.set_facecolor(IDLE)
-    axes.spines[:].set_visible(False)
-    axes.tick_params(labelsize=8, labelcolor=SOFT, left=False, bottom=False)
     axes.locator_params(axis="x", nbins=3 if share < 0.2 else 8)
 
 

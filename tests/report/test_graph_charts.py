@@ -18,7 +18,7 @@ from matplotlib.text import Text
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.graph import Group
 from nest_megatron.model.layer_pattern import LayerKind
-from nest_megatron.report.work_charts import (
+from nest_megatron.report.layer_work import (
     FLOPS_PER_BYTE,
     GROUP_COLOURS,
     draw_chain,

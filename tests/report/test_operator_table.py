@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from collections.abc import Iterable
 
 import pytest
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from nest_megatron.model.graph import Part
 from nest_megatron.model.layer_pattern import LayerKind
-from nest_megatron.report.operator_table import chain_report, layer_report, steps
+from nest_megatron.report.layer_work import chain_report, layer_report, steps
 from tests.report.graphs import KINDS, chain, layer
 
 
-def printed(what: object, width: int = 80) -> str:
+def printed(parts: Iterable[RenderableType], width: int = 80) -> str:
     """What a terminal shows."""
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(what)
+    for part in parts:
+        console.print(part)
     return console.export_text()
 
 

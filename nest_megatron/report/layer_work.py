@@ -1,24 +1,26 @@
-"""Charts of work: the operators of a layer, and the blocks of a model's chain.
-
-A bar is as long as its operator takes on an accelerator that is limited by its arithmetic or
-by its memory, whichever takes longer; its colour says which.
-"""
+"""The work of a layer, and of a chain: tables for a terminal, and charts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.console import RenderableType
+from rich.table import Column, Table
+from rich.text import Text
+
 from nest_megatron.model.graph import (
     ChainBlock,
     ChainGraph,
+    ChainOperator,
     Group,
     LayerCollective,
     LayerGraph,
     Operator,
+    Part,
 )
 from nest_megatron.report.charts import (
     INK,
@@ -26,11 +28,250 @@ from nest_megatron.report.charts import (
     SOFT,
     TERM_COLOURS,
     ink_on,
+    style_panel,
     write_chart,
     write_legend,
     write_title,
 )
-from nest_megatron.report.operator_table import steps
+from nest_megatron.report.tables import (
+    FittingTable,
+    figure_columns,
+    heading,
+    name_columns,
+    word_columns,
+)
+
+#: Characters of a name that keep their line; the same beside many figures.
+_WIDE, _NARROW = 21, 17
+_MIB = 2.0**20
+_KINDS = {
+    "gemm": "gemm",
+    "grouped_gemm": "grouped",
+    "attention": "attn",
+    "scan": "scan",
+    "memory_bound": "memory",
+}
+Figures = Sequence[tuple[str, str, float]]
+#: Figures of work: head, field and what one of the table's units is.
+_FLOPS, _BYTES, _SAVED = (
+    ("GFLOP", "flops", 1e9),
+    ("MB", "bytes_moved", 1e6),
+    ("saved MiB", "saved_bytes", _MIB),
+)
+_BACK = ("back", "backward_flops", 1e9), ("back", "backward_bytes_moved", 1e6)
+_WORK: Figures = (_FLOPS, _BACK[0], _BYTES, _BACK[1])
+_BLOCK: Figures = (_FLOPS, _BYTES, ("params M", "parameters", 1e6), _SAVED)
+_MODULE: Figures = (_FLOPS, _BYTES, ("out MiB", "output_bytes", _MIB), _SAVED)
+
+
+def layer_report(
+    graph: LayerGraph, title: str, facts: Sequence[tuple[str, str]] = ()
+) -> Iterator[RenderableType]:
+    """Everything of one layer: facts, operators, collectives, saved activations."""
+    yield Text(f"\n{title}", style="bold")
+    for name, value in facts:
+        yield Text(f"  {name}: {value}", style="dim")
+    yield heading("Operators (GFLOP and MB, forward and backward)")
+    yield _operator_table(graph)
+    if graph.collectives:
+        yield heading("Collectives")
+        yield _collective_table(graph)
+    yield heading("Saved for the backward pass")
+    yield _saved_table(graph)
+
+
+def _sums(figures: Figures, items: Sequence[object]) -> list[str]:
+    return [_number(sum(getattr(i, name) for i in items) / unit) for _, name, unit in figures]
+
+
+def _heads(figures: Figures) -> tuple[str, ...]:
+    return tuple(head for head, _, _ in figures)
+
+
+def _operator_table(graph: LayerGraph) -> Table:
+    table = FittingTable(
+        _name_column("Part", (op.part.value for op in graph.operators)),
+        _name_column("Operator", (op.name for op in graph.operators), _NARROW),
+        *word_columns("Kind"),
+        *figure_columns(*_heads(_WORK), "kern"),
+        pad_edge=False,
+    )
+    for part, ops in groupby(_in_order(graph.operators), lambda op: op.part.value):
+        for at, op in enumerate(ops):
+            kernels = f"{op.num_kernels:,}"
+            kind = _KINDS[op.kind.value]
+            table.add_row("" if at else part, op.name, kind, *_sums(_WORK, [op]), kernels)
+    kernels = f"{sum(op.num_kernels for op in graph.operators):,}"
+    table.add_section()
+    table.add_row("total", "", "", *_sums(_WORK, graph.operators), kernels, style="bold")
+    return table
+
+
+def _collective_table(graph: LayerGraph) -> Table:
+    table = FittingTable(
+        _name_column("Collective", (each.name for each in graph.collectives)),
+        *word_columns("Group", "Kind"),
+        *figure_columns("MB", "x"),
+        *name_columns("pass"),
+        *word_columns("hidden under"),
+        pad_edge=False,
+    )
+    for each in sorted(graph.collectives, key=lambda each: each.backward):
+        size, way = _number(each.message_bytes / 1e6), "back" if each.backward else "forth"
+        cells = (size, f"{each.num_calls:,}", way, each.hidden_under or "-")
+        table.add_row(each.name, each.group.value, each.kind, *cells)
+    table.add_section()
+    calls = sum(each.num_calls for each in graph.collectives)
+    total = sum(each.num_calls * each.message_bytes for each in graph.collectives)
+    table.add_row("all calls", "", "", _number(total / 1e6), f"{calls:,}", "", "", style="bold")
+    return table
+
+
+def _saved_table(graph: LayerGraph) -> Table:
+    table = FittingTable(*word_columns("Part"), *figure_columns("MiB", "share"), pad_edge=False)
+    total, saved = graph.total_saved_bytes(), list(graph.saved_bytes)
+    sums = {part: sum(size for where, size in saved if where is part) for part in Part}
+    by_part = {part.value: size for part, size in sums.items() if size}
+    for name, num_bytes in {"the layer's input": graph.input_bytes, **by_part}.items():
+        share = f"{100 * num_bytes / total:.1f} %" if total else ""
+        table.add_row(name, _number(num_bytes / _MIB), share)
+    table.add_section()
+    table.add_row("total", _number(total / _MIB), "", style="bold")
+    table.add_row("at work in the backward pass", _number(graph.working_bytes / _MIB), "")
+    return table
+
+
+def chain_report(graph: ChainGraph) -> Iterator[RenderableType]:
+    """A model's chain of blocks, then the operators of each kind of block."""
+    yield Text(f"\n{_chain_title(graph)}", style="bold")
+    yield heading("Blocks (one forward pass)")
+    yield _block_table(graph)
+    for kind, count in graph.kinds().items():
+        block = next(block for block in graph.blocks if block.kind == kind)
+        times = f", {count} of them" if count > 1 else ""
+        yield heading(f"{kind}: {block.name}{times}")
+        yield _block_operators(graph, block)
+
+
+def _chain_title(graph: ChainGraph) -> str:
+    shapes = ", ".join(f"{list(each.sizes)} {each.dtype}" for each in graph.inputs)
+    return f"{graph.name} on {shapes}"
+
+
+def _block_table(graph: ChainGraph) -> Table:
+    """The chain, neighbours of one kind in one row."""
+    table = FittingTable(
+        *word_columns("Block", "Kind"),
+        *figure_columns(*_heads(_BLOCK), "passed on MiB"),
+        pad_edge=False,
+    )
+    for run in graph.runs():
+        name = run[0].name
+        if len(run) > 1:
+            name += f" to {run[-1].name} ({len(run)})"
+        table.add_row(name, run[0].kind, *_sums(_BLOCK, run), _number(run[-1].cut_bytes / _MIB))
+    table.add_section()
+    whole = sum(block.bytes_moved for block in graph.blocks)
+    cells = (graph.flops() / 1e9, whole / 1e6, graph.parameters() / 1e6, graph.saved_bytes() / _MIB)
+    table.add_row("total", "", *map(_number, cells), "", style="bold")
+    return table
+
+
+def _block_operators(graph: ChainGraph, block: ChainBlock) -> Table:
+    columns = *word_columns("Module", "Operator", "Kind"), *figure_columns(*_heads(_MODULE))
+    table = FittingTable(*columns, pad_edge=False)
+    for op in graph.within(block):
+        module = _inner_name(op, block) or "."
+        target = op.target.removeprefix("aten.")
+        table.add_row(module, target, _KINDS[op.kind.value], *_sums(_MODULE, [op]))
+    return table
+
+
+def _inner_name(op: ChainOperator, block: ChainBlock) -> str:
+    """The module of an operator, inside that of its block."""
+    return op.module.removeprefix(block.name.partition("#")[0]).removeprefix(".")
+
+
+def _number(value: float) -> str:
+    """A figure with about three digits, and a dash for nothing.
+
+    >>> _number(0.0), _number(0.01234), _number(12.34), _number(4303.6)
+    ('-', '0.0123', '12.3', '4,304')
+    """
+    if not value:
+        return "-"
+    if value < 1:
+        return f"{value:.3g}"
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def _name_column(head: str, names: Iterable[str], most: int = _WIDE) -> Column:
+    """A column of names that keep their line on a narrow terminal, up to a limit."""
+    longest = max(map(len, names), default=0)
+    return word_columns(head, min_width=max(len(head), min(longest, most)))[0]
+
+
+#: The closed forms write what follows the experts, and the second residual, before their place.
+_FROM_EXPERTS = "unpermute"
+_LATE = {_FROM_EXPERTS: 1, "mlp_residual": 2}
+#: Collectives that bring a GEMM its input; all others carry its output on.
+_INWARDS = ("all_gather", "send_recv")
+
+
+class Step(NamedTuple):
+    """An operator, and the collectives before it in the forward pass and after it."""
+
+    operator: Operator
+    above: tuple[LayerCollective, ...] = ()
+    below: tuple[LayerCollective, ...] = ()
+
+
+def steps(graph: LayerGraph) -> tuple[Step, ...]:
+    """The operators of a layer in order, each collective at one of them."""
+    operators = _in_order(graph.operators)
+    above: dict[int, list[LayerCollective]] = {}
+    below: dict[int, list[LayerCollective]] = {}
+    for collective in graph.collectives:
+        at, is_above = _place(collective, operators)
+        (above if is_above else below).setdefault(at, []).append(collective)
+    return tuple(
+        Step(operator=op, above=tuple(above.get(at, ())), below=tuple(below.get(at, ())))
+        for at, op in enumerate(operators)
+    )
+
+
+def _in_order(operators: Sequence[Operator]) -> tuple[Operator, ...]:
+    """Operators as they run; a graph that an extractor has recorded is in order already."""
+    parts = [op.part for op in operators]
+    recorded = Part.CORE_ATTENTION not in parts or (
+        Part.PROJECTION in parts and parts.index(Part.CORE_ATTENTION) < parts.index(Part.PROJECTION)
+    )
+    if recorded and not any(op.name == _FROM_EXPERTS for op in operators):
+        return tuple(operators)
+    order = {part: at for at, part in enumerate(Part)}
+    order[Part.EXPERT_ACTIVATION] = order[Part.EXPERTS]  # between their two GEMMs
+    return tuple(sorted(operators, key=lambda op: (_LATE.get(op.name, 0), order[op.part])))
+
+
+def _place(collective: LayerCollective, operators: Sequence[Operator]) -> tuple[int, bool]:
+    """The operator that a collective lies beside, and whether it lies above it.
+
+    Its operator is known by name, or else the first of its part.
+    """
+    names = [op.name for op in operators]
+    is_above = (collective.kind in _INWARDS) != collective.backward
+    if collective.part is Part.DISPATCH:
+        is_above = False
+        from_experts = (collective.kind == "reduce_scatter") != collective.backward
+        if from_experts and collective.kind != "all_to_all" and _FROM_EXPERTS in names:
+            return names.index(_FROM_EXPERTS), True
+    anchor = collective.hidden_under or collective.name.rpartition(".")[0]
+    if anchor in names:
+        return names.index(anchor), is_above
+    within = [at for at, op in enumerate(operators) if op.part is collective.part]
+    alike = [at for at in within if anchor and names[at].startswith(anchor)]
+    return next(iter(alike or within), len(operators) - 1), is_above
+
 
 #: FLOPs that an accelerator does while it moves a byte: 989 TFLOP/s and 3.35 TB/s of an H100 SXM
 #: (NVIDIA's data sheet), which is close to that of its neighbours.
@@ -42,12 +283,6 @@ GROUP_COLOURS = {
     Group.CONTEXT: TERM_COLOURS["dp_communication"],
     Group.EXPERT: "#1f8a70",
     Group.EXPERT_TENSOR: "#8fd0bd",
-}
-_GROUP_WORDS = {
-    Group.TENSOR: "tensor parallel",
-    Group.CONTEXT: "context parallel",
-    Group.EXPERT: "expert parallel",
-    Group.EXPERT_TENSOR: "expert tensor parallel",
 }
 _BAND = "#f5f6f8"
 #: Inches: the whole width, and of a layer and of a chain a row, and what is above and below them.
@@ -118,8 +353,10 @@ def draw_layer_on(figure: Any, graph: LayerGraph, title: str) -> None:
     panels[0].set_yticks(range(len(rows)), names)
     panels[0].tick_params(labelsize=8)
     panels[0].set_ylim(len(rows) - 0.4, -0.6)
-    groups = [group for group in Group if any(c.group is group for c in graph.collectives)]
-    entries = [*_LIMITS, *((_GROUP_WORDS[group], GROUP_COLOURS[group]) for group in groups)]
+    used, entries = {each.group for each in graph.collectives}, [*_LIMITS]
+    for group, colour in GROUP_COLOURS.items():
+        if group in used:
+            entries.append((f"{group.name.lower().replace('_', ' ')} parallel", colour))
     about = (
         f"Saved for the backward pass: {scaled(graph.total_saved_bytes(), 'B')}. "
         f"Length: time at {FLOPS_PER_BYTE:g} FLOPs a byte, one scale for both passes; "
@@ -171,10 +408,8 @@ def _draw_pass(
         elif collective is not None:
             _draw_collective(axes, at, collective)
     name = "backward pass, upwards" if side else "forward pass, downwards"
-    axes.set_title(f"{name}: {sum(works, _NOTHING)} in all", fontsize=9, color=SOFT)
+    style_panel(axes, f"{name}: {sum(works, _NOTHING)} in all", labelbottom=False)
     axes.set_xlim(0, _END)
-    axes.spines[:].set_visible(False)
-    axes.tick_params(left=False, bottom=False, labelbottom=False)
     first = 0
     for number, (part, members) in enumerate(groupby(rows, key=lambda row: row.part)):
         last = first + len(list(members)) - 1
@@ -191,13 +426,12 @@ def _draw_collective(axes: Any, at: int, collective: LayerCollective) -> None:
     colour, hidden = GROUP_COLOURS[collective.group], bool(collective.hidden_under)
     look = {"facecolor": PAPER if hidden else colour, "edgecolor": colour}
     axes.barh(at, _END, 0.66, linestyle="--" if hidden else "-", **look)
-    ink = INK if hidden else ink_on(colour)
-    place = {"ha": "center", "va": "center", "fontsize": 7.5, "color": ink}
+    place = {"ha": "center", "va": "center", "fontsize": 7.5}
     size = scaled(collective.message_bytes, "B")
     words = [collective.kind.replace("_", "-"), f"over {collective.group.value}:", size]
     words += [f"x {collective.num_calls}"] if collective.num_calls > 1 else []
     words += [f"(under {collective.hidden_under})"] if hidden else []
-    axes.text(_END / 2, at, " ".join(words), **place)
+    axes.text(_END / 2, at, " ".join(words), color=INK if hidden else ink_on(colour), **place)
 
 
 def draw_chain(graph: ChainGraph, path: Path) -> None:
@@ -208,15 +442,12 @@ def draw_chain(graph: ChainGraph, path: Path) -> None:
 
 def draw_chain_on(figure: Any, graph: ChainGraph) -> None:
     """Fill a matplotlib figure: neighbours of one kind on the left, parts of one of them beside."""
-    shapes = ", ".join(f"{list(each.sizes)} {each.dtype}" for each in graph.inputs)
-    write_title(figure, f"{graph.name} on {shapes}")
+    write_title(figure, _chain_title(graph))
     blocks, parts = figure.subplots(1, 2, sharey=True)
     _draw_blocks(blocks, graph)
     _draw_parts(parts, graph)
     for axes, title in ((blocks, "blocks, one forward pass"), (parts, "parts of one block")):
-        axes.set_title(title, fontsize=9, color=SOFT)
-        axes.spines[:].set_visible(False)
-        axes.tick_params(left=False, bottom=False, labelbottom=False, labelsize=8)
+        style_panel(axes, title, labelbottom=False, labelsize=8)
     blocks.set_ylim(sum(_heights(graph)), -0.5)
     about = (
         f"In all {scaled(graph.flops(), 'FLOP')}, "
@@ -288,10 +519,9 @@ def _draw_parts(axes: Any, graph: ChainGraph) -> None:
 
 def _parts(graph: ChainGraph, block: ChainBlock) -> dict[str, _Work]:
     """Work of a block's parts; one without parts has none. The largest of many."""
-    inside = block.name.partition("#")[0]
     parts: dict[str, _Work] = {}
     for op in graph.within(block):
-        name = op.module.removeprefix(inside).removeprefix(".") or "(itself)"
+        name = _inner_name(op, block) or "(itself)"
         parts[name] = parts.get(name, _NOTHING) + _Work(op.flops, op.bytes_moved)
     if len(parts) < 2:
         return {}
