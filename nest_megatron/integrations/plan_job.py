@@ -280,8 +280,7 @@ def reliability_of(plan: ParallelPlan) -> Reliability | None:
         restart_s=found.restart_s,
     )
     said = goodput(best, plan.predicted.iteration_time_s, num_gpus).save_interval
-    interval = None if said == found.save_interval else found.save_interval
-    return replace(best, save_interval=interval)
+    return replace(best, save_interval=None if said == found.save_interval else found.save_interval)
 
 
 def rates_of(plan: ParallelPlan) -> Rates | None:

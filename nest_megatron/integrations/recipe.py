@@ -57,7 +57,7 @@ from nest_megatron.integrations.restore import (
 )
 from nest_megatron.layout.batch_schedule import RAMPUP, BatchSchedule, read_schedule
 from nest_megatron.layout.cuda_graphs import FIELDS as GRAPH_FIELDS
-from nest_megatron.layout.cuda_graphs import cuda_graphs
+from nest_megatron.layout.cuda_graphs import PACKED, cuda_graphs
 from nest_megatron.layout.knobs import closed_fields
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.facts import release_number
@@ -293,7 +293,7 @@ class Recipe(Configuration, ABC):
         )
         with naming_fields({flag_of(item): self.items[item] for item in RECOMPUTE}):
             recompute = read_recompute(stated)
-        graphs = {name: value_or(config, name) for name in GRAPH_FIELDS}
+        graphs = {name: value_or(config, name) for name in GRAPH_FIELDS} | {PACKED[0]: packs}
 
         def is_off(name: str) -> bool:
             return False in [self.find(f"{p}.{name}") for p in places.overlap or (self.model,)]
@@ -336,6 +336,7 @@ class Recipe(Configuration, ABC):
             memory_flags=flags,
             on_blackwell={name: unforced[name] for name in places.forced},
             graphs=cuda_graphs(graphs),
+            capturable=not (packs or differs_by_rank(data)),
             packs=packs,
             closed=closed_fields(
                 value_or(config, "deterministic_mode", False), lengths=packs or is_finetuning(data)

@@ -322,8 +322,9 @@ def plan_command(
     """
     job, request = read_request(typed, composed)
     request = replace(request, begun_s=begun_s, shortlist=shortlist)
-    found = require_plan(find_plan(request, on_progress), request.notes)
-    return command_of_plan(job, request, composed, found)
+    return command_of_plan(
+        job, request, composed, require_plan(find_plan(request, on_progress), request.notes)
+    )
 
 
 def command_of_plan(

@@ -1,4 +1,4 @@
-"""What captured CUDA graphs forbid: recomputation, and experts over several ranks.
+"""What captured CUDA graphs forbid: recomputation, experts over several ranks, packed sequences.
 
 A graph is replayed with fixed addresses and no new random numbers. Source: ``TransformerConfig``
 (``tc``) and ``megatron/training/arguments.py`` (``args``), core_v0.16.1 / main at 0.20.
@@ -16,8 +16,11 @@ from nest_megatron.plain import frozen
 
 #: Megatron's arguments by name, or fields of a framework's configuration.
 Flags = Mapping[str, Any]
-#: Those that request graphs, of both releases.
+#: Those of jobs that pack several sequences into one.
+PACKED = ("sft", "dataloader_inter_document_masking")
+#: Those that request graphs, of both releases, and that say what they capture.
 FIELDS = (
+    *PACKED,
     "cuda_graph_impl",
     "enable_cuda_graph",
     "external_cuda_graph",
@@ -39,12 +42,14 @@ class CudaGraphs:
         scope: parts of a layer that are captured; none is the whole layer.
         jitters: router inputs get random numbers.
         pads_experts: ``--moe-pad-experts-for-cuda-graph-inference``.
+        packs: sequences are packed.
     """
 
     impl: str
     scope: frozenset[str] = frozenset()
     jitters: bool = False
     pads_experts: bool = False
+    packs: bool = False
 
 
 def kept_modules(
@@ -102,4 +107,5 @@ def cuda_graphs(values: Flags) -> CudaGraphs | None:
         scope=modules - {_WHOLE_STEP},
         jitters=values.get("moe_input_jitter_eps") is not None,
         pads_experts=bool(values.get("moe_pad_experts_for_cuda_graph_inference")),
+        packs=any(map(values.get, PACKED)),
     )

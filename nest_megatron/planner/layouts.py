@@ -421,8 +421,9 @@ def keep_layout(plan: ParallelPlan, request: Request) -> ParallelPlan:
     dims = replace(dims, data_parallel_size=replicas)
     is_same = layout.partition.boundaries[-1] == request.spec.num_units
     stages = layout.partition if is_same else spread_partition(request.spec, dims)
-    kept = replace(layout, dims=dims, global_batch_size=request.global_batch_size)
-    return estimate_for(request, kept.with_stages(stages))
+    batch = request.global_batch_size
+    kept = replace(layout, dims=dims, global_batch_size=batch, partition=stages)
+    return estimate_for(request, kept)
 
 
 def check_launchable(
@@ -442,7 +443,7 @@ def check_launchable(
         spec,
         layout,
         partition=layout.partition,
-        sharding=layout.zero.sharding,
+        sharding=layout.sharding,
         batch_schedule=schedule,
         version=version,
         **settings.of_launch(),

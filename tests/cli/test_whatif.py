@@ -116,6 +116,12 @@ def test_the_present_layout_is_priced_as_estimate_does(path: Path, plan: Paralle
     assert (kept.layout, kept.predicted) == (plan.layout, plan.predicted)
 
 
+def test_the_present_layout_keeps_what_it_overlaps(path: Path, plan: ParallelPlan) -> None:
+    own = dataclasses.replace(plan.layout, overlap_grad_reduce=False, overlap_param_gather=False)
+    request = request_of(compose(settings_of(plan, path)), choose_execution=True)
+    assert keep_layout(dataclasses.replace(plan, layout=own), request).layout == own
+
+
 @pytest.mark.slow
 def test_what_was_fixed_stays_fixed(tmp_path: Path) -> None:
     fixed = (

@@ -44,12 +44,18 @@ _VALUES = {
     "global_batch_size": "64",
     "step_batch_size_schedule": "0:64",
     "rampup_batch_size": "16 16 1000",
+    "cuda_graph_scope": "mlp",
+    "cuda_graph_modules": "attn",
 }
 
 
 def options_of(rule: str) -> dict[str, Any]:
     """Options by destination that break the rule of a row."""
-    return {DESTINATIONS.get(name, name): _value(text) for name, text in _stated(rule)}
+    found: dict[str, Any] = {}
+    for name, text in _stated(rule):
+        own = DESTINATIONS.get(name, name)
+        found[own] = [found[own], _value(text)] if own in found else _value(text)
+    return found
 
 
 def _value(text: str) -> Any:
@@ -59,11 +65,12 @@ def _value(text: str) -> Any:
 
 
 def flags_of(rule: str) -> list[str]:
-    """A command's flags that break the rule of a row."""
+    """A command's flags that break the rule of a row; an option named twice has both values."""
+    words: dict[str, list[str]] = {}
+    for name, value in _stated(rule):
+        words.setdefault(name, []).extend(value.split())
     return [
-        word
-        for name, value in _stated(rule)
-        for word in (f"--{name.replace('_', '-')}", *value.split())
+        word for name, values in words.items() for word in (f"--{name.replace('_', '-')}", *values)
     ]
 
 

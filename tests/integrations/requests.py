@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.layout.cuda_graphs import CudaGraphs
 from nest_megatron.layout.dims import ParallelDims, RankOrder
 from nest_megatron.layout.recompute import (
     Recompute,
@@ -262,6 +263,11 @@ BROKEN = {
         cuda_graph_impl=GraphImpl.TRANSFORMER_ENGINE,
     ),
     "graphs_experts": carried(MIXTRAL, dims(dp=2), cuda_graph_impl=GraphImpl.TRANSFORMER_ENGINE),
+    "graphs_packs": carried(
+        changes={"cuda_graphs": CudaGraphs(impl="transformer_engine", packs=True)},
+        cuda_graph_impl=GraphImpl.TRANSFORMER_ENGINE,
+        cuda_graph_scope=("attn", "mlp"),
+    ),
     "graphs_modules": carried(
         cuda_graph_impl=GraphImpl.TRANSFORMER_ENGINE, cuda_graph_scope=("attn", "mlp")
     ),

@@ -12,7 +12,7 @@ import pytest
 from nest_megatron.api.results import Plan
 from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.overrides import parse
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.typed_command import (
     CommandPlan,
@@ -23,6 +23,7 @@ from nest_megatron.integrations.typed_command import (
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.estimate import BeforeAfter, Changes
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.zero import DataParallelSharding
 from nest_megatron.report.layout_tables import verdict
 from tests.cli.runs import run
 
@@ -127,6 +128,81 @@ def test_fsdp_overlaps_so_much_by_itself(strategy: str, asked: str) -> None:
     fsdp += f"--use-megatron-fsdp --data-parallel-sharding-strategy {strategy} "
     fsdp += "--ckpt-format fsdp_dtensor --no-gradient-accumulation-fusion "
     assert typed(fsdp).predicted == typed(fsdp + asked).predicted
+
+
+FSDP = DENSE.replace("--pipeline-model-parallel-size 2 ", "")
+FSDP += "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
+FSDP += "--no-gradient-accumulation-fusion "
+PLAIN = DENSE.replace("--pipeline-model-parallel-size 2 ", "")
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (FSDP, "ckpt_format = torch_dist"),  # Megatron's default
+        (f"{FSDP} --ckpt-format torch_dist", "ckpt_format = torch_dist"),
+        (f"{FSDP} --ckpt-format torch", "ckpt_format = torch"),
+        (f"{DENSE} --ckpt-format fsdp_dtensor", "ckpt_format = fsdp_dtensor"),
+        (f"{DENSE} --ckpt-format torch_dcp", "ckpt_format = torch_dcp"),
+        (f"{PLAIN} --defer-embedding-wgrad-compute", "defer_embedding_wgrad_compute"),
+        (f"{DENSE} --overlap-p2p-communication-warmup-flush", "overlap_p2p_comm_warmup_flush"),
+        (f"{DENSE} --distribute-saved-activations", "distribute_saved_activations"),
+        (f"{DENSE} --num-distributed-optimizer-instances 3", "num_distributed_optimizer_instances"),
+        (f"{DENSE} --hierarchical-context-parallel-sizes 2 2", "hierarchical_context_parallel"),
+        (f"{DENSE} --disable-gloo-process-groups --ckpt-format torch", "gloo_process_groups"),
+    ],
+)
+def test_an_option_that_its_own_layout_does_not_have_is_refused(command: str, option: str) -> None:
+    with pytest.raises(UserInputError, match=f"Megatron-LM 0.16 refuses it: .*{option}"):
+        typed(command)
+    note = next(n for n in compared(command)[0].request.notes if "no point of the search" in n)
+    assert option in note
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"{FSDP} --ckpt-format fsdp_dtensor",
+        f"{FSDP} --ckpt-format fsdp_dtensor --use-cpu-initialization",
+        f"{DENSE} --ckpt-format torch",
+        f"{DENSE} --fsdp-double-buffer",
+        f"{DENSE} --num-experts 8 --moe-router-topk 2 --moe-grouped-gemm",
+    ],
+)
+def test_an_option_that_megatron_takes_is_priced(command: str) -> None:
+    assert typed(command).predicted.iteration_time_s > 0
+
+
+def test_rules_of_megatron_fsdp_are_not_those_of_torch_fsdp2() -> None:
+    """Gradients of 16 bits come out wrong with the former alone, in 0.15."""
+    command = PLAIN.replace("--use-distributed-optimizer", "--use-torch-fsdp2")
+    command += "--untie-embeddings-and-output-weights --no-gradient-accumulation-fusion"
+    plan = estimate_command(TypedCommand(text=command, version="0.15"), settings())
+    assert plan.layout.sharding is DataParallelSharding.TORCH_FSDP2
+
+
+SFT = f"{DENSE} --sft --cuda-graph-impl"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "transformer_engine",
+        "transformer_engine --cuda-graph-scope attn",
+        "transformer_engine --cuda-graph-scope attn mlp",
+        "local",
+    ],
+)
+def test_graphs_hold_no_attention_of_packed_sequences(flags: str) -> None:
+    for plan_of in (typed, compared):
+        with pytest.raises(NestError, match=r"graphs hold neither attention nor .* packed"):
+            plan_of(f"{SFT} {flags}")
+    assert typed(f"{SFT} {flags}".replace("--sft", "")).layout.execution.cuda_graph_impl != "none"
+
+
+def test_graphs_hold_other_modules_of_packed_sequences() -> None:
+    found, _ = compared(f"{SFT} transformer_engine --cuda-graph-scope mlp")
+    assert found.plan.layout.execution.cuda_graph_scope == ("mlp",)
 
 
 def test_without_the_distributed_optimizer_every_replica_keeps_all() -> None:

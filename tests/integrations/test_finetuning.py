@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.integrations import megatron_bridge, nemo
 from nest_megatron.integrations.restore import restored_by_bridge, restored_by_nemo
 from nest_megatron.layout.plan import ParallelPlan
@@ -119,6 +119,28 @@ def test_samples_of_other_lengths_get_no_user_buffers() -> None:
     stated = _bridge(seq_length=2048)
     stated.model.tp_comm_overlap = True  # its user's own
     assert _planned(stated, **settings).layout.execution.tp_comm_overlap
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"packed_sequence_specs": PaddedSequenceSpecs(2048)},
+        {},  # samples of other lengths
+    ],
+)
+def test_no_graphs_are_chosen_where_lengths_change(data: dict[str, Any]) -> None:
+    assert not megatron_bridge.read_recipe(_bridge(**data)).capturable
+    padded = _bridge(dataset_kwargs={"pad_to_max_length": True})
+    assert megatron_bridge.read_recipe(padded).capturable
+
+
+def test_a_recipes_own_graphs_hold_no_attention_of_packs() -> None:
+    cfg = _bridge(packed_sequence_specs=PaddedSequenceSpecs(2048))
+    cfg.model.cuda_graph_impl, cfg.model.cuda_graph_scope = "transformer_engine", ["attn"]
+    with pytest.raises(NestError, match="graphs hold neither attention"):
+        _planned(cfg)
+    cfg.model.cuda_graph_scope = ["mlp"]
+    assert _planned(cfg).layout.execution.cuda_graph_scope == ("mlp",)
 
 
 def test_another_micro_batch_than_the_data_need_is_refused_with_the_reason() -> None:

@@ -176,7 +176,7 @@ def test_options_without_room_are_dropped_with_a_reason() -> None:
     assert not args.defer_embedding_wgrad_compute
     reasons = {change.field: change.reason for change in outcome.changes}
     assert reasons["--tp-comm-overlap"] == "it needs sequence parallelism"
-    assert reasons["--defer-embedding-wgrad-compute"] == "the plan has no pipeline"
+    assert reasons["--defer-embedding-wgrad-compute"] == "the layout has no pipeline"
 
 
 @pytest.mark.parametrize(

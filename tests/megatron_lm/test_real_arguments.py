@@ -66,6 +66,7 @@ LATER = {
     "deepep_ranks",
     "context_heads",
     "graphs_experts",
+    "graphs_packs",
     "offloaded_recomputed",
     "tensor_overlap",
     "delayed_wgrad",

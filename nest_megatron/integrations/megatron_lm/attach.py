@@ -483,8 +483,9 @@ def target_refusal(spec: TransformerSpec, target: Target) -> str:
     but = _OF_LAYOUTS
     if target not in MEGATRON_LM_TARGETS:
         but = but.union(OF_THE_COMMAND_LINE)
-    found = check(_on_one_gpu(spec, target), but=but)
-    return next((_refusal_words(error) for _, error in found), "")
+    for _, broken in check(_on_one_gpu(spec, target), but=but):
+        return _refusal_words(broken)
+    return ""
 
 
 def require_launchable_model(spec: TransformerSpec, target: Target) -> None:

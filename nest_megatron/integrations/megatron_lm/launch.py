@@ -401,8 +401,9 @@ def _pinned_launch(job: Job, pinned: PinnedPlan) -> LaunchPlan:
     if job.spec.vocab_is_padded and rows % plan.layout.dims.tensor_model_parallel_size == 0:
         # the embedding has the rows that the job gives it by itself
         plan = replace(plan, model=replace(plan.model, vocab_size=rows, vocab_is_padded=True))
-    notes = [pin_note(pinned.pin), *filter(None, [pinned.told])]
-    return planning.launch_plan(plan, job.command, tuple(notes))
+    return planning.launch_plan(
+        plan, job.command, (pin_note(pinned.pin), *filter(None, [pinned.told]))
+    )
 
 
 def _replacement(

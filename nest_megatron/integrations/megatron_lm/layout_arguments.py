@@ -173,8 +173,9 @@ def layers_in_bf16(values: Values) -> int:
 
 def rank_order_of(values: Values) -> RankOrder:
     """The order in which ranks are numbered."""
-    has_other = values.get("use_tp_pp_dp_mapping")
-    return RankOrder.TP_CP_EP_PP_DP if has_other else RankOrder.TP_CP_EP_DP_PP
+    if values.get("use_tp_pp_dp_mapping"):
+        return RankOrder.TP_CP_EP_PP_DP
+    return RankOrder.TP_CP_EP_DP_PP
 
 
 def read_zero(values: Values) -> ZeroStage | None:
@@ -198,8 +199,9 @@ def read_sharding(values: Values) -> DataParallelSharding:
                 "Use version 1, or launch without nest.",
             )
         return DataParallelSharding.MEGATRON_FSDP
-    torch_fsdp = values.get("use_torch_fsdp2")
-    return DataParallelSharding.TORCH_FSDP2 if torch_fsdp else DataParallelSharding.DDP
+    if values.get("use_torch_fsdp2"):
+        return DataParallelSharding.TORCH_FSDP2
+    return DataParallelSharding.DDP
 
 
 def partition_of_values(spec: TransformerSpec, values: Values, pp: int) -> StagePartition | None:

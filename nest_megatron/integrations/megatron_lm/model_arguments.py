@@ -202,12 +202,11 @@ def heterogeneous_kinds(values: Values) -> tuple[LayerKind, ...]:
             f"{path} says {expected}, and Megatron ends with an error",
             "Give the same in both.",
         )
-    names = ("hidden_size", "num_attention_heads", "num_query_groups")
     return read_heterogeneous_layers(
         text,
         None,
         flag_of,
-        **{name: values[name] for name in names},
+        **{n: values[n] for n in ("hidden_size", "num_attention_heads", "num_query_groups")},
         ffn_hidden_size=values.get("ffn_hidden_size") or 4 * values["hidden_size"],
     )
 

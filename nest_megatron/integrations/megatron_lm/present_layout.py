@@ -33,6 +33,7 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.policy import violations
 from nest_megatron.layout.recompute import NO_RECOMPUTE, RecomputeGranularity
 from nest_megatron.layout.rulebook import first_broken
+from nest_megatron.layout.rulebook.options import BESIDE_PLANS
 from nest_megatron.layout.stage_layout import is_uniform, uniform_partition
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import Execution
@@ -62,8 +63,10 @@ def with_present_layout(request: Request, job: Job, composed: Settings) -> Reque
     except UserInputError:  # such as no micro batch: it is no job that runs
         return request
     if refused:
-        note = f"The present layout is no point of the search. {refused}"
-        return replace(request, notes=(*request.notes, note))
+        return replace(
+            request,
+            notes=(*request.notes, f"The present layout is no point of the search. {refused}"),
+        )
     layout = variant.layout
     if not _is_in_space(request, layout):
         return request
@@ -176,8 +179,16 @@ def refusal(request: Request, job: Job, asked: Execution | None = None) -> Refus
     Args:
         asked: how layers are to run, where not as the layout says.
     """
-    but = () if job.command else OF_THE_COMMAND_LINE
-    return lambda variant: refusal_text(request, variant, job.values, job.version, asked, but=but)
+    but = BESIDE_PLANS if job.command else OF_THE_COMMAND_LINE
+    return lambda variant: refusal_text(
+        request,
+        variant,
+        job.values,
+        job.version,
+        asked,
+        but=but,
+        options=job.values if asked and job.command else None,
+    )
 
 
 def refusal_text(
@@ -188,12 +199,14 @@ def refusal_text(
     asked: Execution | None = None,
     *,
     but: Collection[str],
+    options: Values | None = None,
 ) -> str:
     """Who refuses a layout of a job, with the first rule that it breaks; empty for none.
 
     Args:
         values: the job's arguments by destination.
         but: rules that are left out.
+        options: those that stay; a plan takes back what contradicts it.
     """
     launched = layout_request(
         request.spec,
@@ -204,7 +217,7 @@ def refusal_text(
         values=values,
         version=version,
     )
-    return first_broken(launched, but=but)
+    return first_broken(replace(launched, options=options or launched.options), but=but)
 
 
 def _dims(job: Job, request: Request) -> ParallelDims:
@@ -226,8 +239,9 @@ def _dims(job: Job, request: Request) -> ParallelDims:
             f"tp * cp * pp must divide the {gpus} GPUs of the job (arguments.py:317)",
             "Change a degree, or say with cluster.num_gpus or the launcher how many GPUs run it.",
         )
-    order = rank_order_of(values)
-    return ParallelDims(**degrees, data_parallel_size=gpus // replica, rank_order=order)
+    return ParallelDims(
+        **degrees, data_parallel_size=gpus // replica, rank_order=rank_order_of(values)
+    )
 
 
 def _execution(job: Job, request: Request, composed: Settings) -> Execution:

@@ -45,7 +45,7 @@ from nest_megatron.integrations.megatron_lm.model_arguments import (
 from nest_megatron.integrations.megatron_lm.parser import name_words, sees_images
 from nest_megatron.integrations.vocabulary import vocab_size_of
 from nest_megatron.layout.batch_schedule import RAMPUP, STEPS, BatchSchedule, read_schedule
-from nest_megatron.layout.cuda_graphs import cuda_graphs
+from nest_megatron.layout.cuda_graphs import PACKED, cuda_graphs
 from nest_megatron.layout.knobs import closed_fields
 from nest_megatron.layout.rulebook.devices import OPTIMIZER_RULES, STATE_FORMATS, overlaps_gradients
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, Facts, release_number, violations
@@ -150,6 +150,7 @@ def job_from_values(
     stated, dispatcher = {**values, "params_dtype": params}, "moe_token_dispatcher_type"
     if dispatcher not in explicit and values.get(dispatcher) == "allgather":
         stated[dispatcher] = None  # Megatron's default, which a plan replaces
+    packs = any(map(values.get, PACKED))
     flags, schedule = memory_flags(stated), schedule_of_values(values, spec.seq_length, version)
     if not overlaps_gradients(str(values.get("optimizer") or "adam"), version):
         flags = {**flags, "overlap_grad_reduce": False}
@@ -177,13 +178,10 @@ def job_from_values(
         zero=read_zero(values),
         sharding=read_sharding(values),
         graphs=cuda_graphs(values),
-        capturable=not (
-            schedule or is_packed(values) or own_layers(values) or _excludes_graphs(values)
-        ),
-        packs=is_packed(values),
+        capturable=not (schedule or packs or own_layers(values) or _excludes_graphs(values)),
+        packs=packs,
         required=_needs_of_options(values, version),
-        closed=closed_fields(values.get("deterministic_mode"), packs=is_packed(values))
-        | _unfused(values),
+        closed=closed_fields(values.get("deterministic_mode"), packs=packs) | _unfused(values),
         counts_on_host=any(map(values.get, _COUNTED_ON_HOST)),
         ckpt_format=values.get("ckpt_format") if "ckpt_format" in explicit else None,
         save_interval=values.get("save_interval") if values.get("save") else None,
@@ -387,15 +385,6 @@ def schedule_of_values(values: Values, seq_length: int, version: str) -> BatchSc
         iterations=values.get("train_iters"),
         name=flag_of,
     )
-
-
-#: Arguments of jobs that pack several sequences into one.
-PACKED = ("sft", "dataloader_inter_document_masking")
-
-
-def is_packed(values: Values) -> bool:
-    """Whether a job with these arguments packs several sequences into one."""
-    return any(map(values.get, PACKED))
 
 
 def pipeline_limits(values: Values, script: str, version: str) -> Mapping[str, int]:

@@ -418,13 +418,12 @@ def for_optimizer(
 
 def _saves(sharding: DataParallelSharding, ckpt_format: str | None) -> bool:
     """Whether Megatron lets it save that format (args:690, :1042, :1050; 0.20 :1169, :1668)."""
-    owners = {
-        "fsdp_dtensor": DataParallelSharding.MEGATRON_FSDP,
-        "torch_dcp": DataParallelSharding.TORCH_FSDP2,
-    }
-    if ckpt_format in owners:
-        return sharding is owners[ckpt_format]
-    return ckpt_format is None or sharding is not DataParallelSharding.MEGATRON_FSDP
+    is_fsdp = sharding is DataParallelSharding.MEGATRON_FSDP
+    return {
+        None: True,
+        "fsdp_dtensor": is_fsdp,
+        "torch_dcp": sharding is DataParallelSharding.TORCH_FSDP2,
+    }.get(ckpt_format, not is_fsdp)
 
 
 def _refused_format(job: Job) -> UserInputError:

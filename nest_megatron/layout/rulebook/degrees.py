@@ -12,7 +12,7 @@ import math
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.layout.dims import ParallelDims, RankOrder
-from nest_megatron.layout.rulebook.facts import Release, Rule
+from nest_megatron.layout.rulebook.facts import Rule
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.shard import fits_fused_attention
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
@@ -29,15 +29,6 @@ _BACKEND = (
 _MAMBA = "tp and cp divide heads and groups of Mamba layers"
 _EXPERTS = "expert degrees divide the experts and the ranks"
 _BIAS = "experts with a bias are not split"
-
-
-def _divides_heads(spec: TransformerSpec, tp: int) -> bool:
-    """Attention heads split over tp; query groups are a multiple or a divisor of tp."""
-    return spec.num_attention_heads % tp == 0 and all(
-        (groups % tp == 0 or tp % groups == 0)
-        and 2 * groups * spec.head_dim % tp == 0  # the packed query-key-value projection
-        for groups in spec.query_group_counts
-    )
 
 
 def _divides_mlp(spec: TransformerSpec, tp: int) -> bool:
@@ -61,14 +52,6 @@ def _divides_mamba(spec: TransformerSpec, tp: int, cp: int) -> bool:
     return groups // tp % cp == 0 or cp % (groups // tp) == 0
 
 
-def _divides_linear(spec: TransformerSpec, tp: int, cp: int, release: Release) -> bool:
-    """Key and value heads of gated delta nets split over tp and cp; the sequence since 0.18."""
-    if LayerBlock.GATED_DELTA_NET not in spec.blocks:
-        return True
-    heads = (spec.linear_num_key_heads, spec.linear_num_value_heads)
-    return not any(count % (tp * cp) for count in heads) and (cp == 1 or release >= (0, 18))
-
-
 def _divides_sequence(spec: TransformerSpec, tp: int, cp: int, sequence_parallel: bool) -> bool:
     """A sequence splits into two pieces a cp rank, and over tp with sequence parallelism.
 
@@ -76,9 +59,9 @@ def _divides_sequence(spec: TransformerSpec, tp: int, cp: int, sequence_parallel
     """
     pieces = cp * 2 if cp > 1 else 1
     shards = tp if sequence_parallel else 1
-    lengths = (spec.seq_length, spec.decoder_seq_length or 0)
     return spec.has_split_encoder or all(
-        length % pieces == 0 and length // cp % shards == 0 for length in lengths
+        length % pieces == 0 and length // cp % shards == 0
+        for length in (spec.seq_length, spec.decoder_seq_length or 0)
     )
 
 
@@ -126,7 +109,14 @@ DEGREE_RULES = (
     Rule(
         "heads_over_tp",
         "tc:925-945",
-        _divides_heads,
+        lambda spec, tp: (
+            spec.num_attention_heads % tp == 0
+            and all(
+                (groups % tp == 0 or tp % groups == 0)
+                and 2 * groups * spec.head_dim % tp == 0  # the packed query-key-value projection
+                for groups in spec.query_group_counts
+            )
+        ),
         _TP,
         "it must divide the {num_attention_heads} attention heads and be a multiple or "
         "a divisor of the {query_groups} query groups",
@@ -331,7 +321,13 @@ DEGREE_RULES = (
     Rule(
         "linear_over_tp_and_cp",
         "tc:964-980",
-        _divides_linear,
+        lambda spec, tp, cp, release: (
+            LayerBlock.GATED_DELTA_NET not in spec.blocks
+            or (
+                math.gcd(spec.linear_num_key_heads, spec.linear_num_value_heads) % (tp * cp) == 0
+                and (cp == 1 or release >= (0, 18))
+            )
+        ),
         f"{_TP}, {_CP}",
         "their product must divide the {linear_num_key_heads} key heads and "
         "{linear_num_value_heads} value heads of gated delta nets, and before 0.18 there is no "

@@ -6,7 +6,6 @@ A device is known by its accelerator's name; of one that no row names nothing is
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Iterator, Mapping
@@ -200,10 +199,8 @@ def device_notes(accelerator: str, recipe: str | None, execution: Execution) -> 
     found = device_rules(accelerator)
     if found is None:
         return
-    plain, chosen = dataclasses.asdict(PLAIN), dataclasses.asdict(execution)
-    own = {name for name in chosen if chosen[name] != plain[name]} | {recipe}
     for name, note in found.notes.items():
-        if name in own:
+        if name == recipe or getattr(execution, name, None) != getattr(PLAIN, name, None):
             yield f"{accelerator}: {note}"
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.layout.cuda_graphs import CudaGraphs, kept_modules
+from nest_megatron.layout.cuda_graphs import kept_modules
 from nest_megatron.layout.recompute import RecomputeModule
 from nest_megatron.layout.rulebook.facts import (
     DEEPEP_RANKS,
@@ -40,6 +40,8 @@ _BACKENDS_SINCE = {
 _OFFLOADED_SINCE = {"fused_group_mlp": (0, 19), "gdp_qkv": (0, 20)}
 _OVERLAP, _FLEX = "overlap_moe_expert_parallel_comm", "moe_flex_dispatcher_backend"
 _GRAPHS, _OFFLOADS = "cuda_graph_impl", "offload_modules"
+#: Captured modules that read where sequences begin.
+_MIXERS = frozenset({"attn", "mamba"})
 
 
 def decisive_modules(spec: TransformerSpec, *, graphs: bool) -> frozenset[RecomputeModule]:
@@ -73,44 +75,6 @@ def _offloads_what_is_there(spec: TransformerSpec, execution: Execution, release
     if not spec.is_moe:
         known -= _OFFLOADED_OF_EXPERTS
     return modules <= known and ("core_attn" in modules or "attn_proj" not in modules)
-
-
-def _overlaps_graphs(execution: Execution, release: Release) -> bool:
-    impl, scope = execution.cuda_graph_impl, set(execution.cuda_graph_scope)
-    if impl is GraphImpl.TRANSFORMER_ENGINE:
-        return bool(scope) and scope.isdisjoint({"moe", "mlp"})
-    return impl is GraphImpl.NONE or release >= (0, 18)
-
-
-def _overlaps_shared(
-    spec: TransformerSpec,
-    execution: Execution,
-    modules: frozenset[RecomputeModule],
-    release: Release,
-) -> bool:
-    kinds = {TokenDispatcher.ALLTOALL}
-    if release >= (0, 18):
-        kinds.add(TokenDispatcher.FLEX)
-    return not spec.moe_shared_expert_intermediate_size or (
-        # without shared experts the flag says nothing
-        execution.moe_token_dispatcher_type in kinds
-        and not execution.overlap_moe_expert_parallel_comm
-        and RecomputeModule.SHARED_EXPERTS not in modules
-    )
-
-
-def _holds_experts(
-    spec: TransformerSpec,
-    execution: Execution,
-    cuda_graphs: CudaGraphs | None,
-    release: Release,
-) -> bool:
-    scope = execution.cuda_graph_scope
-    # the job's own graphs are its own matter, and the buffers of fixed sizes that 0.18 has for
-    # experts in a graph of the step (moe_expert_rank_capacity_factor, moe_paged_stash)
-    without_buffers = release < (0, 18) or execution.cuda_graph_impl is not GraphImpl.FULL_ITERATION
-    planned = cuda_graphs is None and without_buffers
-    return not (planned and spec.is_moe and (not scope or "moe" in scope))
 
 
 def _rule(
@@ -236,7 +200,11 @@ EXECUTION_RULES = (
         "expert_overlap_graphs",
         _OVERLAP,
         "tc:1898",
-        _overlaps_graphs,
+        lambda execution, release: (
+            {"moe", "mlp"}.isdisjoint(execution.cuda_graph_scope or {"mlp"})
+            if execution.cuda_graph_impl is GraphImpl.TRANSFORMER_ENGINE
+            else execution.cuda_graph_impl is GraphImpl.NONE or release >= (0, 18)
+        ),
         "CUDA graphs may hold neither experts nor whole layers",
     ),
     _rule(
@@ -258,7 +226,17 @@ EXECUTION_RULES = (
         "shared_overlap",
         "moe_shared_expert_overlap",
         "tc:1090, tc:1232, tc:1886",
-        _overlaps_shared,
+        lambda spec, execution, modules, release: (
+            not spec.moe_shared_expert_intermediate_size  # without them the flag says nothing
+            or (
+                (
+                    execution.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL
+                    or (execution.is_node_limited and release >= (0, 18))
+                )
+                and not execution.overlap_moe_expert_parallel_comm
+                and RecomputeModule.SHARED_EXPERTS not in modules
+            )
+        ),
         "tokens go by alltoall (by flex too since 0.18), the all-to-all overlaps nothing else, and "
         "shared experts are not recomputed",
     ),
@@ -352,11 +330,32 @@ EXECUTION_RULES = (
         until="0.17",
     ),
     _rule(
+        # the job's own graphs are its own matter, and the buffers of fixed sizes that 0.18 has for
+        # experts in a graph of the step (moe_expert_rank_capacity_factor, moe_paged_stash)
         "graphs_experts",
         _GRAPHS,
         "tc:1762 (run)",
-        _holds_experts,
+        lambda spec, execution, cuda_graphs, release: (
+            cuda_graphs is not None
+            or not spec.is_moe
+            or "moe" not in (execution.cuda_graph_scope or {"moe"})
+            or (release >= (0, 18) and execution.cuda_graph_impl is GraphImpl.FULL_ITERATION)
+        ),
         "experts that nothing pads to a capacity get as many tokens as come, which no graph holds",
+    ),
+    Rule(
+        "graphs_packs",
+        "transformer_layer.py:1020, cuda_graphs.py:1256 (run)",
+        lambda execution, cuda_graphs: (
+            not (cuda_graphs and cuda_graphs.packs)
+            or execution.scope_of_layer_graphs is None
+            or _MIXERS.isdisjoint(execution.cuda_graph_scope or _MIXERS)
+        ),
+        _GRAPHS,
+        "graphs hold neither attention nor Mamba layers of packed sequences, whose lengths change",
+        "Leave it out, or name modules without these.",
+        when=_GRAPHS,
+        since="0.16",
     ),
     _rule(
         "graphs_modules",

@@ -173,6 +173,14 @@ ENGINE_RULES = (
     ),
 )
 
+#: Rules of options that Megatron refuses beside what a plan writes, and may take by themselves.
+BESIDE_PLANS = (
+    "option_fsdp_double_buffer",
+    "option_hybrid_override_pattern",
+    "option_init_model_with_meta_device",
+    "option_moe_flex_dispatcher_backend",
+    "option_use_cpu_initialization",
+)
 _INSTANCES = "num_distributed_optimizer_instances"
 
 
@@ -214,13 +222,13 @@ OPTION_RULES = (
         "defer_embedding_wgrad_compute",
         "mpc:426",
         lambda is_pipelined: is_pipelined,
-        "the plan has no pipeline",
+        "the layout has no pipeline",
     ),
     _option(
         "overlap_p2p_comm_warmup_flush",
         "mpc:452",
         lambda is_interleaved: is_interleaved,
-        "the plan has no virtual stages",
+        "the layout has no virtual stages",
     ),
     _option(
         "overlap_p2p_comm",
@@ -242,7 +250,7 @@ OPTION_RULES = (
             allows_interleaving(pp, vpp, size // (micro_batch_size * dp), option)
             for size in batch_sizes
         ),
-        "the plan's rounds of micro batches are of another size",
+        "the layout's rounds of micro batches are of another size",
     ),
     _option(
         "hybrid_override_pattern",
@@ -263,7 +271,7 @@ OPTION_RULES = (
         "hierarchical_context_parallel_sizes",
         "args:405",
         lambda option, cp: math.prod(map(int, option)) == cp,
-        "the plan has another context-parallel size",
+        "the layout has another context-parallel size",
     ),
     _option(
         "cp_comm_type",
@@ -293,7 +301,7 @@ OPTION_RULES = (
         "moe_shared_expert_overlap",
         "tc:1234",
         lambda modules: RecomputeModule.SHARED_EXPERTS not in modules,
-        "the plan recomputes shared experts",
+        "the layout recomputes shared experts",
     ),
     *(
         _option(
@@ -322,7 +330,7 @@ OPTION_RULES = (
         "fine_grained_activation_offloading",
         "0.20 tc:2163 (run)",
         lambda recomputes_layers: not recomputes_layers,
-        "the plan recomputes whole layers, so nothing of them is saved",
+        "the layout recomputes whole layers, so nothing of them is saved",
     ),
     _option(
         _INSTANCES,
@@ -336,7 +344,7 @@ OPTION_RULES = (
                 and not (spec.is_moe and expert_replicas % option)
             )
         ),
-        "it does not divide the plan's replicas, or its optimizer has no instances",
+        "it does not divide the replicas, or the optimizer has no instances",
     ),
     _option(
         _INSTANCES,
@@ -357,7 +365,7 @@ OPTION_RULES = (
                 % ((options.get("eval_micro_batch_size") or micro_batch_size) * dp)
                 == 0
             ),
-            "the plan's replicas do not divide the batch of evaluation",
+            "the replicas do not divide the batch of evaluation",
             since="0.18",
         )
         for what in ("eval_global_batch_size", "eval_micro_batch_size")
@@ -368,8 +376,8 @@ OPTION_RULES = (
         lambda option, uses_megatron_fsdp, uses_torch_fsdp2: {
             "fsdp_dtensor": uses_megatron_fsdp,
             "torch_dcp": uses_torch_fsdp2,
-        }.get(option, True),
-        "the plan's data-parallel sharding does not save that way",
+        }.get(option, not uses_megatron_fsdp),
+        "the data-parallel sharding does not save that way",
     ),
     *(
         _option(
@@ -444,10 +452,15 @@ _RELATIONS: Mapping[str, Callable[..., object]] = {
 }
 
 
+def _stated(name: str, options: Flags) -> object:
+    name = DESTINATIONS.get(name, name)
+    is_off = options.get(name.removeprefix("no_")) is False
+    return options.get(f"{name}_deprecated") or options.get(name, is_off)
+
+
 def _is_met(condition: str, options: Flags) -> bool:
     name, _, values = condition.removeprefix("!").partition("=")
-    name = DESTINATIONS.get(name, name)
-    value = options.get(name, options.get(name.removeprefix("no_")) is False)
+    value = _stated(name, options)
     words = {str(each) for each in (value if isinstance(value, list) else [value])}
     found = not words.isdisjoint(values.split("|")) if values else bool(value)
     return found is not condition.startswith("!")
@@ -494,7 +507,7 @@ def _refused_together(
         name,
         f"Megatron-LM {{version}} refuses it {' and '.join(words)}".rstrip(),
         f"{fix}, or use a release before {since}." if since else f"{fix}.",
-        value=lambda options: options.get(DESTINATIONS.get(name, name), True),
+        value=lambda options: _stated(name, options),
         since=since,
         until=until,
     )

@@ -51,8 +51,8 @@ def allows_interleaving(
     """
     size = group or pp
     rest = microbatches % size
-    fits = pp <= size <= microbatches and (rest == 0 or (rest >= pp and not whole))
-    return vpp == 1 or (pp > 1 and fits)
+    fits = rest == 0 or (rest >= pp and not whole)
+    return vpp == 1 or (1 < pp <= size <= microbatches and fits)
 
 
 def _uneven_words(spec: TransformerSpec, pp: int) -> str:
