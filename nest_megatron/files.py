@@ -90,7 +90,7 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> None:
                 name.replace(path)
     except OSError as error:
         raise _refused(
-            "out",
+            "file",
             path,
             f"it cannot be written: {error.strerror or error}",
             "Name a place where there is space, you may write, and no other program writes.",
@@ -125,20 +125,15 @@ def append_line(path: Path, line: bytes, *, mode: int | None = None) -> None:
             raise OSError(errno.EINVAL, f"it is {kind}, not a regular file")
         if mode is not None and not state.st_size and state.st_uid == os.geteuid():
             os.fchmod(descriptor, mode)
-        if state.st_size and not _is_readable_end(descriptor, state.st_size):
+        is_whole = not state.st_size
+        with contextlib.suppress(OSError):  # of a file to write to and not to read
+            is_whole = is_whole or os.pread(descriptor, 1, state.st_size - 1) == b"\n"
+        if not is_whole:
             line = b"\n" + line
         if os.write(descriptor, line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
         os.close(descriptor)
-
-
-def _is_readable_end(descriptor: int, size: int) -> bool:
-    """Whether a file is known to end with a whole line."""
-    try:
-        return os.pread(descriptor, 1, size - 1) == b"\n"
-    except OSError:
-        return False
 
 
 #: Says in a file that this program has written it, where a format has a place to say so.
@@ -205,7 +200,7 @@ def is_standard_output(path: Path) -> bool:
     return str(path) == "-"
 
 
-def regular_target(path: Path, what: str = "out") -> Path:
+def regular_target(path: Path, what: str = "file") -> Path:
     """The regular file, there or not, that a path names, links followed."""
     target = expanded(path, what)
     for _ in range(_MAX_LINKS):
@@ -259,13 +254,15 @@ def _print(content: bytes) -> None:
     stream.flush()
 
 
-def require_folder(path: Path, what: str = "out") -> None:
-    """Refuse a file in a folder that is not there, before the work whose result it is to hold."""
+def require_folder(path: Path, what: str = "file") -> None:
+    """Refuse a file in a folder that is not there or is read-only, before the work for it."""
     folder = expanded(path, what).parent
-    if folder.is_dir():
+    limit, fix = f"you may not write to the folder {folder}", "Name another folder."
+    if not folder.is_dir():
+        limit, fix = f"there is no folder {folder}", f"mkdir -p {folder}"
+    elif os.access(folder, os.W_OK):
         return
-    limit, fix = f"there is no folder {folder}", f"mkdir -p {folder}"
-    if (file := next(filter(Path.is_file, (folder, *folder.parents)), None)) is not None:
+    if file := next(filter(Path.is_file, (folder, *folder.parents)), None):
         limit, fix = f"{file} is a file, not a folder", "Name another folder."
     raise _refused(what, path, limit, fix)
 

@@ -54,12 +54,12 @@ def run_paper(
     if chart is not None:
         check_figure(name, chart)
     report = experiment(name, models=models, num_gpus=num_gpus, overrides=overrides)
-    if chart is not None:
-        draw_figure(report, chart)
     if as_json:
         show_json({**to_plain(report), "notes": list(notes(report))})
     else:
         show(paper_report(report))
+    if chart is not None:
+        draw_figure(report, chart)
     return OK
 
 

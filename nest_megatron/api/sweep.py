@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from nest_megatron.api.jobs import (
     LAUNCHER,
     ON_JOB,
+    TABLES,
     Result,
     SweepJob,
     code_of,
@@ -112,7 +113,7 @@ def run_jobs(jobs: Sequence[SweepJob], options: SweepOptions) -> Swept:
         KeyboardInterrupt: if the user interrupts; it says how far the jobs are.
     """
     name = launcher_of(options.launcher)
-    if name.startswith(("submitit", "ray")) and options.out is None:
+    if name.startswith(("submitit", "ray")) and not options.out:
         raise UserInputError(
             LAUNCHER,
             name,
@@ -120,14 +121,14 @@ def run_jobs(jobs: Sequence[SweepJob], options: SweepOptions) -> Swept:
             "Add out=FOLDER on a file system that all of them share.",
         )
     with ExitStack() as stack:
-        if options.out is None:
+        if not options.out:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="nest-megatron-sweep-")))
         else:
             folder = expanded(Path(options.out.strip("'\"")), "out")
         stack.enter_context(opened(folder))
         names = _names(jobs)
-        for name in names.values() if options.out is not None else ():
-            check_output("out", folder / name, force=options.force)
+        for name in (*names.values(), *TABLES) if options.out else ():
+            check_output("out", folder / name, force=options.force or name in TABLES)
         try:
             write_list(folder, jobs, tell=options.tell)
             _run_left(folder, jobs, options)
@@ -135,7 +136,7 @@ def run_jobs(jobs: Sequence[SweepJob], options: SweepOptions) -> Swept:
             done = [(job, result) for job, result in results if result is not None]
             rows = [sweep_row(at, job.varied, result) for at, (job, result) in enumerate(done)]
             own = [names[job.key] for job, _ in done]
-            files = _write(folder, rows, own) if options.out is not None else []
+            files = _write(folder, rows, own) if options.out else []
         except KeyboardInterrupt as error:
             number = sum(is_done(folder, job) for job in jobs)
             kept = "the same command goes on from there"
@@ -189,7 +190,7 @@ def _write(folder: Path, rows: Sequence[PlanRow], names: Sequence[str]) -> list[
         names: the file of each row's plan.
     """
     for name, row in zip(names, rows, strict=True):
-        if row.plan is not None:
+        if row.plan:
             plan_file.write(row.plan, folder / name)
     write_text(folder / "sweep.csv", to_csv(rows))
     files = ["sweep.csv"]

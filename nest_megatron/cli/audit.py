@@ -15,7 +15,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.history import store
 from nest_megatron.history.records import Outcome, RefusedLaunch, RunRecord
 from nest_megatron.plain import to_plain
-from nest_megatron.report.console import say, show, show_json
+from nest_megatron.report.console import say, show, show_json, show_or_json
 from nest_megatron.report.runs import (
     audit_table,
     refusal_details,
@@ -83,10 +83,7 @@ def history(
 def show_run(run: str, *, as_json: bool) -> None:
     """Show one run (its id or the start of it): prediction, ranks, warnings, how it ended."""
     found = store.find(store.read(), run)
-    if as_json:
-        show_json(document(found))
-    else:
-        show(run_details(found))
+    show_or_json(document(found), run_details(found), as_json=as_json)
 
 
 def document(run: RunRecord) -> dict[str, Any]:
@@ -177,9 +174,12 @@ def audit(
             {
                 "files": [*map(str, named)],
                 "runs": [
-                    {**document(each), "without_end_s": max(0.0, since_start_s(each))}
-                    if each.outcome is Outcome.STARTED
-                    else {**document(each), "without_end_s": None}
+                    document(each)
+                    | {
+                        "without_end_s": max(0.0, since_start_s(each))
+                        if each.outcome is Outcome.STARTED
+                        else None
+                    }
                     for each in runs
                 ],
                 "refused": [to_plain(each) for each in refused],

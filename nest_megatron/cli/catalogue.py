@@ -35,23 +35,20 @@ def models(name: str | None, *, as_json: bool) -> None:
     """
     from nest_megatron.config.catalogue import named_model
     from nest_megatron.report.catalogue_tables import model_details, model_document, models_table
-    from nest_megatron.report.console import show, show_json
+    from nest_megatron.report.console import show_or_json
 
     if (names := _listed("model", name)) is not None:
         listed = [named_model(each) for each in names]
-        if as_json:
-            show_json({"models": [model_document(*each) for each in listed]})
-        else:
-            show(models_table([spec for spec, _ in listed]))
+        document = {"models": [model_document(*each) for each in listed]}
+        show_or_json(document, models_table([spec for spec, _ in listed]), as_json=as_json)
         return
     from nest_megatron.integrations.megatron_lm.attach import target_refusals
 
     assert name is not None, "without a name all are listed"
     spec, notes = named_model(name)
-    if as_json:
-        show_json(model_document(spec, notes, target_refusals(spec)))
-    else:
-        show(model_details(spec, target_refusals(spec)), *(f"note: {note}" for note in notes))
+    refusals = target_refusals(spec)
+    details = (model_details(spec, refusals), *(f"note: {note}" for note in notes))
+    show_or_json(model_document(spec, notes, refusals), *details, as_json=as_json)
 
 
 @command(

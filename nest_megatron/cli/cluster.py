@@ -136,11 +136,6 @@ def cluster_discover(
         base=base,
         mixed=MixedGpus(mixed_gpus),
     )
-    if out is not None:
-        write_text(out, found.text(out))
-    if hosts_out is not None:
-        names = [host.name for host in found.hosts]
-        write_text(hosts_out, host_file(found.topology, names))
     written = [str(path) for path in (out, hosts_out) if path is not None]
     if as_json:
         show_json(
@@ -153,18 +148,23 @@ def cluster_discover(
                 "written": written,
             }
         )
-        return
-    say(f"{found.cluster.describe()} on {len(found.hosts)} hosts")
-    for title, lines in (
-        ("Seen", found.seen),
-        ("Not seen, and assumed", found.assumed),
-        ("Notes", found.notes),
-    ):
-        if lines:
-            say(f"\n{title}")
-            for line in lines:
-                say(f"  {line}")
-    for name in written:
+    else:
+        say(f"{found.cluster.describe()} on {len(found.hosts)} hosts")
+        for title, lines in (
+            ("Seen", found.seen),
+            ("Not seen, and assumed", found.assumed),
+            ("Notes", found.notes),
+        ):
+            if lines:
+                say(f"\n{title}")
+                for line in lines:
+                    say(f"  {line}")
+    if out is not None:
+        write_text(out, found.text(out))
+    if hosts_out is not None:
+        names = [host.name for host in found.hosts]
+        write_text(hosts_out, host_file(found.topology, names))
+    for name in () if as_json else written:
         say(f"Wrote {name}.")
 
 
@@ -225,10 +225,6 @@ def network_import(
     measured = read_measurements(paths, None if kind is None else CollectiveKind(kind))
     described = None if cluster is None else named_cluster(cluster)
     found = fit_network(measured, described)
-    if out is not None and found.cluster is not None and cluster is not None:
-        write_text(out, cluster_text(found.cluster, cluster, out))
-    if profile is not None:
-        profiles.write(found.profile, profile)
     written = [str(path) for path in (out, profile) if path is not None]
     if as_json:
         show_json(
@@ -240,10 +236,14 @@ def network_import(
                 "written": written,
             }
         )
-        return
-    table = levels_table(found.profile.fits, described)
-    show(profile_lines(found.profile), table, notes_report(found.notes))
-    for path in written:
+    else:
+        table = levels_table(found.profile.fits, described)
+        show(profile_lines(found.profile), table, notes_report(found.notes))
+    if out is not None and found.cluster is not None and cluster is not None:
+        write_text(out, cluster_text(found.cluster, cluster, out))
+    if profile is not None:
+        profiles.write(found.profile, profile)
+    for path in () if as_json else written:
         say(f"Wrote {path}.")
 
 

@@ -27,7 +27,7 @@ from nest_megatron.planner.pins import (
     write_pinned,
 )
 from nest_megatron.printing import one_line
-from nest_megatron.report.console import say, show, show_json
+from nest_megatron.report.console import say, show_json, show_or_json
 
 
 @command("nest-megatron keygen --out robot.key --no-password")
@@ -163,23 +163,20 @@ def explain(
             )
         record, pin = found
         table = PlanTable(record=record, notes=() if pin is None else (pin_note(pin),))
-        show_json(table.to_dict()) if as_json else show(*table.report())
+        show_or_json(table.to_dict(), *table.report(), as_json=as_json)
         return
     explained = load_plan(path).explain()
     if versus is not None or why_not is not None:
         if len(given) > 1:
             raise click.UsageError(f"{' and '.join(given)}: give one of them.")
         other = explained.versus(versus) if versus is not None else explained.why_not(str(why_not))
-        show_json(other.to_dict()) if as_json else show(*other.report())
+        show_or_json(other.to_dict(), *other.report(), as_json=as_json)
         return
+    show_or_json(explained.to_dict(), *explained.report(), as_json=as_json)
     if timeline is not None:
         explained.write_timeline(timeline, force=True)  # checked before
     if html is not None:
         explained.write_html(html, force=True)
-    if as_json:
-        show_json(explained.to_dict())
-    else:
-        show(*explained.report())
 
 
 @command(

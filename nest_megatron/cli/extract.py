@@ -42,7 +42,7 @@ from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
 from nest_megatron.report.charts import check_picture
-from nest_megatron.report.console import show, show_json
+from nest_megatron.report.console import say, show, show_json, show_or_json
 
 
 @command(
@@ -160,7 +160,7 @@ def extract(
         )
     kinds = kinds if layer == "all" else [LayerKind(layer)]
     layers = {kind: _layer(spec, kind, shard, source) for kind in kinds}
-    pictures = _draw(draw, spec, shard, layers)
+    pictures = _pictures(draw, layers)
     idle = {k for k in composed.given if k not in _MATTERS and not k.startswith("model.")}
     notes = [f"{key} does not change the work of a layer." for key in sorted(idle)]
     if as_json:
@@ -172,13 +172,19 @@ def extract(
         written = [str(path) for path in pictures]
         model = {"model": spec.name, "shard": to_plain(shard)}
         show_json({**model, "layers": found, "notes": notes, "pictures": written})
-        return
-    from nest_megatron.report.layer_work import layer_report
-    from nest_megatron.report.terminal import notes_report
+    else:
+        from nest_megatron.report.layer_work import layer_report
+        from nest_megatron.report.terminal import notes_report
 
-    for kind, traced in layers.items():
-        show(*layer_report(traced.graph, _title(spec, shard, kind), list(_facts(traced))))
-    show(notes_report(notes), *(f"Wrote {path}." for path in pictures))
+        for kind, traced in layers.items():
+            show(*layer_report(traced.graph, _title(spec, shard, kind), list(_facts(traced))))
+        show(notes_report(notes))
+    for (kind, traced), path in zip(layers.items(), pictures, strict=False):  # all, or none
+        from nest_megatron.report.layer_work import draw_layer
+
+        draw_layer(traced.graph, path, _title(spec, shard, kind))
+        if not as_json:
+            say(f"Wrote {path}.")
 
 
 def _extract_module(
@@ -188,17 +194,17 @@ def _extract_module(
     shapes = read_inputs(inputs, dtypes)
     require_torch()
     graph = extract_chain(build(name), shapes)
+    from nest_megatron.report.layer_work import chain_report
+
     pictures = [] if draw is None else [str(draw)]
+    document = {"module": name, "chain": to_plain(graph), "pictures": pictures}
+    show_or_json(document, *chain_report(graph), as_json=as_json)
     if draw is not None:
         from nest_megatron.report.layer_work import draw_chain
 
         draw_chain(graph, draw)
-    if as_json:
-        show_json({"module": name, "chain": to_plain(graph), "pictures": pictures})
-        return
-    from nest_megatron.report.layer_work import chain_report
-
-    show(*chain_report(graph), *(f"Wrote {path}." for path in pictures))
+        if not as_json:
+            say(f"Wrote {draw}.")
 
 
 def _layer(
@@ -241,24 +247,15 @@ def _facts(layer: ExtractedLayer) -> Iterator[tuple[str, str]]:
         yield f"kept with recompute {label}", f"{saved.saved_bytes / 2**20:,.1f} MiB"
 
 
-def _draw(
-    draw: Path | None,
-    spec: TransformerSpec,
-    shard: LayerShard,
-    layers: Mapping[LayerKind, ExtractedLayer],
-) -> list[Path]:
-    """Pictures of the layers: of several, a file each."""
+def _pictures(draw: Path | None, layers: Mapping[LayerKind, ExtractedLayer]) -> list[Path]:
+    """Files for pictures of the layers: of several, one each."""
     if draw is None:
         return []
-    from nest_megatron.report.layer_work import draw_layer
-
     paths = [draw]
     if len(layers) > 1:
         paths = [draw.with_name(f"{draw.stem}-{kind.value}{draw.suffix}") for kind in layers]
         for path in paths:
             check_output("--draw", path, force=forced())
-    for (kind, layer), path in zip(layers.items(), paths, strict=True):
-        draw_layer(layer.graph, path, _title(spec, shard, kind))
     return paths
 
 

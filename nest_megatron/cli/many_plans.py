@@ -42,7 +42,7 @@ from nest_megatron.integrations.megatron_lm.node_counts import (
 )
 from nest_megatron.integrations.typed_command import command_of_plan, kept_command, read_request
 from nest_megatron.plain import frozen
-from nest_megatron.report.console import print_notes, progress, say, show, show_json
+from nest_megatron.report.console import print_notes, progress, say, show_or_json
 from nest_megatron.report.plan_rows import scaling_table, sweep_table
 
 _SIZE = "cluster.num_gpus"
@@ -70,14 +70,11 @@ def run_plan_table(options: PlanOptions, nodes: str) -> int:
             )
         made = plan_for_nodes(dataclasses.replace(job, on_progress=report), counts)
     found = PlanTable(record=made, notes=job.request.notes)
-    out = composed.out
-    if out is not None:
-        found.save(Path(out), force=True)  # checked before the search
-    if options.as_json:
-        show_json(found.to_dict())
+    show_or_json(found.to_dict(), *found.report(), as_json=options.as_json)
+    if (out := composed.out) is None:
         return OK
-    show(*found.report())
-    if out is not None:
+    found.save(Path(out), force=True)  # checked before the search
+    if not (options.as_json or is_standard_output(Path(out))):
         say(
             f"Written to {out}; `nest-megatron pin {shlex.quote(out)}` freezes it for +nest=pinned."
         )
@@ -93,10 +90,10 @@ def run_sweep(options: PlanOptions) -> int:
     found = run_jobs(jobs, _sweep_options(settings, launcher))
     same = " ".join(str(s) for s in settings if s.key not in {"out", *keys})
     table = sweep_table(found.rows)
-    if options.html is not None:
-        write_text(options.html, table.page("A sweep", same, found.rows))
     done = [{"overrides": [*map(str, job.varied)], **result} for job, result in found.done]
     _print_rows({"jobs": done}, (same, *table.report()), found, as_json=options.as_json)
+    if options.html:
+        write_text(options.html, table.page("A sweep", same, found.rows))
     return found.exit_code()
 
 
@@ -110,11 +107,8 @@ def _print_rows(
     document: Mapping[str, Any], parts: Iterable[RenderableType], found: Swept, *, as_json: bool
 ) -> None:
     """Print what jobs came to, and which files were written."""
-    if as_json:
-        show_json(document)
-        return
-    show(*parts)
-    if files := found.files:
+    show_or_json(document, *parts, as_json=as_json)
+    if (files := found.files) and not as_json:
         say(f"Plans written to {Path(files[0]).parent}, all of them in {', '.join(files)}.")
 
 
@@ -138,10 +132,10 @@ def run_scaling(options: PlanOptions, gpus: str) -> int:
         command_content(command, jobs[0].composed())  # what cannot be read is so in all
     swept_jobs = run_jobs(jobs, _sweep_options(settings, launcher))
     found, job = Scaling(rows=tuple(swept_jobs.rows)), " ".join(map(str, same))
-    if options.html is not None:
+    _print_rows(found.to_dict(), (job, *found.report()), swept_jobs, as_json=options.as_json)
+    if options.html:
         page = scaling_table(found.rows).page("One job on several numbers of GPUs", job, found.rows)
         write_text(options.html, page)
-    _print_rows(found.to_dict(), (job, *found.report()), swept_jobs, as_json=options.as_json)
     code = swept_jobs.exit_code()
     return OK if found.plans() else code
 
@@ -183,9 +177,9 @@ def run_whatif(options: WhatIfOptions) -> int:
         found = plan_variants(path, changes, where)
     if not found.variants:
         return found.swept.exit_code()
+    _print_rows(found.to_dict(), found.report(), found.swept, as_json=options.as_json)
     if html := options.html:
         found.write_html(html, force=True)  # checked before the search
-    _print_rows(found.to_dict(), found.report(), found.swept, as_json=options.as_json)
-    if html and not (options.as_json or is_standard_output(html)):
-        say(f"Written to {html}.")
+        if not (options.as_json or is_standard_output(html)):
+            say(f"Written to {html}.")
     return found.swept.exit_code()

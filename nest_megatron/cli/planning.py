@@ -259,11 +259,11 @@ def run_plan(options: PlanOptions) -> int:
             record = dataclasses.replace(found.record, notes=notes)
             found = dataclasses.replace(found, record=record)
         _tell(found, composed, options, parts)
-        if options.html is not None:
+        if options.html:
             found.explain().write_html(options.html, force=True)  # checked before
     except WITHOUT_PLAN as error:
         return print_without_plan(error, as_json=options.as_json)
-    if placement is not None and options.hostfile is not None:
+    if placement and options.hostfile:
         words = placement.write(options.hostfile, Launcher(options.launcher))
         if not options.as_json:
             say(f"Wrote {options.hostfile}; it is read by\n  {words}")
@@ -337,14 +337,17 @@ def _tell(
     options: PlanOptions | EstimateOptions,
     more: Sequence[RenderableType] = (),
 ) -> None:
-    """Print a plan, which is not lost where it cannot be written, and write it."""
+    """Print a plan and write it: where one of the two fails, the other is done."""
     out = composed.out
-    if not options.as_json:
-        show(*found.report(*more, full=options.full))
-    if out:
-        plan_file.write(found.record, Path(out))
+    try:
+        if options.as_json:
+            show_json(found.to_dict())
+        else:
+            show(*found.report(*more, full=options.full))
+    finally:
+        if out:
+            plan_file.write(found.record, Path(out))
     if options.as_json:
-        show_json(found.to_dict())
         return
     if out and not is_standard_output(Path(out)):
         say(f"Written to {out}. Next: nest-megatron explain {shlex.quote(out)}")

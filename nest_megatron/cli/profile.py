@@ -330,12 +330,10 @@ def _tell(own: RankTasks, found: Timed, network_out: Path | None, *, as_json: bo
     timings, skipped, measured = found.timings, found.skipped, found.network
     profile = store.record(own.profile(timings)) if timings else None
     written = network_out
-    if measured is not None:
-        if written is None:
-            folder = store.profiles_folder() / "networks"
-            folder.mkdir(parents=True, exist_ok=True)
-            written = folder / f"{measured.name}.yaml"
-        network.write(measured, written)
+    if measured and written is None:
+        folder = store.profiles_folder() / "networks"
+        folder.mkdir(parents=True, exist_ok=True)
+        written = folder / f"{measured.name}.yaml"
     num_known = len(own.known - {timing.shape for timing in timings})
     left = len(own.shapes) - num_known - len(timings) - len(skipped)
     stored_now = {timing.block for timing in _known(own.machine, own.request)}
@@ -355,6 +353,8 @@ def _tell(own: RankTasks, found: Timed, network_out: Path | None, *, as_json: bo
                 "network_file": None if measured is None else str(written),
             }
         )
+        if measured and written:
+            network.write(measured, written)
         return
     from nest_megatron.report.catalogue_tables import levels_table, profile_lines, timings_table
     from nest_megatron.report.terminal import notes_report
@@ -378,10 +378,11 @@ def _tell(own: RankTasks, found: Timed, network_out: Path | None, *, as_json: bo
     if profile is not None:
         device = "this CPU" if own.machine.is_cpu else own.machine.device_name
         say(f"Profile {profile.name} is of {device}; `nest-megatron profiles show {profile.name}`.")
-    if measured is not None:
+    if measured and written:
         say(f"The network was timed in {found.network_s:.0f} s.")
         table = [levels_table(measured.fits)] if measured.fits else []
         notes = notes_report((*measured.notes, *measured.fit_notes))
         show(profile_lines(measured), *table, notes)
+        network.write(measured, written)
         say(f"The network is in {written}; `nest-megatron network import {written} --cluster NAME")
         say("--out measured.yaml` makes a cluster of it.")

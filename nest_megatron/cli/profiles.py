@@ -13,7 +13,7 @@ from nest_megatron.errors import BAD_INPUT, OK, ProfileError
 from nest_megatron.plain import to_plain
 from nest_megatron.profile import store
 from nest_megatron.profile.records import LayerProfile, fingerprint_of
-from nest_megatron.report.console import error_fields, say, show, show_json
+from nest_megatron.report.console import error_fields, say, show, show_json, show_or_json
 
 
 @group(
@@ -69,10 +69,8 @@ def show_profile(name: str, *, as_json: bool) -> None:
 
     entry = store.find_entry(name)
     profile = entry.read()
-    if as_json:
-        show_json({**_brief(entry, profile), **to_plain(profile)})
-    else:
-        show(profile_details(profile, fingerprint_of(profile)))
+    document = {**_brief(entry, profile), **to_plain(profile)}
+    show_or_json(document, profile_details(profile, fingerprint_of(profile)), as_json=as_json)
 
 
 @profiles.subcommand("export", "nest-megatron profiles export llama3_8b-h100 --out profile.yaml")

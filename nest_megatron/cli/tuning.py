@@ -124,16 +124,17 @@ def _tuned(session: Session, options: TuneOptions) -> int:
     _require_time(runs, request)
     say_all(plan_words(known, runs, left, request.run_timeout_s))
     say_all(f"Runs are kept in {session.folder}; --resume {session.folder} goes on after a stop.")
-    tuned, path = tuner.run(), None
+    tuned, folder = tuner.run(), session.folder
     taken = chosen(tuned.known) if tuned.known.steps_s else None
-    if taken is not None:
-        path = session.folder / "plan.yaml"
-        plan_file.write(job.plan(taken), path)
+    path = None if taken is None else folder / "plan.yaml"
     if options.as_json:
-        show_json(tuned_document(tuned, session.trials, path, session.folder))
+        show_json(tuned_document(tuned, session.trials, path, folder))
     else:
         show(*tuned_report(tuned, session.trials, path))
-    return NOTHING_FITS if taken is None else OK
+    if taken is None or path is None:
+        return NOTHING_FITS
+    plan_file.write(job.plan(taken), path)
+    return OK
 
 
 def _read(

@@ -13,6 +13,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from nest_megatron.planner import Progress
 
 LINE = 78
+#: Whether standard output holds the document of ``--json``, or takes none.
+_is_over = ContextVar("is_over", default=False)
 _PATIENCE_S, _REFRESH_S = 1.0, 0.25
 #: The font of the terminal's tables, in a notebook.
 _PRE = (
@@ -115,6 +118,7 @@ def _stripped(text: str) -> str:
 def show_json(document: object) -> None:
     """Print one JSON document."""
     say(json.dumps(_finite(document), indent=2, allow_nan=False))
+    _is_over.set(True)
 
 
 def show_or_json(document: object, *parts: RenderableType, as_json: bool) -> None:
@@ -141,6 +145,7 @@ def _writing() -> Iterator[None]:
         yield
     except OSError as error:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
+        _is_over.set(True)
         if not isinstance(error, BrokenPipeError):
             raise UserInputError(
                 "standard output",
@@ -174,6 +179,7 @@ def _in_plain(error: UnicodeError) -> tuple[str, int]:
 def prepare_streams() -> None:
     """Let nothing that is printed fail for its characters, nor for a stream that is closed."""
     codecs.register_error("nest_megatron", _in_plain)
+    _is_over.set(sys.stdout is None)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -186,9 +192,9 @@ def prepare_streams() -> None:
 def print_error(error: Exception, *, as_json: bool) -> None:
     """Print a user's mistake: two lines on standard error, or one JSON document.
 
-    On standard error too where standard output cannot take the document, or no more.
+    On standard error too where standard output cannot take the document, or holds the result.
     """
-    if as_json and getattr(sys.stdout, "name", None) != os.devnull:  # put there where it failed
+    if as_json and not _is_over.get():
         with contextlib.suppress(UserInputError):
             show_json({"error": error_fields(error)})
             return

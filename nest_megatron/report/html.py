@@ -152,9 +152,9 @@ def search_steps(search: SearchRecord) -> tuple[tuple[str, int], ...]:
 
 def _command(plan: ParallelPlan, command: LaunchCommand) -> str:
     """A shell command: what must not be set, the environment, torchrun, script and flags."""
-    unset = [f"unset {name}" for name, value in command.environment.items() if value is None]
-    variables, typed = command.environment.items(), launch_words(plan, command)
-    return "\n".join([*unset, command_lines(typed, variables, indent="", width=LINE)])
+    variables = command.environment.items()
+    unset = "".join(f"unset {name}\n" for name, value in variables if value is None)
+    return unset + command_lines(launch_words(plan, command), variables, indent="", width=LINE)
 
 
 def setting_meanings() -> dict[str, str]:

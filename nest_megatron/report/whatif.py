@@ -104,9 +104,8 @@ def risk_of(plan: ParallelPlan) -> str:
 def _is_safer(variant: Variant) -> bool:
     """Whether another plan was taken although the present layout fits and has a shorter step."""
     found, kept = variant.row.plan, variant.kept
-    if found is None or kept is None or found.choice is None or not kept.predicted.fits:
-        return False
-    return step_s(kept) < step_s(found)
+    fits = found and found.choice and kept and kept.predicted.fits
+    return bool(found and kept and fits and step_s(kept) < step_s(found))
 
 
 def _fields(variant: Variant, before: ParallelPlan | None) -> dict[str, Any]:
@@ -276,15 +275,14 @@ class Variants(Shown):
                 f"Planned again, unchanged, the job takes {now} with {same} layout, and {then} in "
                 "the file: it was made with other settings, profiles or another version."
             )
-        old = None if present is None else present.provenance.site
-        site = again.provenance.site
-        if old is not None and site is None:
+        old, site = present and present.provenance.site, again.provenance.site
+        if old and not site:
             yield f"Planned again, the job lacks the site's calibration ({old.name}) of its file."
-        elif old is not None and site is not None and old.digest != site.digest:
+        elif old and site and old.digest != site.digest:
             yield f"The calibration of the site ({site.name}) has changed since the plan was made."
         plans = [(each.row.plan, each) for each in others if each.row.plan is not None]
         names = [each.words() for plan, each in plans if plan.provenance.site is None]
-        if site is not None and names:
+        if site and names:
             where = "; ".join(names)
             yield f"The site's calibration is of the unchanged cluster, and not of {where}."
         for plan, variant in plans:

@@ -68,8 +68,6 @@ def run_compare(
         raise UserInputError("out", composed.out, "a comparison writes no plan", fix)
     with status_line("planning") as tell:
         found = compare_composed(composed, names, lambda name: tell(f"planning: {name}"))
-    if chart is not None:
-        write_comparison(found.rows, chart, found.title, found.request.notes)
     if as_json:
         request = found.request
         show_json(
@@ -84,7 +82,9 @@ def run_compare(
         )
     else:
         show(*found.report())
-        if chart is not None:
+    if chart is not None:
+        write_comparison(found.rows, chart, found.title, found.request.notes)
+        if not as_json:
             say(f"Drawn into {chart}.")
     if found.rows[0].plan is not None:
         return OK

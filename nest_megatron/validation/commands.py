@@ -15,7 +15,7 @@ from nest_megatron.errors import OK
 from nest_megatron.files import write_text
 from nest_megatron.packages import import_from_checkout, require_checkout
 from nest_megatron.report.charts import check_matplotlib
-from nest_megatron.report.console import say, show, show_json
+from nest_megatron.report.console import say, show_or_json
 from nest_megatron.report.tables import EdgelessTable, figure, figure_columns, name_columns
 from nest_megatron.validation.assess import Assessor
 from nest_megatron.validation.models import ModelBook
@@ -56,6 +56,7 @@ def run_validate(
     files = [read_rows(path) for path in paths]
     book = ModelBook.load(models)
     judged = _judged(files, book, left_out=left_out)
+    show_or_json(as_document(judged), validation_report(judged), as_json=as_json)
     written = []
     if docs is not None:
         runs = [file for file in files if file.kind is RowKind.THROUGHPUT]
@@ -64,11 +65,7 @@ def run_validate(
     if rows is not None:
         write_text(rows, csv_text([_csv_row(e.file, *pair) for e in judged for pair in e.pairs]))
         written.append(rows)
-    if as_json:
-        show_json(as_document(judged))
-        return OK
-    show(validation_report(judged))
-    for path in written:
+    for path in () if as_json else written:
         say(f"Wrote {path}.")
     return OK
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import os
 import stat
 from pathlib import Path
@@ -11,15 +13,20 @@ import click
 import pytest
 import yaml
 
+from nest_megatron import files
+from nest_megatron.cli import main
 from nest_megatron.cli.command_kinds import forced
 from nest_megatron.errors import BAD_INPUT
 from nest_megatron.files import check_output, write_text
 from nest_megatron.integrations.plan_output import plan_output
+from nest_megatron.layout import plan_file
 from nest_megatron.planner import Progress, Request
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.profile import store
 from nest_megatron.profile.network import dump
 from tests.cli.runs import LIMITS, SMALL, run
+from tests.cli.test_nest import LLAMA2
+from tests.cli.test_network import NODE, OVER
 from tests.profile.networks import profile_of
 from tests.profile.profiles import whole_profile
 
@@ -136,6 +143,88 @@ def test_an_output_without_a_name(words: tuple[str, ...]) -> None:
     done = run("plan", *SMALL, *words)
     assert done.code == BAD_INPUT
     assert "it is empty" in done.err
+
+
+SWEEP = ("plan", *SMALL, *LIMITS, "search.num_alternatives=0")
+#: Commands that print a result and write files of it.
+RESULTS = [
+    (*SWEEP, "out={}.yaml"),
+    (*SWEEP, "--html", "{}.html"),
+    (*SWEEP, "-m", "train.global_batch_size=64,128", "--html", "{}.html"),
+    (*SWEEP[:3], *SWEEP[4:], "--for-gpus", "8", "--html", "{}.html"),
+    (*SWEEP[:3], *SWEEP[4:], "--for-nodes", "1", "out={}.yaml"),
+    ("estimate", *SMALL, "parallel.tensor_model_parallel_size=8", "out={}.yaml"),
+    ("whatif", "{plan}", "memory=141GB", "search.num_alternatives=0", "--html", "{}.html"),
+    ("explain", "{plan}", "--html", "{}.html"),
+    ("explain", "{plan}", "--timeline", "{}.json"),
+    ("compare", *SMALL, *LIMITS, "planners=[nest]", "--chart", "{}.html"),
+    ("nest", "solve", LLAMA2, "--out", "{}.json"),
+    ("network", "import", NODE, "--profile", "{}.yaml"),
+    ("network", "import", NODE, OVER, "--cluster", "dgx_h100", "--out", "{}.yaml"),
+]
+
+
+@pytest.mark.parametrize("words", RESULTS, ids=lambda words: f"{words[0]} {words[-2]}")
+@pytest.mark.parametrize("form", [(), ("--json",)], ids=["text", "json"])
+def test_a_result_outlives_a_file_that_cannot_be_written(
+    words: tuple[str, ...],
+    form: tuple[str, ...],
+    plan: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = tmp_path / "nospace"
+
+    def is_full(path: Path, mode: int) -> object:
+        if path.stem == "nospace":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return new_file(path, mode)
+
+    new_file = files._new_file
+    monkeypatch.setattr(files, "_new_file", is_full)
+    done = run(*filled(words, plan, target), *form)
+    assert done.code == BAD_INPUT
+    assert done.err.startswith(f"error: file = {target}")
+    assert "No space left on device" in done.err
+    if form:
+        assert done.json()
+    else:
+        assert len(done.out.splitlines()) > 3
+        assert "nospace" not in done.out
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_plan_is_written_although_it_cannot_be_printed(tmp_path: Path) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = tmp_path / "plan.yaml"
+    with contextlib.redirect_stdout(Full()):
+        assert main(["plan", *SMALL, *LIMITS, f"out={out}"]) == BAD_INPUT
+    assert plan_file.read(out).cluster.num_gpus == 8
+
+
+def test_a_folder_that_one_may_not_write_to_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda folder, mode: folder != tmp_path)
+    monkeypatch.setattr("nest_megatron.api.jobs.find_plan", None)
+    done = run("plan", *SMALL, f"out={tmp_path / 'plan.yaml'}")
+    assert done.code == BAD_INPUT
+    assert done.err == (
+        f"error: out = {tmp_path}/plan.yaml: you may not write to the folder {tmp_path}.\n"
+        "       Name another folder.\n"
+    )
+
+
+def test_a_table_that_cannot_be_is_refused_before_a_sweep_runs(tmp_path: Path) -> None:
+    for name in (".jobs", "sweep.csv"):
+        (tmp_path / name).mkdir()
+    done = run("plan", "-m", *SMALL, "train.global_batch_size=64,128", f"out={tmp_path}")
+    assert done.code == BAD_INPUT
+    assert "sweep.csv: it is a folder, not a regular file" in done.err
+    assert not [*(tmp_path / ".jobs").glob("*.json")]
 
 
 def test_force_and_files_of_ours(plan: Path, tmp_path: Path) -> None:

@@ -44,16 +44,16 @@ def run_solve(path: Path, *, out: Path | None, without: Sequence[str], as_json: 
     seconds = time.perf_counter() - started
     if isinstance(found, NoSolution):
         return tell_none(found, as_json=as_json)
-    if out is not None:
-        write_placement(out, instance, found.placement, found.price.time)
     if as_json:
         plain = _plain(instance, found.placement, found.price, rule)
         show_json({**plain, "search_seconds": seconds, "written": out and str(out)})
-        return OK
-    show(*_report(instance, found.placement, found.price, rule))
-    say(f"\nSearched in {1e3 * seconds:.2f} ms.")
+    else:
+        show(*_report(instance, found.placement, found.price, rule))
+        say(f"\nSearched in {1e3 * seconds:.2f} ms.")
     if out is not None:
-        say(f"Wrote {out}.")
+        write_placement(out, instance, found.placement, found.price.time)
+        if not as_json:
+            say(f"Wrote {out}.")
     return OK
 
 
