@@ -257,7 +257,7 @@ def _print(content: bytes) -> None:
 def require_folder(path: Path, what: str = "file") -> None:
     """Refuse a file in a folder that is not there or is read-only, before the work for it."""
     folder = expanded(path, what).parent
-    limit, fix = f"you may not write to the folder {folder}", "Name another folder."
+    limit, fix = f"you may not write to {folder.absolute()}", "Name another folder."
     if not folder.is_dir():
         limit, fix = f"there is no folder {folder}", f"mkdir -p {folder}"
     elif os.access(folder, os.W_OK):

@@ -246,7 +246,7 @@ def opened(folder: Path) -> Iterator[None]:
         raise _refused(
             folder,
             f"results of jobs are kept in a folder, and it cannot be made: {error.strerror}",
-            "Name a folder inside one that is there.",
+            "Name one that you may write to.",
         ) from error
     try:
         with FileLock(folder / _JOBS / "lock", timeout=0):

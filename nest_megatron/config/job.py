@@ -419,11 +419,11 @@ class CostInputs:
         target, spec = self._target, self._spec
         fields = None if target in MEGATRON_LM else NUMERIC_FIELDS.get(target.fitted, {})
         return [
-            (knob, knob.flags if fields is None else fields[knob.flags])
+            (knob, fields[knob.flags] if fields else knob.flags)
             for knob in knobs
             if (fields is None or knob.flags in fields)
             # an encoder of images is priced in 16 bits
-            and (knob.precision is None or spec.vision is None)
+            and not (knob.precision and spec.vision)
             and knob.is_for(flags, self._precision, self._accelerator, has_experts=spec.is_moe)
         ]
 
@@ -431,12 +431,13 @@ class CostInputs:
 def read_precision(settings: Settings, own: Precision = Precision.BF16) -> Precision:
     """The number format: the one asked for, or the job's own."""
     named = settings.train.precision
-    if named in _FP8_RECIPES:
+    recipe = str(named).removeprefix("fp8_")
+    if recipe in _FP8_RECIPES:
         raise UserInputError(
             "train.precision",
             named,
             "it is a recipe of fp8",
-            f"Write train.precision=fp8 train.fp8_recipe={named}.",
+            f"Write train.precision=fp8 train.fp8_recipe={recipe}.",
         )
     return own if named is None else choice("train.precision", named, Precision)
 

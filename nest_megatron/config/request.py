@@ -101,6 +101,13 @@ _RECORDED: Final = (
     "search.keep",
     "search.packages",
     "memory.max_oom_chance",
+    "train.rampup_batch_size",
+    "train.step_batch_size_schedule",
+    "train.train_samples",
+    "train.sequence_packing",
+    "train.sequence_lengths",
+    "train.sequence_length_mean",
+    "train.sequence_length_std",
     "train.fp8_recipe",
     "checks.plausibility",
 )
@@ -204,7 +211,7 @@ def request_for(
             execution = always_on(execution, conditions)
             executions = open_values(conditions, execution)
         of_job: dict[str, Any] = {
-            "batch_unit": schedule.batch_unit if schedule else None,
+            "batch_unit": schedule and schedule.batch_unit,
             "execution": execution,
             "executions": executions,
             "version": target.megatron_core,
@@ -436,7 +443,7 @@ def _pricing_notes(spec: TransformerSpec, costs: CostSettings) -> Iterator[str]:
         yield (
             f"GEMMs in {words} keep {beside:g} bytes of copies of each weight beside its "
             f"{costs.traits.params_bytes}, so weights take more memory than in bf16; "
-            f"--{words.removeprefix('nv')[:3]}-param-gather keeps the copies alone."
+            f"{words.removeprefix('nv')[:3]}_param_gather keeps the copies alone."
         )
 
 

@@ -170,38 +170,41 @@ def _member(flags: Flags, name: str, kind: type[Member], default: str) -> Member
 
 
 def time_notes(flags: Flags) -> tuple[str, ...]:
-    """What flags do to the time of a step that is not priced, one sentence each."""
+    """What flags do to the time of a step that is not priced, one sentence each.
+
+    Flags are named as Megatron's arguments, which are fields of recipes, too.
+    """
     notes = []
     if flags.get("optimizer_cpu_offload"):
         notes.append(
-            "--optimizer-cpu-offload: the time of Adam on the host is that of one public "
+            "optimizer_cpu_offload: the time of Adam on the host is that of one public "
             "measurement on nodes of eight H100, whatever processors this host has."
         )
     if flags.get("microbatch_group_size_per_vp_stage"):
         notes.append(
-            "--microbatch-group-size-per-virtual-pipeline-stage: where it is not the pipeline "
-            "size, virtual stages are priced in rounds of one micro batch a pipeline rank, with "
-            "the activations that the larger rounds keep; a step takes a few per cent less."
+            "microbatch_group_size_per_vp_stage: where it is not the pipeline size, virtual "
+            "stages are priced in rounds of one micro batch a pipeline rank, with the "
+            "activations that the larger rounds keep; a step takes a few per cent less."
         )
     if flags.get("ddp_num_buckets"):
-        notes.append("--ddp-num-buckets: buckets are priced in the size that Megatron chooses.")
+        notes.append("ddp_num_buckets: buckets are priced in the size that Megatron chooses.")
     if text(flags.get("optimizer") or "adam") in ("muon", "dist_muon"):
         notes.append("Muon: its states are counted, the time of its GEMMs is not.")
     is_flex = text(flags.get("moe_token_dispatcher_type") or "") == TokenDispatcher.FLEX
     if is_flex and text(flags.get("moe_flex_dispatcher_backend") or "") == FlexBackend.NCCLEP:
         notes.append(
-            "--moe-flex-dispatcher-backend ncclep: no public run says how fast it is; it is priced "
+            "moe_flex_dispatcher_backend ncclep: no public run says how fast it is; it is priced "
             "as HybridEP, whose kernels it runs."
         )
     widths = (flags.get(name) for name in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"))
     if any(text(width) != "bf16" for width in widths if width is not None):
         notes.append(
-            "--moe-dispatch-fwd-dtype, --moe-combine-bwd-dtype: tokens that travel in MXFP8 are "
+            "moe_dispatch_fwd_dtype, moe_combine_bwd_dtype: tokens that travel in MXFP8 are "
             "priced with 16 bits, so a step takes less than predicted."
         )
     if flags.get("first_last_layers_bf16"):
         notes.append(
-            "--first-last-layers-bf16: in fp8 and NVFP4 the layers that stay in bf16 are priced as "
+            "first_last_layers_bf16: in fp8 and NVFP4 the layers that stay in bf16 are priced as "
             "the others, so a step takes longer than predicted."
         )
     return tuple(notes)

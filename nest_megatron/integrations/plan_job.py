@@ -68,10 +68,10 @@ _FIELDS = tuple(
 def with_origin(plan: ParallelPlan, job: Job, made_by: str) -> ParallelPlan:
     """A plan that says what it was made for: a framework, and of a recipe the job as well."""
     origin = plan.provenance
-    if job.command is not None:
+    if job.command:
         origin = origin.made_for(MEGATRON_LM, job.version, made_by)
     else:
-        assert job.target is not None
+        assert job.target
         origin = origin.made_for(job.target.framework, None, made_by, recorded_fields(job))
     return replace(plan, provenance=origin)
 
@@ -148,30 +148,28 @@ def settings_of(plan: ParallelPlan, path: Path) -> list[Setting]:
     Raises:
         UserInputError: if settings cannot state it: it was planned from a command or a recipe.
     """
-    if plan.train.batch_schedule is not None:
-        raise _no_settings(path, "a batch that grows")
-    if plan.train.sequence_lengths is not None:
-        raise _no_settings(path, "lengths of sequences")
+    schedule = plan.train.batch_schedule
     stated = {
         "model": str(path),
         "cluster": str(path),
         "cluster.num_gpus": plan.cluster.num_gpus,
         "target": plan.provenance.settings.get("target"),
         "train.precision": plan.train.precision,
-        "train.global_batch_size": plan.layout.global_batch_size,
+        "train.global_batch_size": (schedule or plan.layout).global_batch_size,
     }
     found = _as_settings("", stated) | recorded_defaults()
-    if plan.choice is not None:
+    if plan.choice:
         found["memory.max_oom_chance"] = value_text(plan.choice.max_oom_chance)
         found["search.tie_percent"] = value_text(plan.choice.tie_percent)
     found |= dict(text.partition("=")[::2] for text in plan.provenance.given)
     if plan.provenance.profile == ANALYTIC_NAME:  # its changes are not priced by one either
         found["profile.mode"] = ProfileMode.ANALYTIC.value
-    if plan.provenance.site is None:
+    if not plan.provenance.site:
         found["profile.site"] = "false"
     found |= _as_settings("reliability.", reliability_of(plan))
     found |= _as_settings("cost.", rates_of(plan))
-    if (tokens := found.pop("cost.tokens", None)) is not None:
+    tokens = found.pop("cost.tokens", "null")
+    if found["train.train_samples"] == "null":
         found["train.tokens"] = tokens
     job = RecipeJob(fields=plan.provenance.recipe)
 
@@ -179,12 +177,15 @@ def settings_of(plan: ParallelPlan, path: Path) -> list[Setting]:
         return job.request(compose([Setting(key=k, value=value) for k, value in found.items()]))
 
     free = request()
+    for name in ("sequence_lengths", "batch_schedule"):
+        if getattr(free, name) != getattr(plan.train, name):
+            raise _no_settings(path, name.replace("_", " "))
     found |= _space_settings(plan, _words(free))
     found |= _assumptions(plan, stored_settings(free.settings), path)
     space, words = plan.search.space, _words(request())
     differing = [name for name in {**space, **words} if space.get(name) != words.get(name)]
-    has_policy = "policy" in space or "policy" in words  # which narrows it as settings do
-    if space and differing and not has_policy:
+    # a policy narrows it as settings do
+    if space and differing and "policy" not in {**space, **words}:
         lacks = ", ".join(f"{name} {space.get(name, '(not set)')}" for name in differing)
         raise _no_settings(path, f"searched {lacks}")
     return [Setting(key=key, value=value) for key, value in found.items()]
@@ -219,7 +220,7 @@ def _no_settings(path: Path, value: str) -> UserInputError:
     return UserInputError(
         str(path),
         value,
-        "the plan's job has it, and the file does not say by which settings",
+        "the plan's job has it, and the settings of its file do not give it",
         "Plan each change of it with nest-megatron plan, from its command or its settings.",
     )
 
@@ -285,7 +286,6 @@ def reliability_of(plan: ParallelPlan) -> Reliability | None:
 
 def rates_of(plan: ParallelPlan) -> Rates | None:
     """What a GPU of the job of a plan costs, where its file says it."""
-    found = plan.price
-    if found is None:
-        return None
-    return Rates(gpu_hour=found.gpu_hour, gpu_watts=found.gpu_watts, tokens=found.tokens)
+    if found := plan.price:
+        return Rates(gpu_hour=found.gpu_hour, gpu_watts=found.gpu_watts, tokens=found.tokens)
+    return None

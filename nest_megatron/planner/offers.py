@@ -85,7 +85,7 @@ def _of_sharding(
     if gain >= _LEAST_GAIN_PERCENT:
         sharding = other.layout.zero.sharding
         kind = offer.ckpt_format.get(sharding)
-        needs = f"; it needs --ckpt-format {kind}" if kind else ""
+        needs = f"; it needs ckpt_format {kind}" if kind else ""
         fsdp = other.layout.uses_megatron_fsdp
         how = "through Megatron-FSDP" if fsdp else "without Megatron-FSDP"
         if offer.own is DataParallelSharding.TORCH_FSDP2:

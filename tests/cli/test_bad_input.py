@@ -64,6 +64,10 @@ BAD = {
     "full margin": ((*LLAMA, "memory.margin=1.0"), "between"),
     "unknown precision": ((*LLAMA, "train.precision=bf17"), "bf16"),
     "a recipe of fp8": ((*LLAMA, "train.precision=mxfp8"), "train.fp8_recipe=mxfp8"),
+    "a format by its recipe": (
+        (*LLAMA, "train.precision=fp8_blockwise"),
+        "train.precision=fp8 train.fp8_recipe=blockwise",
+    ),
     "a recipe without fp8": ((*LLAMA, "train.fp8_recipe=mxfp8"), "train.precision=fp8"),
     "a field of no model": ((*WITHOUT_MODEL, "model.num_layers=3"), "model=NAME"),
     "unknown order": ((*LLAMA, "parallel.rank_order=dp"), "tp-cp-ep-dp-pp"),

@@ -213,7 +213,7 @@ def test_a_folder_that_one_may_not_write_to_is_refused_before_the_work(
     done = run("plan", *SMALL, f"out={tmp_path / 'plan.yaml'}")
     assert done.code == BAD_INPUT
     assert done.err == (
-        f"error: out = {tmp_path}/plan.yaml: you may not write to the folder {tmp_path}.\n"
+        f"error: out = {tmp_path}/plan.yaml: you may not write to {tmp_path}.\n"
         "       Name another folder.\n"
     )
 

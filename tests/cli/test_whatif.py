@@ -200,6 +200,38 @@ def test_a_folder_goes_on_where_it_was(path: Path, tmp_path: Path) -> None:
     assert (out / "sweep.csv").read_text(encoding="utf-8").count("\n") == 4
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train.sequence_packing=true", "train.sequence_lengths={}"),
+        ("train.sequence_length_mean=500", "train.sequence_length_std=400"),
+        ("target=megatron_lm_0.17", "train.rampup_batch_size=[32,32,9000]"),
+        (
+            *("target=megatron_lm_0.17", "train.rampup_batch_size=[32,32,9000]"),
+            *("train.train_samples=9100", "cost.gpu_hour=2"),
+        ),
+        ("target=megatron_lm_0.18", "train.step_batch_size_schedule='0:32 1B:64'"),
+    ],
+)
+def test_lengths_and_batches_that_grow_are_in_the_file(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    lengths, path = tmp_path / "lengths.txt", tmp_path / "plan.yaml"
+    lengths.write_text("100\n700\n3000\n", encoding="utf-8")
+    own = [each.format(lengths) for each in words]
+    batch = () if "step_batch" in words[-1] else (BATCH,)
+    assert run("plan", *JOB, *batch, *own, *QUICK, f"out={path}").code == 0
+    plan = plan_file.read(path)
+    unchanged, more = rows(str(path), "gpus=64")
+    assert unchanged["iteration_time_s"] == plan.predicted.iteration_time_s
+    assert unchanged["present_layout"]["is_best"]
+    assert more["iteration_time_s"] < unchanged["iteration_time_s"]
+    if str(lengths) in own[-1]:
+        lengths.write_text("100\n", encoding="utf-8")
+        done = run("whatif", str(path), "gpus=64")
+        assert f"{path} = sequence lengths: the plan's job has it, and the settings" in done.err
+
+
 def test_a_job_of_a_command_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "command.yaml"
     command = (
@@ -208,7 +240,7 @@ def test_a_job_of_a_command_is_refused(tmp_path: Path) -> None:
     )
     done = run("plan", "--from", command, "cluster=dgx_h100", "cluster.num_gpus=8", f"out={path}")
     assert done.code == 0, done.err
-    with pytest.raises(UserInputError, match="does not say by which settings"):
+    with pytest.raises(UserInputError, match="settings of its file do not give it"):
         settings_of(plan_file.read(path), path)
 
 

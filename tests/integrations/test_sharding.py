@@ -79,7 +79,7 @@ def test_what_it_would_gain_is_said_with_what_it_needs() -> None:
     offer = found.offers[0]
     assert "through Megatron-FSDP" in offer
     assert "% faster" in offer
-    assert "--ckpt-format fsdp_dtensor" in offer
+    assert "it needs ckpt_format fsdp_dtensor" in offer
     assert offer.endswith("--free use_megatron_fsdp,ckpt_format")
 
 
@@ -264,7 +264,7 @@ def test_torch_fsdp2_is_freed_by_its_own_name() -> None:
 def test_torch_dcp_is_no_format_of_what_is_offered() -> None:
     flags = TORCH_FSDP2.replace("torch_dist", "torch_dcp")
     (offer,) = planned(f"{SMALL} {flags}")[0].offers
-    assert "it needs --ckpt-format torch_dist" in offer
+    assert "it needs ckpt_format torch_dist" in offer
     assert offer.endswith("--free use_torch_fsdp2,ckpt_format")
     _, values = planned(f"{SMALL} {flags}", "use_torch_fsdp2,ckpt_format")
     assert (values["use_torch_fsdp2"], values["ckpt_format"]) == (False, "torch_dist")

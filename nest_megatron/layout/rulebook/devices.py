@@ -54,7 +54,7 @@ _AMD_REFUSED = {
 }
 _AMD_NOTES = {
     "tp_comm_overlap": "ROCm's Transformer Engine has user buffers since 2026 (pull 367), its "
-    "releases up to 2.8 have none; --tp-comm-overlap is priced as on NVIDIA's devices.",
+    "releases up to 2.8 have none; tp_comm_overlap is priced as on NVIDIA's devices.",
     _FLEX: "the kernels of the flex dispatcher are NVIDIA's; on AMD's devices Primus-Turbo "
     "brings others (use_turbo_deepep), which are priced alike.",
     "cuda_graph_impl": "ROCm's Transformer Engine supports graphs in part (its README); their "
