@@ -23,6 +23,7 @@ from nest_megatron.layout.estimate import (
     PricedLayout,
 )
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.stage_layout import layout_string
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.memory_words import (
     memory_level,
@@ -388,14 +389,15 @@ def versus_report(
     of_memory = _differences_table(MEMORY_WORDS, held, others, memory, peaks, _gib, _signed_gib)
     of_memory.add_row("limit", _gib(mine.capacity_bytes), _gib(theirs.capacity_bytes), "")
     chances = (format_chance(each.uncertainty.out_of_memory) for each in (plan, other))
-    verdicts = ["Chance to run out: plan {}, other {}.".format(*chances)]
+    verdicts, layouts = ["Chance to run out: plan {}, other {}.".format(*chances)], []
     for name, each in (("plan", plan), ("other layout", other)):
+        words = f"{layout_words(each)}, stages {layout_string(each.model, each.layout.partition)}"
+        layouts.append(indented(f"{name[:5]:8}{words}"))
         if said := plan_verdict(each):
             verdicts.append(f"The {name}: {said}.")
     return Group(
         heading("Layouts"),
-        indented(f"plan    {layout_words(plan)}"),
-        indented(f"other   {layout_words(other)}"),
+        *layouts,
         heading("Step by term (of each layout's busiest pipeline rank)"),
         _differences_table(
             TERM_WORDS, mine.terms, theirs.terms, terms, steps, format_seconds, _signed
@@ -409,12 +411,15 @@ def versus_report(
 
 def layout_words(plan: ParallelPlan) -> str:
     """A layout in one line."""
-    sizes = [f"{name} {n}" for name, n in degrees(plan.layout).items() if n > 1 or name == "TP"]
     layout = plan.layout
-    words = [*sizes, f"micro batch {layout.micro_batch_size}", f"ZeRO-{int(layout.zero)}"]
-    words += [f"recompute {layout.recompute.label()}"]
-    execution = plan.layout.execution.words(experts=plan.model.is_moe)
-    return ", ".join([*words, *([execution] if execution else [])])
+    words = (
+        *(f"{name} {n}" for name, n in degrees(layout).items() if n > 1 or name == "TP"),
+        f"micro batch {layout.micro_batch_size}",
+        f"ZeRO-{int(layout.zero)}",
+        f"recompute {layout.recompute.label()}",
+        layout.execution.words(experts=plan.model.is_moe),
+    )
+    return ", ".join(filter(None, words))
 
 
 def _differences_table(

@@ -174,19 +174,19 @@ def job_rows(plan: ParallelPlan) -> Iterator[Pair]:
     if train.precision.value != "bf16":
         yield "Precision", train.precision.value
     yield from price_rows(plan)
-    if plan.goodput is not None:
+    if plan.goodput:
         yield "Goodput", goodput_words(plan.goodput, plan.layout.num_gpus, step_s)
     if plan.batches:
         yield "Schedule", schedule_words(plan.batches)
-    if train.sequence_lengths is not None:
+    if train.sequence_lengths:
         yield "Sequences", sequence_words(plan)
-    if plan.provenance.site is not None:
+    if plan.provenance.site:
         yield "This site", site_words(plan.provenance.site, plan.uncertainty)
 
 
 def today_rows(plan: ParallelPlan) -> Iterator[Pair]:
     """What became of the present layout, where no table of both stands above."""
-    if plan.present is not None and (plan.present.is_kept or plan.today is None):
+    if plan.present and (plan.present.is_kept or plan.today is None):
         yield "Today", Text(present_words(plan), style="bold" if plan.present.is_kept else "")
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from dataclasses import replace
+import re
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +227,9 @@ def test_where_time_ends_a_search_it_is_said(monkeypatch: pytest.MonkeyPatch) ->
         begun.append(request.begun_s)
         found = find_plan(request)
         if isinstance(found, ParallelPlan):
-            found = replace(found, search=replace(found.search, certificate="gap"))
+            found = dataclasses.replace(
+                found, search=dataclasses.replace(found.search, certificate="gap")
+            )
         return found
 
     monkeypatch.setattr(other_layout, "find_plan", ended)
@@ -237,6 +240,30 @@ def test_where_time_ends_a_search_it_is_said(monkeypatch: pytest.MonkeyPatch) ->
     assert len(set(begun)) == 1, "all of them have one time"
     monkeypatch.undo()
     assert not load_plan(EXPERTS).explain().why_not("tp=3").to_dict()["bounded"]
+
+
+def test_the_stages_of_both_layouts_are_said(explained: Explanation) -> None:
+    said = " ".join(str(explained.versus("tp=1,pp=4,vpp=2")).split())
+    assert "PP 4, VPP 2," in said
+    assert re.search(r", stages Et\*\d\S*\|\S*L ", said)
+    assert " stages Et*32L " in " ".join(str(explained.versus("tp=4,pp=1")).split())
+
+
+def test_sharding_that_is_not_named_is_searched_as_for_the_plan() -> None:
+    """A plan with one replica shards nothing; layouts with more of them may."""
+    job = {"model": "llama3_8b", "cluster": "alps_gh200", "num_gpus": 4, "global_batch_size": 8}
+    plan = api.plan(**job)
+    best = api.plan(**job, context_parallel_size=2)
+    assert int(plan.layout.zero) == 0
+    assert int(best.layout.zero) == 1
+    versus = plan.explain().why_not("cp=2").versus
+    assert versus is not None
+    assert versus.other.layout == best.layout
+    kept = dataclasses.replace(plan.record.search, space={"zero_stage": "0"})
+    only = dataclasses.replace(plan, record=dataclasses.replace(plan.record, search=kept))
+    versus = only.explain().why_not("cp=2").versus
+    assert versus is not None
+    assert int(versus.other.layout.zero) == 0
 
 
 def test_sizes_that_the_plan_has_are_no_question(explained: Explanation) -> None:

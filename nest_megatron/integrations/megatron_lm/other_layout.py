@@ -45,6 +45,7 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.policy import PolicyError
 from nest_megatron.layout.rulebook.facts import RELEASES
 from nest_megatron.layout.stage_layout import StagePartition, parse_layout, spread_partition
+from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import ContextTraffic, Execution
 from nest_megatron.plain import to_plain
 from nest_megatron.planner import EndedEarly, NoPlan, Request
@@ -139,7 +140,7 @@ class WhyNot(Shown):
         """
         if self.rule:
             return "illegal"
-        if self.needed_bytes is not None or self.versus is None:
+        if self.needed_bytes or not self.versus:
             return "does not fit"
         if not self.versus.difference.is_sure:
             return "tie"
@@ -166,20 +167,18 @@ class WhyNot(Shown):
         yield Text(f"{asked}: {self._words()}")
         if self._is_plan:
             return
-        if self.versus is not None and self.needed_bytes is not None:
+        if self.versus and self.needed_bytes:
             yield heading("What each pipeline rank needs, with even stages")
             yield indented(f"The layout that lacks least: {layout_words(self.versus.other)}")
             yield stages_table(self.versus.other)
-        elif self.versus is not None:
-            yield Text(
-                "What is not named is searched; sharding and execution are the plan's where legal."
-            )
+        elif self.versus:
+            yield Text("What is not named is searched; the execution is the plan's where legal.")
             yield from self.versus.report()
         if self.verdict in ("illegal", "does not fit"):
             yield heading("The nearest layout that is legal and fits")
             said = "was found that makes" if self.bounded else "makes"
             words = f"No change of one or two of the sizes {said} it legal and fit."
-            if (nearest := self.nearest) is not None:
+            if nearest := self.nearest:
                 names = ", ".join(
                     f"{SHORT_DEGREES.get(n, n)} {self.asked[n]} -> {nearest.layout.sizes[n]}"
                     for n in self.changed
@@ -198,7 +197,7 @@ class WhyNot(Shown):
         if self.rule:
             return f"{self.rule}."
         assert self.versus is not None, "a layout that is legal is priced"
-        if self.needed_bytes is not None:
+        if self.needed_bytes:
             limit = self.versus.other.predicted.capacity_bytes
             needed, missing = map(format_gib, (self.needed_bytes, self.needed_bytes - limit))
             until = " that was found" if self.bounded else ""
@@ -228,7 +227,7 @@ class PlannedJob:
         release = plan.provenance.framework_version
         self._version = release if release in RELEASES else self._target.megatron_core
         self._values: Mapping[str, Any] = {}
-        if (launch := plan.launch.get(LAUNCHER)) is not None:
+        if launch := plan.launch.get(LAUNCHER):
             self._values = read_argv(launch.script, launch.argv, self._version).values
         cluster = plan.cluster.resized(plan.layout.num_gpus)
         chosen = {name: getattr(plan.choice, name) for name in _RULE if plan.choice}
@@ -264,7 +263,7 @@ class PlannedJob:
         return replace(self._job, space=replace(space, **within), policy=policy, settings=settings)
 
     def space(self, composed: Settings) -> SearchSpace:
-        """All layouts with the sizes that were named; the sharding is the plan's otherwise."""
+        """All layouts with the sizes that were named, sharded as the plan's search could."""
         schedule = self._plan.train.batch_schedule
         if composed.parallel.sequence_parallel is False:
             raise UserInputError(
@@ -275,16 +274,18 @@ class PlannedJob:
             )
         own, zero = self._plan.layout, read_zero(composed.parallel)
         order, fixed = read_rank_order(composed.parallel), fixed_degrees(composed)
+        searched = self._plan.search.space.get("zero_stage", f"{own.zero:d}")
+        levels = (searched if zero is None else f"{zero:d}").split(", ")
         return SearchSpace(
             fixed=buildable_degrees(self._plan.model, self._target, fixed),
             partition=self._stages(composed, fixed),
-            zero_stages=(own.zero if zero is None else zero,),
-            sharding=own.sharding if zero is None else None,
+            zero_stages=tuple(ZeroStage(int(each)) for each in levels),
+            sharding=own.sharding if levels == [f"{own.zero:d}"] else None,
             recompute=read_recompute(composed.parallel),
             execution=self._execution,
             executions={"cp_comm_type": _EXCHANGES, "hierarchical_context_parallel_sizes": ((),)},
             version=self._version,
-            batch_unit=schedule.batch_unit if schedule else None,
+            batch_unit=schedule and schedule.batch_unit,
             rank_orders=tuple(RankOrder) if order is None else (order,),
         )
 
@@ -309,7 +310,7 @@ class PlannedJob:
         given = fixed_degrees(composed)
         micro = given.pop("micro_batch_size", own.micro_batch_size)
         stages = self._stages(composed, given)
-        if stages is not None:
+        if stages:
             given[_VPP] = stages.num_chunks // stages.pipeline_model_parallel_size
         dims = self._dims(given, read_rank_order(config))
         splits_sequence = config.sequence_parallel
@@ -324,7 +325,7 @@ class PlannedJob:
             recompute=recompute or own.recompute,
             zero=own.zero if zero is None else zero,
         )
-        if stages is None:
+        if not stages:
             stages = self._plan.layout.partition
             sizes = stages.pipeline_model_parallel_size, stages.num_chunks
             if sizes != (dims.pipeline_model_parallel_size, dims.num_chunks):
@@ -345,7 +346,7 @@ class PlannedJob:
         """The stages that were named, for the pipeline's own size where no other is."""
         text = composed.parallel.pipeline_model_parallel_layout
         pp = given.get(_PP, self._plan.layout.dims.pipeline_model_parallel_size)
-        return None if text is None else parse_layout(text, self._plan.model, pp)
+        return parse_layout(text, self._plan.model, pp) if text else None
 
     def _dims(self, given: Mapping[str, int], rank_order: RankOrder | None) -> ParallelDims:
         """The plan's degrees with those given; the GPUs that are left replicate."""
@@ -424,7 +425,7 @@ def versus(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> Ve
 def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> WhyNot:
     """Why a plan is no layout with the sizes that ``text`` names (``read_layout``).
 
-    What is not named is searched, but for the sharding and how layers run.
+    What is not named is searched, but for how layers run.
 
     Raises:
         UserInputError: for a layout that cannot be read.
@@ -514,10 +515,10 @@ def _notes(plan: ParallelPlan, own: ParallelPlan) -> Iterator[str]:
             f"{format_seconds(now)} (another version, or a profile that is not here)."
         )
     site, here = plan.provenance.site, own.provenance.site
-    if site is not None and here is None:
+    if site and not here:
         yield (
             f"The calibration of the site ({site.name}) that the plan was made with is not here: "
             "intervals are those of the catalogue."
         )
-    elif site is not None and here is not None and site.digest != here.digest:
+    elif site and here and site.digest != here.digest:
         yield f"The calibration of the site ({here.name}) has changed since the plan was made."
