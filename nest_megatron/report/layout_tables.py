@@ -265,7 +265,9 @@ def verdict(before: PricedLayout, whole: Difference) -> str:
     found, misfit = before.predicted, ""
     if not found.fits:
         needs = found.peak_memory_bytes, found.capacity_bytes
-        misfit = f" The present layout: {memory_verdict(*needs, before.not_modelled)}."
+        misfit = f" The present layout {memory_verdict(*needs, before.not_modelled)}."
+        if "does not fit" in misfit:  # and is not faster
+            return misfit.strip()
     if risk := risk_words(before, "The present layout"):
         misfit += f" {risk}"
     if whole.seconds == 0:

@@ -97,6 +97,21 @@ def test_the_verdict_is_that_of_the_terminal() -> None:
     assert "<li>A package &lt;b&gt;.</li>" in html_report(dataclasses.replace(plan, today=needs))
 
 
+def test_what_does_not_fit_is_not_called_faster() -> None:
+    _, found, _ = command_page()
+    assert found.before is not None
+    assert found.changes is not None
+    before = found.before
+    predicted = dataclasses.replace(before.predicted, peak_memory_bytes=1 << 40, fits=False)
+    known = dataclasses.replace(before.uncertainty, out_of_memory=0.997)
+    before = dataclasses.replace(before, predicted=predicted, uncertainty=known)
+    slower = dataclasses.replace(found.changes.whole, chance_faster=0.01)
+    said = verdict(before, slower)
+    assert re.fullmatch(
+        r"The present layout does not fit, as predicted: [\d.]+ GiB missing\.", said
+    )
+
+
 def told_at(out_of_memory: float, plan: ParallelPlan) -> str:
     """The verdict's paragraph on the page of a plan with a chance to run out of memory."""
     assert plan.uncertainty is not None
