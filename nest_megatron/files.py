@@ -121,7 +121,7 @@ def append_line(path: Path, line: bytes, *, mode: int | None = None) -> None:
         descriptor = os.open(path, flags | os.O_WRONLY)
     try:
         state = os.fstat(descriptor)
-        if (kind := _kind_of(state.st_mode)) is not None:
+        if kind := _kind_of(state.st_mode):
             raise OSError(errno.EINVAL, f"it is {kind}, not a regular file")
         if mode is not None and not state.st_size and state.st_uid == os.geteuid():
             os.fchmod(descriptor, mode)
@@ -214,7 +214,7 @@ def regular_target(path: Path, what: str = "file") -> Path:
     else:
         raise _refused(what, path, "it is a link in a circle", "Name a regular file.")
     kind = _kind_of(target.stat().st_mode) if target.exists() else None
-    if kind is not None:
+    if kind:
         fix = "Name a file inside it." if kind == "a folder" else "Name a file."
         raise _refused(what, path, f"it is {kind}, not a regular file", fix)
     return target
@@ -305,7 +305,7 @@ def read_opened(
         descriptor = os.open(expanded(path, what), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as stream:
             kind = _kind_of(os.fstat(descriptor).st_mode)
-            if kind is not None:
+            if kind:
                 raise _unreadable(path, what, f"it is {kind}, not a regular file")
             content = stream.read(most + 1)
             opened = _place_of(descriptor, path)
@@ -468,8 +468,13 @@ def _named_file(path: Path, mode: int) -> tuple[int, Path]:
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     name = path.parent / f".{path.name}.tmp"
-    with contextlib.suppress(OSError):
-        _remove_unlocked(name)
+    with contextlib.suppress(OSError):  # remove what a writer that was killed has left
+        left = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _unlink(name, left)
+        finally:
+            os.close(left)
     with contextlib.suppress(OSError):
         descriptor = os.open(name, flags, mode)
         if _is_locked(descriptor) and os.fstat(descriptor).st_nlink:
@@ -490,15 +495,6 @@ def _is_locked(descriptor: int) -> bool:
     except OSError:
         pass
     return True
-
-
-def _remove_unlocked(name: Path) -> None:
-    descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _unlink(name, descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _unlink(name: Path, descriptor: int) -> None:

@@ -1,7 +1,7 @@
 """Frozen records and names; records to plain data and back, strictly, by the one converter.
 
-No number is made of a text, and an error names the place of the value in its file (decision 011 of
-``docs/decisions.md``).
+No number is made of a text but of one with a unit or an exponent, and an error names the place of
+the value in its file (decision 011 of ``docs/decisions.md``).
 """
 
 from __future__ import annotations
@@ -259,16 +259,23 @@ def is_number(field: dataclasses.Field[Any]) -> bool:
     return re.search(r"\b(int|float)\b", str(field.type)) is not None
 
 
+#: Numbers that YAML 1.1 takes for texts.
+_WITHOUT_POINT = re.compile(r"[-+]?\d+[eE][-+]?\d+")
+
+
 def without_unit(value: Any, name: str, what: str = "") -> Any:
-    """Numbers of a field that are written with a unit as plain ones, all else as it is.
+    """Numbers of a field that are written with a unit or as 3e-05 as plain ones, all else as it is.
 
     Raises:
         UserInputError: for a unit of something else than the field's name says.
     """
     if isinstance(value, Mapping):
         return {key: without_unit(item, name, what) for key, item in value.items()}
-    if isinstance(value, str) and is_quantity(value):
-        return read_quantity(value, name, what)
+    if isinstance(value, str):
+        if is_quantity(value):
+            return read_quantity(value, name, what)
+        if _WITHOUT_POINT.fullmatch(value):
+            return float(value)
     return value
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nest_megatron.config.catalogue import named_cluster
 from nest_megatron.errors import ProfileError, UserInputError
 from nest_megatron.units import (
     MAX_SECONDS,
@@ -17,6 +20,7 @@ from nest_megatron.units import (
     to_seconds,
     to_ticks,
 )
+from tests.cli.runs import run
 
 SI = {"k": 3, "M": 6, "G": 9, "T": 12, "P": 15}
 IEC = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50}
@@ -86,6 +90,21 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(UserInputError, match="80GB, or 141GiB"):
         read_quantity(text, "memory_bytes")
+
+
+@pytest.mark.parametrize("number", ["3e-05", "5e10", "4.5E11", "100GB/s"])
+def test_numbers_of_a_cluster_are_written_as_people_do(number: str, tmp_path: Path) -> None:
+    """YAML 1.1 takes one with an exponent and without a point for a text."""
+    path = tmp_path / "mine.yaml"
+    name = "bandwidth_bytes_per_s" if number != "3e-05" else "latency_s"
+    assert run("cluster", "new", "--out", str(path)).code == 0
+    text = re.sub(rf"(?m)^( +{name}): \S+", rf"\1: {number}", path.read_text(), count=1)
+    path.write_text(text)
+    level = named_cluster(str(path)).levels[0]
+    assert getattr(level, name) == (1e11 if number == "100GB/s" else float(number))
+    path.write_text(text.replace(f": {number}", ": fast"))
+    with pytest.raises(UserInputError, match="it must be a number"):
+        named_cluster(str(path))
 
 
 def test_hours_and_watts() -> None:

@@ -294,7 +294,7 @@ def _check_number(what: str, value: Any, name: str) -> None:
             what,
             value,
             f"it must be a finite number {'of at least' if may_be_zero else 'above'} 0",
-            "Correct the cluster's description.",
+            "Correct this value of the cluster.",
         )
     if name.endswith(("efficiency", "share", "shares")) and value > 1.5:
         raise UserInputError(
@@ -306,7 +306,7 @@ def _check_number(what: str, value: Any, name: str) -> None:
 
 
 _SOURCE = Source(
-    correct="Correct the cluster's description.",
+    correct="Correct this value of the cluster.",
     add="Add {name}; `nest-megatron cluster new` writes a file that explains each field.",
     whole_floats=True,
     has_units=True,

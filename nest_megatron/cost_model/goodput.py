@@ -41,7 +41,7 @@ class Reliability:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.mtbf_hours < math.inf:
-            raise _wrong("mtbf_hours", self.mtbf_hours, "it is above 0 and finite", "50000")
+            raise _wrong("mtbf_hours", self.mtbf_hours, "it must be above 0 and finite", "50000")
         for name in ("checkpoint_s", "restart_s"):
             value = getattr(self, name)
             if not 0.0 <= value < math.inf:

@@ -273,7 +273,7 @@ class Variants(Shown):
             same = "the same" if layout_of(again) == layout_of(present) else "another"
             yield (
                 f"Planned again, unchanged, the job takes {now} with {same} layout, and {then} in "
-                "the file: it was made with other settings, profiles or another version."
+                "the file: it was made with other settings, another policy, profile or version."
             )
         old, site = present and present.provenance.site, again.provenance.site
         if old and not site:
@@ -296,7 +296,7 @@ class Variants(Shown):
                 "The chosen layout is faster where it has a larger chance to run out of memory "
                 "than memory.max_oom_chance allows, or where a simpler plan ties with it."
             )
-        if any(fastest_s(plan) < step_s(plan) for plan in (again, *(plan for plan, _ in plans))):
+        if plans and any(fastest_s(p) < step_s(p) for p in (again, *(plan for plan, _ in plans))):
             yield (
                 '"vs plan" compares the fastest layouts; the best layout is the simplest within '
                 "search.tie_percent of it."

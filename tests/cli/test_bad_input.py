@@ -36,6 +36,7 @@ BAD = {
     "nan latency": ((*LLAMA, "cluster.levels.0.latency_s=nan"), "finite"),
     "yaml nan": ((*LLAMA, "cluster.levels.0.latency_s=.nan"), "number"),
     "no such level": ((*LLAMA, "cluster.levels.9.latency_s=1"), "no such entry"),
+    "no number of GPUs": ((*LLAMA, "cluster.num_gpus=many"), "Correct this value of the cluster."),
     "unknown cluster field": ((*LLAMA, "cluster.num_gpu=8"), "num_gpus"),
     "unknown model field": ((*LLAMA, "model.num_layrs=8"), "num_layers"),
     "unknown setting": ((*LLAMA, "train.micro_batch=1"), "train.micro_batch_size"),
