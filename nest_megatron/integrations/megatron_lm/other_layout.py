@@ -196,7 +196,7 @@ class WhyNot(Shown):
     def _words(self) -> str:
         if self.rule:
             return f"{self.rule}."
-        assert self.versus is not None, "a layout that is legal is priced"
+        assert self.versus, "a layout that is legal is priced"
         if self.needed_bytes:
             limit = self.versus.other.predicted.capacity_bytes
             needed, missing = map(format_gib, (self.needed_bytes, self.needed_bytes - limit))
@@ -285,7 +285,7 @@ class PlannedJob:
             execution=self._execution,
             executions={"cp_comm_type": _EXCHANGES, "hierarchical_context_parallel_sizes": ((),)},
             version=self._version,
-            batch_unit=schedule and schedule.batch_unit,
+            batch_unit=schedule.batch_unit if schedule else None,
             rank_orders=tuple(RankOrder) if order is None else (order,),
         )
 
