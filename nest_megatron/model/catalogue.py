@@ -164,7 +164,7 @@ _AT_MOST_ONE = ("rotary_percent", "hidden_dropout", "attention_dropout")
 #: What the settings ``peft.*`` say; a plan file has it, too.
 _NO_KEY = "adapters"
 _SOURCE = Source(
-    correct="Correct this value of the model.",
+    correct="Correct the model's description.",
     add="Add {name} to the model's description.",
     has_units=True,
 )

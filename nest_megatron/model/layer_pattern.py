@@ -92,7 +92,7 @@ def moe_layer_pattern(moe_layer_freq: object, num_layers: int) -> tuple[int, ...
             "num_layers",
             num_layers,
             f"it must be at most {MAX_LAYERS:,}",
-            "Correct this value of the model.",
+            "Correct the model's description.",
         )
     value = read_frequency(moe_layer_freq) if isinstance(moe_layer_freq, str) else moe_layer_freq
     if isinstance(value, list | tuple) and all(type(flag) is int for flag in value):

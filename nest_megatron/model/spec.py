@@ -370,7 +370,7 @@ class TransformerSpec:
             )
 
     def _wrong(
-        self, field: str, limit: str, fix: str = "Correct this value of the model."
+        self, field: str, limit: str, fix: str = "Correct the model's description."
     ) -> UserInputError:
         value = getattr(self, field)
         shown = None if dataclasses.is_dataclass(value) else value  # a part has no short text
