@@ -441,8 +441,8 @@ def _pricing_notes(spec: TransformerSpec, costs: CostSettings) -> Iterator[str]:
     if beside and not costs.traits.fp8_weights:
         words = costs.precision.value
         yield (
-            f"GEMMs in {words} keep {beside:g} bytes of copies of each weight beside its "
-            f"{costs.traits.params_bytes}, so weights take more memory than in bf16; "
+            f"GEMMs in {words} keep {beside:g} B of copies of each weight beside its "
+            f"{costs.traits.params_bytes} B, so weights take more memory than in bf16; "
             f"{words.removeprefix('nv')[:3]}_param_gather keeps the copies alone."
         )
 

@@ -349,7 +349,7 @@ def explanation(
     """
     if said := early_words(plan.search):
         yield f"{said}.\n"
-    if plan.today is not None:
+    if plan.today:
         yield before_after_report(plan.today, plan)
         yield f"Today is {plan.provenance.created[:10]}, when the plan was made.\n"
     yield explain_report(plan, differences)

@@ -270,7 +270,7 @@ def plan_changes(
     for_optimizer([found.layout.zero], own)
     values = {**planned_items(found), **found.layout.sizes}
     needs = recipe.requirements(spec)
-    if (restored := own.restored) is not None:
+    if restored := own.restored:
         restored.check(found, own.version)
         by_format = restored.required(own.version).items()
         needs |= {name: need for name, need in by_format if name == "use_megatron_fsdp"}
@@ -444,7 +444,7 @@ def plan_recipe(
     job = replace(job, notes=(*job.notes, *place.notes, *nodes))
     request = job_request(job, place.cluster, place.settings)
     found = plan_to_launch(request, choose)
-    if job.restored is not None:
+    if job.restored:
         job.restored.check(found, job.version)
     # only Megatron-Bridge's scripts take words
     return with_origin(

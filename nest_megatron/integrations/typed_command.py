@@ -82,7 +82,7 @@ def read_request(typed: TypedCommand, composed: Settings) -> tuple[Job, Request]
         job = replace(job, free=free_parameters(typed.free or None))
     else:
         job = replace(job, free=typed.free)
-        if (restored := restored_by_command(command.values)) is not None:
+        if restored := restored_by_command(command.values):
             job = replace(
                 job,
                 required={**restored.required(job.version), **job.required},
@@ -126,7 +126,7 @@ def read_typed(typed: TypedCommand, composed: Settings) -> tuple[Job, Cluster]:
         job = replace(job, num_gpus=cluster.num_gpus)
     cluster = read_cluster(composed, job.num_gpus)
     size = (job.num_gpus, job.num_nodes)
-    if command is not None:
+    if command:
         size = (command.ranks.num_ranks, command.ranks.num_nodes)
     return replace(job, notes=(*assumed, *node_notes(cluster, *size))), cluster
 
@@ -196,7 +196,7 @@ def _read(typed: TypedCommand, composed: Settings) -> Job:
         # what its script left out, and what nothing sets
         fix = " ".join((error.fix, *launch.notes))
         raise UserInputError(error.what, error.value, error.limit, fix) from error
-    assert job.command is not None
+    assert job.command
     values = job.command.values
     if is_assumed(values, job.spec.family, job.version):  # Megatron pads what there is
         return job
@@ -335,7 +335,7 @@ def command_of_plan(
     Raises:
         UserInputError: if Megatron, or the checkpoint that the job restores, would refuse it.
     """
-    if job.restored is not None:
+    if job.restored:
         job.restored.check(found, job.version)
     if (command := job.command) is None:
         assert job.changes is not None
@@ -383,7 +383,7 @@ def estimate_command(typed: TypedCommand, composed: Settings) -> ParallelPlan:
         with_device_settings(job, cluster), cluster, composed, SearchSpace(), choose_execution=False
     )
     found = with_origin(typed_plan(job, request, composed)[0], job, "estimate --from")
-    if (command := job.command) is not None:
+    if command := job.command:
         launch = LaunchCommand(
             script=command.script,
             argv=command.argv,
@@ -426,7 +426,7 @@ def _needs(found: CommandPlan, before: ParallelPlan) -> Iterator[str]:
         if value != getattr(before.layout.execution, knob.name) and value in knob.needs:
             words = " ".join(value) if isinstance(value, tuple) else value
             yield f"{knob.flag} {words} needs {knob.needs[value].words} where the job runs."
-    if (command := found.job.command) is not None:
+    if command := found.job.command:
         yield from filter(None, [newest_flags(found.plan.launch[LAUNCHER].argv, command.argv)])
     values, version = found.job.values, found.job.version
     name = "a checkpoint of the present layout"

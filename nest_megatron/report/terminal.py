@@ -209,7 +209,7 @@ def rates(plan: ParallelPlan) -> str:
     found = plan.predicted
     return (
         f"{found.tokens_per_s_per_gpu:,.0f} tokens/s/GPU   "
-        f"{found.model_tflops_per_gpu:.0f} TFLOP/s/GPU   MFU {100 * found.mfu:.1f} %"
+        f"{found.model_tflops_per_gpu:,.0f} TFLOP/s/GPU   MFU {100 * found.mfu:.1f} %"
     )
 
 

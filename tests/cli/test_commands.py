@@ -453,6 +453,7 @@ def test_a_command_is_written_with_the_recipe_that_was_priced(tmp_path: Path) ->
     assert run("plan", *job, *fp8).code == 0
     written = " ".join(run("explain", str(tmp_path / "plan.yaml")).out.replace("\\\n", " ").split())
     assert "--fp8-format hybrid --fp8-recipe mxfp8" in written
+    assert " B of copies of each weight beside its 2 B," in written
     assert "than in bf16; fp8_param_gather keeps the copies alone." in written
 
 

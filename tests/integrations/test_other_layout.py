@@ -260,10 +260,22 @@ def test_sharding_that_is_not_named_is_searched_as_for_the_plan() -> None:
     assert versus is not None
     assert versus.other.layout == best.layout
     kept = dataclasses.replace(plan.record.search, space={"zero_stage": "0"})
-    only = dataclasses.replace(plan, record=dataclasses.replace(plan.record, search=kept))
+    record = dataclasses.replace(plan.record, search=kept, alternatives=())
+    only = dataclasses.replace(plan, record=record)
     versus = only.explain().why_not("cp=2").versus
     assert versus is not None
     assert int(versus.other.layout.zero) == 0
+
+
+def test_a_runner_up_whose_layers_run_otherwise_is_not_called_slower() -> None:
+    job = {"model": "mixtral_8x7b", "cluster": "h200", "num_gpus": 32, "global_batch_size": 128}
+    plan = api.plan(**job, precision="fp8")
+    known = [each for each in plan.alternatives if each.layout.dims.tensor_model_parallel_size == 1]
+    assert known
+    assert known[0].layout.execution != plan.layout.execution
+    versus = plan.explain().why_not("tp=1").versus
+    assert versus is not None
+    assert versus.other.predicted.iteration_time_s <= 1.01 * known[0].iteration_time_s
 
 
 def test_sizes_that_the_plan_has_are_no_question(explained: Explanation) -> None:

@@ -414,7 +414,7 @@ def _furnish(folder: Path, bash: str, cluster: Cluster | None) -> None:
     for name in (*recorder.STANDS_FOR, *(f"python3.{minor}" for minor in range(8, 16))):
         (programs / name).symlink_to(".recorder")
     for name in READS.split():
-        if (found := shutil.which(name)) is not None:
+        if found := shutil.which(name):
             (programs / name).symlink_to(found)
     settings = {"bash": bash, "gpus_per_node": "8", "gpu": "GPU", "memory_mib": "0"}
     if cluster is not None:

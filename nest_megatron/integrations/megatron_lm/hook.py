@@ -173,7 +173,7 @@ def after_parallel_state(module: ModuleType) -> None:
             plan = _plan_of_hydra_application()
         elif not _job.groups_checked and _job.decision is not None:
             _job.groups_checked, plan = True, _job.decision.plan
-        if plan is not None:
+        if plan:
             with ending_on_errors():
                 compare_groups(plan, module)
         return result

@@ -394,8 +394,8 @@ def _refuse_search(launched: LaunchedJob, allowed: Sequence[OnMismatch]) -> None
 
 
 def _pinned_launch(job: Job, pinned: PinnedPlan) -> LaunchPlan:
-    assert job.command is not None
-    if (restored := restored_by_command(job.command.values)) is not None:
+    assert job.command
+    if restored := restored_by_command(job.command.values):
         restored.check(pinned.plan, job.version)
     plan, rows = pinned.plan, job.spec.vocab_size
     if job.spec.vocab_is_padded and rows % plan.layout.dims.tensor_model_parallel_size == 0:

@@ -166,7 +166,7 @@ def _orders(
     max_seconds = require_seconds("nest.profile.max_seconds", place.settings.profile.max_seconds)
     outcome = decide(job, with_profile(place, ProfileMode.ANALYTIC), free=free)
     assert outcome.searched is not None
-    assert job.command is not None
+    assert job.command
     request = outcome.searched.request
     spec, precision = request.spec, request.settings.precision
     tasks = tasks_for(outcome.decision.plan, request, implementation)

@@ -177,7 +177,7 @@ def plan_for_nodes(job: TableJob, counts: Sequence[int]) -> PlanTable:
     # what all plans may load: one checkpoint of each layout, that of the most nodes first
     candidates: dict[tuple[object, ...], Resharding] = {}
     for entry, plan in alone:
-        if plan is not None:
+        if plan:
             loads = job.checkpoint_of(plan, entry.num_nodes)
             layout = tuple(need.value for need in job.requirements(loads).values())
             candidates.setdefault(layout, loads)
@@ -203,7 +203,7 @@ def _plans_that_load(job: TableJob, alone: Sequence[Planned], loads: Resharding)
     found = [*alone]
     for at, (entry, plan) in enumerate(alone):
         try:
-            if plan is not None:
+            if plan:
                 job.check_loadable(plan, loads)
         except UserInputError:
             found[at] = _plan_entry(job, entry.num_nodes, loads)

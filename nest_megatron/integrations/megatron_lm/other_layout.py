@@ -38,7 +38,7 @@ from nest_megatron.integrations.megatron_lm.present_layout import refusal_text
 from nest_megatron.integrations.plan_job import rates_of, reliability_of
 from nest_megatron.layout.dims import DEGREES as LAYOUT_DEGREES
 from nest_megatron.layout.dims import REPLICA_DEGREES, SHORT_DEGREES, ParallelDims, RankOrder
-from nest_megatron.layout.estimate import Difference
+from nest_megatron.layout.estimate import Alternative, Difference
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.knobs import KnobConditions, always_on
 from nest_megatron.layout.plan import ParallelPlan
@@ -172,7 +172,9 @@ class WhyNot(Shown):
             yield indented(f"The layout that lacks least: {layout_words(self.versus.other)}")
             yield stages_table(self.versus.other)
         elif self.versus:
-            yield Text("What is not named is searched; the execution is the plan's where legal.")
+            yield Text(
+                "What is not named is searched; layers run as in the plan, or in a runner-up."
+            )
             yield from self.versus.report()
         if self.verdict in ("illegal", "does not fit"):
             yield heading("The nearest layout that is legal and fits")
@@ -425,7 +427,7 @@ def versus(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> Ve
 def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> WhyNot:
     """Why a plan is no layout with the sizes that ``text`` names (``read_layout``).
 
-    What is not named is searched, but for how layers run.
+    What is not named is searched, but for how layers run: as in the plan or in a runner-up.
 
     Raises:
         UserInputError: for a layout that cannot be read.
@@ -441,7 +443,8 @@ def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> W
         if name in names
     }
     try:
-        found = find_plan(job.request(space))
+        request = job.request(space)
+        found = find_plan(request)
     except UserInputError as error:
         broken = f"{error.what} = {error.value}: {error.limit}"
         rule = f"a policy forbids it: {broken}"
@@ -468,7 +471,16 @@ def why_not(plan: ParallelPlan, text: str, times: LayerTimes | None = None) -> W
     if lost := _not_kept(found, space):  # a model without experts has no sizes of experts
         rule = job.rule(composed) or f"{lost[0]} = {asked[lost[0]]}: this model has it not"
         return replace(_nearest(job, space, asked), rule=rule)
-    versus = job.versus(replace(job.own, layout=found.layout))
+    # layers of a runner-up may run otherwise, and save more than a tie
+    below = found.predicted.iteration_time_s / (1 + request.tie_percent / 100)
+    known = (
+        each
+        for each in plan.alternatives
+        if asked.keys() <= space.fixed.keys()
+        and each.iteration_time_s < below
+        and not _not_kept(each, space)
+    )
+    versus = job.versus(replace(job.own, layout=next(known, found).layout))
     return WhyNot(asked=asked, versus=versus, bounded=_is_bounded(found))
 
 
@@ -501,7 +513,7 @@ def _is_bounded(found: ParallelPlan | NoPlan | EndedEarly) -> bool:
     return isinstance(found, EndedEarly) or not found.complete
 
 
-def _not_kept(plan: ParallelPlan, space: SearchSpace) -> list[str]:
+def _not_kept(plan: ParallelPlan | Alternative, space: SearchSpace) -> list[str]:
     """Sizes that were fixed for a search and that its plan lacks."""
     return [name for name, size in space.fixed.items() if plan.layout.sizes[name] != size]
 

@@ -173,7 +173,7 @@ def decide(
         UserInputError: if nothing legal is left, or the checkpoint cannot take the plan.
     """
     command = job.command
-    assert command is not None
+    assert command
     values, version = command.values, command.version
     saved = checkpoint.read_checkpoint(values)
     saves = {} if saved is None else checkpoint.requirements(saved, values, version)

@@ -135,7 +135,7 @@ def freed_flags(job: Job) -> frozenset[str]:
 
 def kept_flags(job: Job, request: Request, settings: Settings) -> frozenset[str]:
     """Destinations whose flags stay in the job's command; settings of our own command line win."""
-    assert job.command is not None
+    assert job.command
     parallel = settings.parallel
     replaced = set(fixed_degrees(settings))
     if request.space.partition is None:
@@ -216,7 +216,7 @@ def with_required(
             raise _not_loadable(_LAYOUT, "as given", layout)
         partition = saved
     orders = space.rank_orders
-    if (mapping := required.get(_ORDER)) is not None:
+    if mapping := required.get(_ORDER):
         order = rank_order_of({_ORDER: mapping.value})
         if order not in orders:
             raise _not_loadable(_ORDER, not mapping.value, mapping)

@@ -187,7 +187,7 @@ def planned_values(request: LaunchRequest) -> dict[str, Any]:
     of_fsdp = _of_fsdp(request) if layout.uses_megatron_fsdp else {_STRATEGY: "no_shard"}
     # the batch, or how it grows; or since 0.18 a schedule in the place of a size (args:698)
     batch: dict[str, Any] = {"global_batch_size": request.global_batch_size}
-    if (schedule := request.batch_schedule) is not None:
+    if schedule := request.batch_schedule:
         ramp = list(schedule.rampup_batch_size or ()) or None
         batch = {"global_batch_size": schedule.last, "rampup_batch_size": ramp}
         if (steps := schedule.step_batch_size_schedule) is not None:
