@@ -167,6 +167,7 @@ def test_an_option_that_its_own_layout_does_not_have_is_refused(command: str, op
         f"{DENSE} --ckpt-format torch",
         f"{DENSE} --fsdp-double-buffer",
         f"{DENSE} --num-experts 8 --moe-router-topk 2 --moe-grouped-gemm",
+        f"{DENSE} --moe-token-dispatcher-type flex --moe-permute-fusion",  # without experts
     ],
 )
 def test_an_option_that_megatron_takes_is_priced(command: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from operator import attrgetter
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.layout.cuda_graphs import kept_modules
@@ -87,9 +88,24 @@ def _rule(
     until: str = "",
     framework: str = "",
 ) -> Rule:
-    """A rule that looks where a field of ``Execution`` is not at Megatron's default."""
+    """A rule that looks where a field of ``Execution`` is not at Megatron's default.
+
+    A field of experts says nothing in a model without.
+    """
     fix = "Leave it out, or change the layout."
-    return Rule(id, source, holds, when, limit, fix, when=when, until=until, framework=framework)
+    about = attrgetter("is_moe") if when.startswith("moe_") else None
+    return Rule(
+        id,
+        source,
+        holds,
+        when,
+        limit,
+        fix,
+        when=when,
+        until=until,
+        framework=framework,
+        about=about,
+    )
 
 
 FORMAT_RULES = (
@@ -134,7 +150,7 @@ EXECUTION_RULES = (
         "flex_group",
         _FLEX,
         "moe/token_dispatcher.py:1346",
-        lambda spec, experts_alone: not (spec.is_moe and experts_alone),
+        lambda experts_alone: not experts_alone,
         "the flex dispatcher sends tokens among several ranks (etp * ep above 1)",
     ),
     _rule(
@@ -159,9 +175,8 @@ EXECUTION_RULES = (
         "expert_overlap_dispatcher",
         _OVERLAP,
         "tc:1863-1869",
-        lambda spec, execution, one_expert_rank: (
-            spec.is_moe
-            and not one_expert_rank
+        lambda execution, one_expert_rank: (
+            not one_expert_rank
             and execution.moe_token_dispatcher_type is not TokenDispatcher.ALLGATHER
         ),
         "it needs expert parallelism, and the alltoall or the flex dispatcher",
@@ -252,12 +267,9 @@ EXECUTION_RULES = (
         "context_levels",
         "cp_comm_type",
         "args:403-408",
-        lambda execution, cp: (
+        lambda execution: (
             execution.cp_comm_type is not ContextTraffic.A2A_P2P
-            or (
-                len(execution.hierarchical_context_parallel_sizes) == 2
-                and math.prod(execution.hierarchical_context_parallel_sizes) == cp
-            )
+            or len(execution.hierarchical_context_parallel_sizes) == 2
         ),
         "a2a+p2p needs two sizes that multiply to the context-parallel size",
     ),
