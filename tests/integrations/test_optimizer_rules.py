@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+
 import pytest
 
 from nest_megatron.config.compose import compose
@@ -9,7 +11,7 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.megatron_lm.parser import known_flags, read_command
-from nest_megatron.integrations.megatron_lm.read import read_job
+from nest_megatron.integrations.megatron_lm.read import read_job, require_options
 from nest_megatron.integrations.megatron_lm.search_space import for_optimizer
 from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.typed_command import CommandPlan, plan_command, read_request
@@ -135,6 +137,14 @@ def test_flags_that_megatron_refuses_together_are_refused(rule: Rule) -> None:
             assert broken.limit.startswith(f"Megatron-LM {version} refuses it")
             rest = read_command(["pretrain_gpt.py", *flags[end:]], version).values
             assert rule.keeps(Facts(options=rest, version=version))
+
+
+def test_options_of_a_running_job_are_members_of_enumerations() -> None:
+    """As Megatron's own parser makes them of the names of modules."""
+    module = enum.Enum("CudaGraphModule", ("attn", "moe", "moe_router"))
+    options = {"cuda_graph_impl": "local", "cuda_graph_modules": [module.moe, module.moe_router]}
+    with pytest.raises(UserInputError, match="refuses it beside --cuda-graph-modules moe_router"):
+        require_options({**options, "num_experts": 8}, "0.19")
 
 
 @pytest.mark.parametrize(

@@ -461,7 +461,9 @@ def _stated(name: str, options: Flags) -> object:
 def _is_met(condition: str, options: Flags) -> bool:
     name, _, values = condition.removeprefix("!").partition("=")
     value = _stated(name, options)
-    words = {str(each) for each in (value if isinstance(value, list) else [value])}
+    words = {
+        str(getattr(each, "name", each)) for each in (value if isinstance(value, list) else [value])
+    }
     found = not words.isdisjoint(values.split("|")) if values else bool(value)
     return found is not condition.startswith("!")
 
