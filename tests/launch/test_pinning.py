@@ -274,12 +274,12 @@ def test_a_job_that_keeps_more_than_was_planned_is_refused(
 def test_more_copies_of_the_optimizer_states_are_refused_where_replicas_divide_them(
     pinned: PinnedPlan,
 ) -> None:
-    flags = {"num_distributed_optimizer_instances": 8}
+    flags, own = {"num_distributed_optimizer_instances": 8}, pinned.plan.layout
     for shards in (True, False):
         plan = altered(
             pinned.plan,
             data_parallel_size=8,
-            global_batch_size=8 * pinned.plan.layout.micro_batch_size,
+            global_batch_size=8 * own.micro_batch_size * own.dims.pipeline_model_parallel_size,
             use_distributed_optimizer=shards,
         )
         divided = dataclasses.replace(pinned, plan=plan)
