@@ -370,9 +370,11 @@ def explanation(
         target = None if named is None else target_named(named)
         if target is None or target in MEGATRON_LM_TARGETS:
             yield "\nThis plan holds no launch command; plan again with this version to get one."
-        else:
-            yield f"\nThe plan is for {target.framework}; docs/nemo.md says how recipes take it."
-    if pin is not None:
+        elif (
+            said := f"The plan is for {target.framework}; docs/nemo.md says how recipes take it."
+        ) not in plan.notes:
+            yield f"\n{said}"
+    if pin:
         said = f" ({pin.note})" if pin.note else ""
         yield f"\nPinned {pin.created} by {pin.by}{said}, for {pinned_for(plan, pin.megatron_lm)}."
 

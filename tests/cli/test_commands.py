@@ -497,5 +497,6 @@ def test_a_plan_is_pinned_by_the_rules_of_its_own_framework(tmp_path: Path, targ
     out = tmp_path / "plan.yaml"
     words = (*SMALL[1:], "model=gemma2_2b", *LIMITS, f"target={target}", f"out={out}")
     assert run("plan", *words).code == 0
+    assert " ".join(run("explain", str(out)).out.split()).count("how recipes take it") == 1
     assert run("pin", str(out)).err == ""
     assert run("verify", str(out)).code == 0
