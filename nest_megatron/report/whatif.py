@@ -273,7 +273,7 @@ class Variants(Shown):
             same = "the same" if layout_of(again) == layout_of(present) else "another"
             yield (
                 f"Planned again, unchanged, the job takes {now} with {same} layout, and {then} in "
-                "the file, which was given, or found with other settings, profiles, policy or version."
+                "the file: given, or found with other settings, profiles, policy or version."
             )
         old, site = present and present.provenance.site, again.provenance.site
         if old and not site:
