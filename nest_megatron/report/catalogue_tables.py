@@ -194,7 +194,8 @@ def cluster_details(cluster: Cluster) -> RenderableType:
         for level in cluster.levels
     )
     table = FittingTable(
-        *name_columns("Level", "Devices"),
+        "Level",
+        "Devices",
         *figure_columns("GB/s each", "Latency"),
         *word_columns("Share reached"),
         rows=levels,
@@ -237,7 +238,7 @@ def levels_table(fits: Sequence[LevelFit], described: Cluster | None = None) -> 
     """
     levels = {} if described is None else {level.name: level for level in described.levels}
     heads = ("Latency", "Startup", "GB/s", "Share", *(["Described"] if levels else []), "Residual")
-    table = FittingTable(*name_columns("Level", "Collective"), *figure_columns(*heads))
+    table = FittingTable("Level", "Collective", *figure_columns(*heads))
     for fit in fits:
         told = _fit_shares(levels[fit.name]) if levels else {}
         level, *times = [fit.name, format_seconds(fit.latency_s), format_seconds(fit.startup_s)]
@@ -263,7 +264,7 @@ def _fit_shares(level: LevelFit | NetworkLevel) -> dict[str, tuple[CollectiveKin
 def samples_table(samples: Sequence[CollectiveSample]) -> RenderableType:
     """A row for each kind and group, ranks on a host by hosts: the ends of its sizes."""
     heads = ("Group", "Sizes", "Smallest", "Takes", "Largest", "Takes", "Spread")
-    table = FittingTable(*name_columns("Collective"), *figure_columns(*heads))
+    table = FittingTable("Collective", *figure_columns(*heads))
     for kind in kinds_of(samples):
         for shape in sorted({each.shape for each in samples if each.kind is kind}):
             own = [each for each in samples if each.kind is kind and each.shape == shape]
@@ -358,4 +359,4 @@ def timings_table(timings: Sequence[Timing]) -> RenderableType:
         for timing in timings
     )
     heads = (*_DEGREES, "Forward", "Backward", "Spread", "Saved GiB")
-    return FittingTable(*name_columns("Layer block"), *figure_columns(*heads), rows=rows)
+    return FittingTable("Layer block", *figure_columns(*heads), rows=rows)

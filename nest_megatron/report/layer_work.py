@@ -37,7 +37,6 @@ from nest_megatron.report.tables import (
     FittingTable,
     figure_columns,
     heading,
-    name_columns,
     word_columns,
 )
 
@@ -112,7 +111,7 @@ def _collective_table(graph: LayerGraph) -> Table:
         _name_column("Collective", (each.name for each in graph.collectives)),
         *word_columns("Group", "Kind"),
         *figure_columns("MB", "x"),
-        *name_columns("pass"),
+        "pass",
         *word_columns("hidden under"),
         pad_edge=False,
     )

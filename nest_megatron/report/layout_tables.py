@@ -37,7 +37,6 @@ from nest_megatron.report.tables import (
     figure_columns,
     heading,
     indented,
-    name_columns,
     word_columns,
 )
 from nest_megatron.report.words import (
@@ -106,7 +105,7 @@ def shortlist_report(plan: ParallelPlan) -> RenderableType:
     found = plan.shortlist
     assert found is not None, "a shortlist was asked for"
     table = FittingTable(
-        *name_columns("#"),
+        "#",
         *figure_columns("Best", "Step", "9 of 10 runs", "GiB", "P(OOM)"),
         *word_columns("Layout"),
     )
@@ -213,11 +212,11 @@ def before_after_report(found: BeforeAfter, plan: ParallelPlan) -> RenderableTyp
     title, shown = Text("Today and planned", style="bold cyan"), before_after_section(found, plan)
     if not shown["figures"]:
         return Group(title, indented(Text(shown["verdict"], style="yellow")), Text())
-    columns = (*name_columns(""), *figure_columns("Today", "Plan"), *word_columns(""))
+    columns = ("", *figure_columns("Today", "Plan"), *word_columns(""))
     table = FittingTable(*columns, rows=shown["figures"])
     parts: list[RenderableType] = [title, table, indented(shown["verdict"]), Text()]
     for each in shown["tables"]:
-        columns = *name_columns("#"), *word_columns("Change"), *figure_columns("Step", "", "GiB")
+        columns = "#", *word_columns("Change"), *figure_columns("Step", "", "GiB")
         parts += [heading(each["caption"]), FittingTable(*columns, rows=each["rows"])]
         parts += map(indented, each["rules"])
     if shown["tables"]:
@@ -434,7 +433,7 @@ def _differences_table(
     signed: Callable[[float], str],
 ) -> FittingTable:
     """Parts that are in either layout, and their sum: of both, and the difference."""
-    table = FittingTable(*name_columns(""), *figure_columns("Plan", "Other", "Difference"))
+    table = FittingTable("", *figure_columns("Plan", "Other", "Difference"))
     for name, more in differences.items():
         pair = own.get(name, 0.0), others.get(name, 0.0)
         if max(pair) >= _LEAST_S:

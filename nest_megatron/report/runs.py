@@ -15,7 +15,6 @@ from nest_megatron.report.tables import (
     FittingTable,
     figure_columns,
     heading,
-    name_columns,
     pairs,
     word_columns,
 )
@@ -85,10 +84,11 @@ def first_line(error: BaseException) -> str:
 def runs_table(runs: Sequence[RunRecord]) -> RenderableType:
     """Runs, one a row."""
     return FittingTable(
-        *name_columns("Run", "Start (UTC)"),
+        "Run",
+        "Start (UTC)",
         *word_columns("Job", "Layout"),
         *figure_columns("Predicted", "Measured", "Error", "Memory"),
-        *name_columns("Outcome"),
+        "Outcome",
         rows=(_row(run) for run in runs),
     )
 
@@ -120,10 +120,15 @@ def audit_table(runs: Sequence[RunRecord]) -> RenderableType:
     """Launches for operators, one a row: who, which plan, signed with which key, what it took."""
     narrow = narrow_words(1) if any(run.predicted.own_runs == 1 for run in runs) else ""
     table = FittingTable(
-        *name_columns("Run", "Start (UTC)", "User", "Batch job", "Plan", "Signer"),
+        "Run",
+        "Start (UTC)",
+        "User",
+        "Batch job",
+        "Plan",
+        "Signer",
         *word_columns("Job"),
         *figure_columns("Predicted", "9 of 10 runs", "Measured", "Error", "Memory"),
-        *name_columns("Outcome"),
+        "Outcome",
         rows=(_audit_row(run) for run in runs),
     )
     return Group(table, f"* {narrow}.") if narrow else table
@@ -132,7 +137,11 @@ def audit_table(runs: Sequence[RunRecord]) -> RenderableType:
 def refusals_table(refused: Sequence[RefusedLaunch]) -> RenderableType:
     """Launches that a rule did not allow, one a row."""
     return FittingTable(
-        *name_columns("Launch", "Refused (UTC)", "User", "Batch job", "Rule"),
+        "Launch",
+        "Refused (UTC)",
+        "User",
+        "Batch job",
+        "Rule",
         *word_columns("Reason"),
         rows=(
             (each.id, _minute(each.start), each.user, each.batch_job or "", each.rule, each.reason)
@@ -261,7 +270,7 @@ def _ranks_table(run: RunRecord) -> RenderableType:
     ranks = zip(run.hosts, measured.busy_s, measured.peak_memory_bytes, strict=False)
     return FittingTable(
         *figure_columns("Rank"),
-        *name_columns("Host"),
+        "Host",
         *figure_columns("Own passes", "Peak memory"),
         rows=(
             (

@@ -8,7 +8,7 @@ from rich.text import Text
 from nest_megatron.cost_model.site import Site, UnseenErrors
 from nest_megatron.layout.estimate import SiteChange, Uncertainty
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.report.tables import EdgelessTable, Pair, figure_columns, indented, name_columns
+from nest_megatron.report.tables import EdgelessTable, Pair, figure_columns, indented
 from nest_megatron.units import (
     GIB,
     counted,
@@ -40,9 +40,7 @@ def site_report(site: Site, unseen: UnseenErrors | None) -> RenderableType:
     ):
         if left_out:
             rested += f" {counted(left_out, 'plan')} left out: {why}."
-    table = EdgelessTable(
-        *name_columns("mechanism"), *figure_columns("longer by %", "give or take", "before")
-    )
+    table = EdgelessTable("mechanism", *figure_columns("longer by %", "give or take", "before"))
     for each in site.mechanisms():
         table.add_row(
             each.mechanism.replace("_", " "),

@@ -24,16 +24,17 @@ _BAR_WIDTH, _LEAST_BAR = 22, 6
 
 
 class FittingTable(Table):
-    """A table whose numbers are never cut.
+    """A table whose numbers are never cut; a head without more is of a column of names.
 
     Too wide, its columns first give up their padding; then each row is printed as a list.
     """
 
     def __init__(
-        self, *columns: Column, rows: Iterable[Sequence[RenderableType]] = (), **options: Any
+        self, *columns: Column | str, rows: Iterable[Sequence[RenderableType]] = (), **options: Any
     ) -> None:
         look = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "header_style": "bold", **options}
-        super().__init__(*columns, **look)
+        named = (Column(each, no_wrap=True) if isinstance(each, str) else each for each in columns)
+        super().__init__(*named, **look)
         for row in rows:
             self.add_row(*row)
 
@@ -74,7 +75,7 @@ class FittingTable(Table):
 class EdgelessTable(FittingTable):
     """A table that begins and ends with its words."""
 
-    def __init__(self, *columns: Column, **options: Any) -> None:
+    def __init__(self, *columns: Column | str, **options: Any) -> None:
         look = {"show_edge": False, "pad_edge": False, "padding": (0, 1), **options}
         super().__init__(*columns, **look)
 
@@ -121,9 +122,9 @@ def figure(value: float | None, digits: int = 1, *, signed: bool = False) -> str
     return f"{value:+.{digits}f}" if signed else f"{value:.{digits}f}"
 
 
-def pairs(rows: Iterable[Pair]) -> RenderableType:
-    """Names beside what is said of them."""
-    columns = *name_columns("", style="cyan"), *word_columns("")
+def pairs(rows: Iterable[Pair], style: str = "cyan") -> RenderableType:
+    """Names, in a style, beside what is said of them."""
+    columns = *name_columns("", style=style), *word_columns("")
     table = Table.grid(*columns, padding=(0, 2, 0, 0))
     for name, value in rows:
         table.add_row(name, Text(value) if isinstance(value, str) else value)

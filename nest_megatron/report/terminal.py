@@ -104,10 +104,7 @@ def explain_report(
         parts += [heading("Why this one: what each runner-up loses"), alternatives_table(plan)]
         unknown = "cannot be priced by this version"
         lost = (unknown if terms is None else term_words(terms) for terms in differences)
-        numbered = Table.grid(padding=(0, 2, 0, 0))
-        for number, words in enumerate(lost, start=1):
-            numbered.add_row(str(number), Text(words))
-        parts.append(indented(numbered))
+        parts.append(pairs(((str(n), words) for n, words in enumerate(lost, start=1)), style=""))
     if plan.shortlist is not None:
         parts.append(shortlist_report(plan))
     if plan.provenance.site is not None:
@@ -268,7 +265,7 @@ def _memory_table(plan: ParallelPlan, *, short: bool) -> RenderableType:
     stages = plan.predicted.stages
     parts = [n for n in _MEMORY_HEADS if any(stage.memory_bytes.get(n) for stage in stages)]
     table = FittingTable(
-        *name_columns("Rank"),
+        "Rank",
         *word_columns("Holds", max_width=22),
         *figure_columns(*(_MEMORY_HEADS[name] for name in parts), "Total", "Free", "Busy"),
     )
@@ -337,14 +334,13 @@ def changes_table(
     changes: Sequence[tuple[str, str | None, str | None, str]], spec: TransformerSpec
 ) -> RenderableType:
     """Flags before and after, the reason under each, and what the letters of stages stand for."""
-    table = Table.grid(*name_columns(""), *word_columns(""), padding=(0, 2, 0, 0))
+    rows = []
     for flag, *values, reason in changes:
         before, after = ("absent" if value is None else value or "set" for value in values)
         told = Text.assemble((before, "red"), " -> ", (after, "green"))
-        told = told.append(f"\n{reason}", "dim") if reason else told
-        table.add_row(flag, told)
+        rows.append((flag, told.append(f"\n{reason}", "dim") if reason else told))
     has_stages = any(flag.endswith(_STAGES_FLAG) for flag, *_ in changes)
-    return Group(indented(table), *([indented(stage_legend(spec))] if has_stages else []))
+    return Group(pairs(rows, style=""), *([indented(stage_legend(spec))] if has_stages else []))
 
 
 def no_plan_report(refusal: NoPlan) -> RenderableType:
