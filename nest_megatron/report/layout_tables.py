@@ -53,7 +53,7 @@ from nest_megatron.units import GIB, Bytes, Seconds, format_chance, format_gib, 
 #: Columns that the runners-up always have, and what another says where nothing is unusual; a
 #: degree is 1.
 _ALWAYS = ("#", "Step", "Slower", "TP", "PP", "DP")
-_USUAL = {"Order": "dp-pp", "Recompute": "none"}
+_USUAL = {"P(slower)": "", "Order": "dp-pp", "Recompute": "none"}
 _SHORT = {
     "core_attn": "attn",
     "moe_act": "act",
@@ -78,7 +78,7 @@ def alternatives_table(plan: ParallelPlan) -> RenderableType:
         }
         for number, each in enumerate(plan_and_alternatives(plan))
     ]
-    usual = {"GPUs": str(plan.cluster.num_gpus), "P(slower)": "", **_USUAL}
+    usual = {"GPUs": str(plan.cluster.num_gpus), **_USUAL}
     table = FittingTable()
     heads = []
     for head in rows[0]:
@@ -212,13 +212,13 @@ def before_after_report(found: BeforeAfter, plan: ParallelPlan) -> RenderableTyp
     title, shown = Text("Today and planned", style="bold cyan"), before_after_section(found, plan)
     if not shown["figures"]:
         return Group(title, indented(Text(shown["verdict"], style="yellow")), Text())
-    columns = ("", *figure_columns("Today", "Plan"), *word_columns(""))
-    table = FittingTable(*columns, rows=shown["figures"])
+    figures = *figure_columns("Today", "Plan"), *word_columns("")
+    table = FittingTable("", *figures, rows=shown["figures"])
     parts: list[RenderableType] = [title, table, indented(shown["verdict"]), Text()]
     for each in shown["tables"]:
-        columns = "#", *word_columns("Change"), *figure_columns("Step", "", "GiB")
-        parts += [heading(each["caption"]), FittingTable(*columns, rows=each["rows"])]
-        parts += map(indented, each["rules"])
+        figures = *word_columns("Change"), *figure_columns("Step", "", "GiB")
+        table = FittingTable("#", *figures, rows=each["rows"])
+        parts += [heading(each["caption"]), table, *map(indented, each["rules"])]
     if shown["tables"]:
         parts.append(indented(shown["sum"]))
     if found.needs:
@@ -376,18 +376,14 @@ _LEAST_S = 5e-7
 
 
 def versus_report(
-    plan: ParallelPlan,
-    other: ParallelPlan,
-    difference: Difference,
-    terms: Mapping[str, Seconds],
-    memory: Mapping[str, Bytes],
+    plan: ParallelPlan, other: ParallelPlan, difference: Difference
 ) -> RenderableType:
     """Both layouts, where time and memory differ, and how sure that is."""
     mine, theirs = plan.predicted, other.predicted
     steps = ("step", mine.iteration_time_s, theirs.iteration_time_s)
     held, others = peak_stage(plan), peak_stage(other)
     peaks = ("peak", sum(held.values()), sum(others.values()))
-    of_memory = _differences_table(MEMORY_WORDS, held, others, memory, peaks, _gib, _signed_gib)
+    of_memory = _differences_table(MEMORY_WORDS, held, others, peaks, _gib, _signed_gib)
     of_memory.add_row("limit", _gib(mine.capacity_bytes), _gib(theirs.capacity_bytes), "")
     chances = (format_chance(each.uncertainty.out_of_memory) for each in (plan, other))
     verdicts, layouts = ["Chance to run out: plan {}, other {}.".format(*chances)], []
@@ -400,9 +396,7 @@ def versus_report(
         heading("Layouts"),
         *layouts,
         heading("Step by term (of each layout's busiest pipeline rank)"),
-        _differences_table(
-            TERM_WORDS, mine.terms, theirs.terms, terms, steps, format_seconds, _signed
-        ),
+        _differences_table(TERM_WORDS, mine.terms, theirs.terms, steps, format_seconds, _signed),
         indented(f"The other layout's step: {difference_words(difference)}."),
         heading("Memory of the GPU with the highest peak, GiB"),
         of_memory,
@@ -427,17 +421,16 @@ def _differences_table(
     words: Mapping[str, str],
     own: Mapping[str, float],
     others: Mapping[str, float],
-    differences: Mapping[str, float],
     total: tuple[str, float, float],
     shown: Callable[[float], str],
     signed: Callable[[float], str],
 ) -> FittingTable:
     """Parts that are in either layout, and their sum: of both, and the difference."""
     table = FittingTable("", *figure_columns("Plan", "Other", "Difference"))
-    for name, more in differences.items():
-        pair = own.get(name, 0.0), others.get(name, 0.0)
-        if max(pair) >= _LEAST_S:
-            table.add_row(words.get(name, name), *map(shown, pair), signed(more))
+    for name in {**own, **others}:
+        mine, theirs = own.get(name, 0.0), others.get(name, 0.0)
+        if max(mine, theirs) >= _LEAST_S:
+            table.add_row(words.get(name, name), shown(mine), shown(theirs), signed(theirs - mine))
     name, mine, theirs = total
     table.add_row(name, shown(mine), shown(theirs), signed(theirs - mine), style="bold")
     return table
@@ -459,14 +452,14 @@ def _signed_gib(num_bytes: float) -> str:
 
 def peak_stage(plan: ParallelPlan) -> Mapping[str, Bytes]:
     """Memory of the pipeline rank with the highest peak, by part."""
-    return max((each.memory_bytes for each in plan.predicted.stages), key=lambda m: sum(m.values()))
+    return max(plan.predicted.stages, key=lambda stage: stage.peak_memory_bytes).memory_bytes
 
 
 def stages_table(plan: ParallelPlan) -> RenderableType:
     """What each pipeline rank needs against the limit."""
     table = FittingTable(*figure_columns("Rank", "Needs", "Limit", "Missing"))
     for rank, stage in enumerate(plan.predicted.stages):
-        needed, limit = sum(stage.memory_bytes.values()), plan.predicted.capacity_bytes
+        needed, limit = stage.peak_memory_bytes, plan.predicted.capacity_bytes
         lacks = format_gib(needed - limit) if needed > limit else "-"
         table.add_row(str(rank), format_gib(needed), format_gib(limit), lacks)
     return table

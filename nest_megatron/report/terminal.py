@@ -273,16 +273,16 @@ def _memory_table(plan: ParallelPlan, *, short: bool) -> RenderableType:
     for previous, rank in pairwise((-1, *shown)):
         if rank > previous + 1:
             table.add_row(f"({rank - previous - 1} more)", *[""] * (len(table.columns) - 1))
-        held, is_critical = stages[rank].memory_bytes, rank == plan.predicted.critical_rank
-        total = sum(held.values())
+        stage, is_critical = stages[rank], rank == plan.predicted.critical_rank
+        total = stage.peak_memory_bytes
         free = plan.predicted.capacity_bytes - total
         table.add_row(
             f"{rank}{'*' if is_critical else ''}",
-            _runs(stages[rank].layers),
-            *(f"{held.get(name, 0) / GIB:.1f}" for name in parts),
+            _runs(stage.layers),
+            *(f"{stage.memory_bytes.get(name, 0) / GIB:.1f}" for name in parts),
             Text(f"{total / GIB:.1f}", style="bold"),
             Text(f"{free / GIB:.1f}", style="red" if free < 0 else "default"),
-            f"{100 * stages[rank].busy_share:.0f}%",
+            f"{100 * stage.busy_share:.0f}%",
         )
     return table
 
@@ -291,7 +291,7 @@ def _shown_ranks(plan: ParallelPlan) -> list[int]:
     stages = plan.predicted.stages
     if len(stages) <= _SHORT_ROWS:
         return list(range(len(stages)))
-    last, totals = len(stages) - 1, [sum(stage.memory_bytes.values()) for stage in stages]
+    last, totals = len(stages) - 1, [stage.peak_memory_bytes for stage in stages]
     highest = totals.index(max(totals))
     return sorted({0, 1, 2, highest, plan.predicted.critical_rank, last - 1, last})
 

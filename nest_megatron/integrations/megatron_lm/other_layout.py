@@ -106,7 +106,7 @@ class Versus(Shown):
 
     def report(self) -> Iterator[RenderableType]:
         """The tables that ``explain --versus`` prints."""
-        yield versus_report(self.plan, self.other, self.difference, self.terms, self.memory)
+        yield versus_report(self.plan, self.other, self.difference)
         yield notes_report(self.notes)
 
 
