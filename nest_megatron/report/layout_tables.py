@@ -237,13 +237,10 @@ def before_after_section(found: BeforeAfter, plan: ParallelPlan) -> Mapping[str,
     memory = memory_level(before)  # not_modelled is no warning: the job runs with those flags
     alone = "What each change brings alone, beside what runs today"
     in_order = "One after another, each on top of those above it"
-    tables = [
-        {"caption": caption, "rows": [*change_rows(rows, first)], "rules": [*rules(rows, what)]}
-        for caption, rows, first, what in (
-            (alone, changes.alone, None, "not by itself"),
-            (in_order, changes.in_order, before, "together"),
-        )
-    ]
+    tables = (
+        _changes_table(alone, changes.alone, "not by itself"),
+        _changes_table(in_order, changes.in_order, "together", before),
+    )
     return {
         "verdict": verdict(before, whole),
         "level": memory or ("" if is_better else "warning"),
@@ -334,29 +331,30 @@ def sum_words(whole: Difference) -> str:
     )
 
 
-def change_rows(
-    changes: Iterable[LayoutChange], first: PricedLayout | None = None
-) -> Iterator[tuple[str, str, str, str, str]]:
-    """Number, change, step, difference and GiB of each; what runs today at the head, if given."""
+def _changes_table(
+    caption: str, changes: Iterable[LayoutChange], refused: str, first: PricedLayout | None = None
+) -> Mapping[str, Any]:
+    """Number, change, step, difference and GiB of each, below what runs today, if given.
+
+    Args:
+        refused: what comes before the rule of a change that is not made by itself.
+    """
+    rows, rules = [], list[str]()
     if first is not None:
-        peak = _gib(first.predicted.peak_memory_bytes)
-        yield "0", "today", format_seconds(first.predicted.iteration_time_s), "", peak
+        step = format_seconds(first.predicted.iteration_time_s)
+        rows.append(("0", "today", step, "", _gib(first.predicted.peak_memory_bytes)))
     for number, row in enumerate(changes, start=1):
-        if row.difference is None or row.step_s is None or row.peak_memory_bytes is None:
-            yield str(number), change_words(row.choices), "refused", "", ""
-            continue
-        step, percent = format_seconds(row.step_s), f"{row.difference.percent:+.1f} %"
-        peak = _gib(row.peak_memory_bytes) + ("" if row.fits else " !")
-        yield str(number), change_words(row.choices), step, percent, peak
-
-
-def rules(changes: Iterable[LayoutChange], what: str) -> Iterator[str]:
-    """Of each change that is not made by itself the rule, and which do not fit."""
-    for number, row in enumerate(changes, start=1):
+        figures = "refused", "", ""
+        if row.difference and row.step_s is not None and row.peak_memory_bytes is not None:
+            percent = f"{row.difference.percent:+.1f} %"
+            peak = _gib(row.peak_memory_bytes) + ("" if row.fits else " !")
+            figures = format_seconds(row.step_s), percent, peak
+        rows.append((str(number), change_words(row.choices), *figures))
         if row.rule:
-            yield f"{number} {what}: {row.rule}"
+            rules.append(f"{number} {refused}: {row.rule}")
         if row.fits is False:
-            yield f"{number} !: does not fit, as predicted"
+            rules.append(f"{number} !: does not fit, as predicted")
+    return {"caption": caption, "rows": rows, "rules": rules}
 
 
 def change_words(choices: Iterable[ChoiceChange]) -> str:

@@ -6,6 +6,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,12 +54,8 @@ class _Axis(NamedTuple):
 
     @classmethod
     def of(cls, shown: tuple[Window, ...]) -> _Axis:
-        whole = sum(window.length for window in shown)
-        scale = (1 - _GAP * (len(shown) - 1)) / whole
-        starts, at = [], 0.0
-        for window in shown:
-            starts.append(at)
-            at += window.length * scale + _GAP
+        scale = (1 - _GAP * (len(shown) - 1)) / sum(window.length for window in shown)
+        starts = accumulate((each.length * scale + _GAP for each in shown[:-1]), initial=0.0)
         return cls(shown, tuple(starts), scale)
 
     def place(self, number: int, time: Seconds) -> float:
@@ -118,18 +115,11 @@ def _numbers(axis: _Axis, drawn: Sequence[tuple[int, Bar]]) -> list[Mapping[str,
     for number, bar in drawn:
         text = str(bar.span.microbatch + 1)
         wide = _PIXELS * axis.scale * (bar.end - bar.start)
-        fits = [zoom for zoom in ZOOMS if zoom * wide > 5 * len(text) + 2]
-        if is_numbered(bar) and fits:
-            middle = axis.place(number, (bar.start + bar.end) / 2)
-            found.append(
-                {
-                    "zoom": fits[0],
-                    "x": _percent(middle),
-                    "rank": bar.rank,
-                    "ink": ink_on(bar.colour),
-                    "text": text,
-                }
-            )
+        zoom = next((zoom for zoom in ZOOMS if zoom * wide > 5 * len(text) + 2), None)
+        if is_numbered(bar) and zoom:
+            x = _percent(axis.place(number, (bar.start + bar.end) / 2))
+            ink = ink_on(bar.colour)
+            found.append({"zoom": zoom, "x": x, "rank": bar.rank, "ink": ink, "text": text})
     return sorted(found, key=lambda each: each["zoom"])[:MOST_NUMBERS]
 
 

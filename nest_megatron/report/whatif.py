@@ -79,6 +79,7 @@ def _cells(variant: Variant, before: ParallelPlan | None) -> dict[str, str]:
         return {**cells, "Best layout": best}
     if before is not None and variant.row.settings:
         cells["vs plan"] = f"{percent(fastest_s(found), fastest_s(before)):+.1f} %"
+    cells |= {"9 of 10 runs": range_words(found.uncertainty)}
     return {**cells, **plan_cells(found), "Best layout": f"{best}, {risk_of(found)}"}
 
 
@@ -111,9 +112,7 @@ def _is_safer(variant: Variant) -> bool:
 def _fields(variant: Variant, before: ParallelPlan | None) -> dict[str, Any]:
     row, found, kept = variant.row, variant.row.plan, variant.kept
     own = {name: value for name, value in row.fields().items() if name not in row.settings}
-    longer = None
-    if found is not None and before is not None:
-        longer = percent(fastest_s(found), fastest_s(before))
+    longer = found and before and percent(fastest_s(found), fastest_s(before))
     present = kept and {
         "iteration_time_s": step_s(kept),
         "fits": kept.predicted.fits,
@@ -212,31 +211,24 @@ class Variants(Shown):
         """One self-contained page: heat maps of throughput and cost, and the table."""
         from nest_megatron.report.page import render_page
 
-        variants = self.variants
-        cells = [_cells(variant, self._before) for variant in variants]
-        ranged = [
-            each | {"9 of 10 runs": range_words(plan.uncertainty)}
-            if (plan := variant.row.plan)
-            else each
-            for each, variant in zip(cells, variants, strict=True)
-        ]
-        figures = ["Step", "9 of 10 runs", "vs plan", "Tok/s/GPU", *price_heads(ranged)]
+        before, changed = self._before, self.variants[1:]
+        cells = [_cells(variant, before) for variant in self.variants]
+        figures = ["Step", "9 of 10 runs", "vs plan", "Tok/s/GPU", *price_heads(cells)]
         head = ["Change", "Best layout", "Chosen layout", *figures]
-        unchanged, changed = cells[0], variants[1:]
         choices = {}  # what a reader picks a row by: values of each setting that has several
         for key in _axes(changed):
             values = [*dict.fromkeys(each.row.settings[key] for each in changed)]
             if len(values) > 1:
                 choices[key] = values
-        step = f": {unchanged['Step']} a step" if "Step" in unchanged else ""
+        step = f": {cells[0]['Step']} a step" if before else ""
         return render_page(
             "whatif.html",
             f"What if: {self._title()}",
             script="pick.js",
-            headline=f"Unchanged: {unchanged['Best layout']}{step}",
-            before=self._before,
-            narrow=self._before and narrow_words(self._before.provenance.own_runs),
-            maps=list(_heat_maps(changed)),
+            headline=f"Unchanged: {cells[0]['Best layout']}{step}",
+            before=before,
+            narrow=before and narrow_words(before.provenance.own_runs),
+            maps=_heat_maps(changed),
             nothing=(IDLE, INK),
             shade=partial(blended, PAPER, _DARK),
             format_count=format_count,
@@ -251,11 +243,11 @@ class Variants(Shown):
                         if key in variant.row.settings  # those of the unchanged job are not
                     ),
                 }
-                for each, variant in zip(ranged, variants, strict=True)
+                for each, variant in zip(cells, self.variants, strict=True)
             ],
             choices=[(short_key(key), values) for key, values in choices.items()],
             numeric=len(figures),
-            notes=list(self._notes()),
+            notes=self._notes(),
         )
 
     def _notes(self) -> Iterator[str]:
