@@ -132,7 +132,7 @@ def _model_words(spec: TransformerSpec) -> str:
         shape.append(f"{spec.num_experts} experts, {spec.moe_router_topk} for each token")
     decoded = "" if encoder is None else f" and, in the decoder, of {spec.decoder_seq_length:,}"
     shape.append(f"sequences of {spec.seq_length:,} tokens{decoded}")
-    if spec.adapters is not None:
+    if spec.adapters:
         shape.append(f"all weights frozen but those of adapters ({spec.adapters.words()})")
     return ", ".join(shape)
 
@@ -363,7 +363,7 @@ def sensitivity(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[
 def _tie_percent(plan: ParallelPlan) -> float:
     """Plans that differ by less count as equal."""
     usual: float = default_setting("search.tie_percent")
-    return usual if plan.choice is None else plan.choice.tie_percent
+    return plan.choice.tie_percent if plan.choice else usual
 
 
 def _priced(model: CostModel, layouts: Sequence[Layout], job: _Job) -> list[_Priced]:

@@ -397,14 +397,14 @@ def _draw_pass(
     total = sum(work.time for work in works) or 1.0
     for at, row in enumerate(rows):
         collective = row.backward if side else row.forward
-        work = _NOTHING if row.operator is None else _work(row.operator, side)
+        work = _work(row.operator, side) if row.operator else _NOTHING
         if work != _NOTHING:
             share = 100 * work.time / total
             words = f"{work}  {f'{share:.0f} %' if share >= 0.5 else '<1 %'}"
             length = max(0.004, work.time / longest)
             axes.barh(at, length, 0.72, color=work.colour)
             axes.text(length + 0.01, at, words, va="center", fontsize=7.5, color=SOFT)
-        elif collective is not None:
+        elif collective:
             _draw_collective(axes, at, collective)
     name = "backward pass, upwards" if side else "forward pass, downwards"
     style_panel(axes, f"{name}: {sum(works, _NOTHING)} in all", labelbottom=False)

@@ -103,7 +103,7 @@ def alternatives_table(plan: ParallelPlan) -> RenderableType:
 def shortlist_report(plan: ParallelPlan) -> RenderableType:
     """Which of a plan and its runners-up could be the fastest, and what would tell."""
     found = plan.shortlist
-    assert found is not None, "a shortlist was asked for"
+    assert found, "a shortlist was asked for"
     table = FittingTable(
         "#",
         *figure_columns("Best", "Step", "9 of 10 runs", "GiB", "P(OOM)"),
@@ -113,7 +113,7 @@ def shortlist_report(plan: ParallelPlan) -> RenderableType:
     for number, share in zip(found.numbers, found.chances, strict=True):
         other = plans[number]
         known, layout = other.uncertainty, degree_cells(other).items()
-        assert known is not None
+        assert known
         table.add_row(
             str(number) if number else "plan",
             f"{100 * share:.0f} %",
@@ -134,7 +134,7 @@ def shortlist_report(plan: ParallelPlan) -> RenderableType:
 def shortlist_words(plan: ParallelPlan) -> str:
     """With which chance the shortlist has one as fast as the fastest."""
     found = plan.shortlist
-    assert found is not None, "a shortlist was asked for"
+    assert found, "a shortlist was asked for"
     narrow = narrow_words(plan.provenance.own_runs)
     return (
         f"With a chance of {100 * found.chance:.0f} % one of these is as fast as the fastest of "
@@ -230,7 +230,7 @@ def before_after_report(found: BeforeAfter, plan: ParallelPlan) -> RenderableTyp
 def before_after_section(found: BeforeAfter, plan: ParallelPlan) -> Mapping[str, Any]:
     """What a terminal and the page of a plan show."""
     before, changes = found.before, found.changes
-    if before is None or changes is None:
+    if not before or not changes:
         return {"verdict": refused_words(found), "level": "bad", "figures": ()}
     whole = changes.whole
     is_better = whole.seconds == 0 or (whole.is_sure and whole.chance_faster >= 0.5)
@@ -340,7 +340,7 @@ def _changes_table(
         refused: what comes before the rule of a change that is not made by itself.
     """
     rows, rules = [], list[str]()
-    if first is not None:
+    if first:
         step = format_seconds(first.predicted.iteration_time_s)
         rows.append(("0", "today", step, "", _gib(first.predicted.peak_memory_bytes)))
     for number, row in enumerate(changes, start=1):

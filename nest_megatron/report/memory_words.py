@@ -85,9 +85,9 @@ def risk_words(plan: PricedLayout | ParallelPlan, which: str) -> str:
 def price_rows(plan: ParallelPlan) -> Iterator[tuple[str, str]]:
     """Rows of a plan's summary: what a dollar buys, and the whole run."""
     found = plan.price
-    if found is None:
+    if not found:
         return
-    kept = "" if plan.goodput is None else ", failures and checkpoints included"
+    kept = ", failures and checkpoints included" if plan.goodput else ""
     if found.tokens_per_dollar is not None:
         words = f"{format_count(found.tokens_per_dollar)} tokens for a dollar"
         yield "Cost", f"{words}, at ${found.gpu_hour:,.2f} for an hour of a GPU{kept}"
@@ -102,7 +102,7 @@ def price_rows(plan: ParallelPlan) -> Iterator[tuple[str, str]]:
 
 def price_cells(plan: PricedLayout | ParallelPlan) -> dict[str, str]:
     """Cells of what a plan costs, by the heads of their columns; none for what is not known."""
-    if (price := plan.price) is None:
+    if not (price := plan.price):
         return {}
     figures = {"Tokens/$": price.tokens_per_dollar, "Run $": price.run_dollars}
     cells = {name: format_count(n) for name, n in figures.items() if n is not None}

@@ -63,7 +63,7 @@ class PlanRow:
 
     def cells(self) -> dict[str, str]:
         """The row's cells for people, by the heads of their columns."""
-        if self.plan is not None:
+        if self.plan:
             return plan_cells(self.plan)
         if self.missing_bytes is None:
             return {"Step": self.status, "Layout": self.reason}
@@ -87,7 +87,7 @@ class PlanRow:
 
     def throughput(self) -> float | None:
         """Tokens per second and GPU; ``None`` without a plan."""
-        return None if self.plan is None else self.plan.predicted.tokens_per_s_per_gpu
+        return self.plan.predicted.tokens_per_s_per_gpu if self.plan else None
 
 
 def short_key(key: str) -> str:
@@ -255,7 +255,7 @@ def _broken_lines(settings: str) -> str:
 
 def without_effect(rows: Sequence[PlanRow]) -> list[str]:
     """Settings whose values all give the same step, whatever the other settings are."""
-    plans = [(row, row.plan) for row in rows if row.plan is not None]
+    plans = [(row, row.plan) for row in rows if row.plan]
     found: list[str] = []
     for key in rows[0].settings if rows and len(plans) == len(rows) else ():
         steps: defaultdict[str, set[tuple[float, float]]] = defaultdict(set)
@@ -268,7 +268,7 @@ def without_effect(rows: Sequence[PlanRow]) -> list[str]:
 def steps_of(plan: ParallelPlan) -> tuple[float, float]:
     """The step of a plan, and that of the fastest layout, with which it may tie."""
     step_s = plan.predicted.iteration_time_s
-    return step_s, step_s if plan.choice is None else plan.choice.fastest_s
+    return step_s, plan.choice.fastest_s if plan.choice else step_s
 
 
 def _records(rows: Sequence[PlanRow]) -> list[dict[str, Any]]:
@@ -318,18 +318,18 @@ def pareto_front(points: Sequence[tuple[float, ...]]) -> list[bool]:
 def costs(plan: ParallelPlan) -> tuple[float, float, float]:
     """What a plan has the less of the better: step, GPUs, GPU seconds of a step that is kept."""
     step_s, num_gpus = plan.predicted.iteration_time_s, plan.layout.num_gpus
-    kept = 1.0 if plan.goodput is None else plan.goodput.share
+    kept = plan.goodput.share if plan.goodput else 1.0
     return step_s, num_gpus, step_s * num_gpus / kept if kept else float("inf")
 
 
 def _scaled(rows: Sequence[PlanRow]) -> list[tuple[PlanRow, float | None, bool]]:
     """Rows with their efficiency against the fewest GPUs that have a plan, and their verdict."""
-    plans = [row.plan for row in rows if row.plan is not None]
+    plans = [row.plan for row in rows if row.plan]
     front = iter(pareto_front([costs(plan) for plan in plans]))
     least = min(plans, key=lambda plan: plan.layout.num_gpus, default=None)
     found: list[tuple[PlanRow, float | None, bool]] = []
     for row in rows:
-        if row.plan is None or least is None:
+        if not row.plan or not least:
             found.append((row, None, False))
             continue
         per_gpu = row.plan.predicted.tokens_per_s_per_gpu
@@ -372,7 +372,7 @@ def nodes_table(table: PlanTable) -> RowsTable:
     rows, notes = [], []
     for entry in table.entries:
         plan, nodes = table.plan_of(entry), entry.num_nodes
-        cells = {"Layout": "no plan"} if plan is None else plan_cells(plan)
+        cells = plan_cells(plan) if plan else {"Layout": "no plan"}
         rows.append({**cells, "Nodes": str(nodes), "GPUs": str(entry.num_gpus)})
         if entry.told:
             notes.append(f"{counted(nodes, 'node')}: {entry.told}")

@@ -38,7 +38,7 @@ _NO_GPU = "no NVIDIA GPU"
 def comparison(run: RunRecord) -> str:
     """One line on what a run measured and what was predicted."""
     measured, predicted = run.measured, run.predicted
-    assert measured is not None
+    assert measured
     step, where = measured.step_s, ""
     if predicted.low_s is not None and predicted.high_s is not None:
         inside = "inside" if predicted.low_s <= step <= predicted.high_s else "outside"
@@ -50,7 +50,7 @@ def comparison(run: RunRecord) -> str:
         f"{format_seconds(step)} a step (predicted {format_seconds(predicted.step_s)}, "
         f"{_more(step, predicted.step_s)}{where})"
     )
-    if (highest := _highest_memory(run)) is None:
+    if not (highest := _highest_memory(run)):
         return line
     rank, peak, expected = highest
     which = f"of rank {rank}" if len(run.hosts) == 1 else f"on rank {rank}, the highest,"
@@ -105,9 +105,9 @@ def _row(run: RunRecord) -> tuple[str, ...]:
         f"{run.job.model}, {gpus}",
         grid_words(run.grid),
         format_seconds(run.predicted.step_s),
-        "" if measured is None else format_seconds(measured.step_s),
+        format_seconds(measured.step_s) if measured else "",
         "" if error is None else f"{error:+.1f} %",
-        "" if memory is None else format_gib(memory[1]),
+        format_gib(memory[1]) if memory else "",
         run.outcome.value.replace("_", " ") + (" (trial)" if run.trial else ""),
     )
 
@@ -188,7 +188,7 @@ def _audit_row(run: RunRecord) -> tuple[str, ...]:
     low, high = run.predicted.low_s, run.predicted.high_s
     known = "" if low is None or high is None else format_range(low, high)
     known += "*" if known and run.predicted.own_runs == 1 else ""
-    signer = "" if run.launch is None else run.launch.signer or "none"
+    signer = (run.launch.signer or "none") if run.launch else ""
     who = (run.user, run.batch_job or "", run.plan, signer)
     return (name, start, *who, job, predicted, known, *others, outcome_words(run))
 
@@ -215,7 +215,7 @@ def grid_words(grid: PartialLayout) -> str:
 def run_details(run: RunRecord) -> RenderableType:
     """Everything that is known of a run."""
     job, cluster, signed = run.job, run.cluster, ""
-    if run.launch is not None:
+    if run.launch:
         key = "" if run.launch.signer is None else f", signed with key {run.launch.signer}"
         signed = f" ({run.launch.mode}{key})"
     parts: list[RenderableType] = [
@@ -236,7 +236,7 @@ def run_details(run: RunRecord) -> RenderableType:
             ]
         ),
     ]
-    if run.launch is not None and run.launch.changes:
+    if run.launch and run.launch.changes:
         rows = [
             (each.name, f"{each.before or 'not set'} -> {each.after or 'left out'}")
             for each in run.launch.changes
@@ -244,7 +244,7 @@ def run_details(run: RunRecord) -> RenderableType:
         parts += [heading("What the plan rewrote"), pairs(rows)]
     if run.error is not None:
         parts += [heading("What ended it"), Text(run.error)]
-    if run.measured is not None:
+    if run.measured:
         parts += [heading("Measured"), Text(comparison(run)), _ranks_table(run)]
         if (uneven := run.measured.expert_imbalance) is not None:
             parts.append(
@@ -266,7 +266,7 @@ def _who(run: RunRecord | RefusedLaunch) -> str:
 
 def _ranks_table(run: RunRecord) -> RenderableType:
     measured = run.measured
-    assert measured is not None
+    assert measured
     ranks = zip(run.hosts, measured.busy_s, measured.peak_memory_bytes, strict=False)
     return FittingTable(
         *figure_columns("Rank"),

@@ -49,7 +49,7 @@ def site_report(site: Site, unseen: UnseenErrors | None) -> RenderableType:
             f"{each.prior_percent:.1f}",
         )
     others = "All runs are of one job: how well they predict others cannot be told."
-    if unseen is not None:
+    if unseen:
         others = (
             f"Each job left out in turn, its plans are predicted {unseen.after_percent:.1f} % off "
             f"in the mean by the runs of the others, {unseen.before_percent:.1f} % without them."
@@ -76,7 +76,7 @@ def site_words(site: SiteChange, known: Uncertainty) -> str:
 def memory_rows(plan: ParallelPlan) -> list[Pair]:
     """What a site's runs make of a plan's peak memory, where they say something of it."""
     site, known = plan.provenance.site, plan.uncertainty
-    if site is None or site.memory is None:
+    if not site or not site.memory:
         return []
     found, predicted = site.memory, plan.predicted.peak_memory_bytes
     said = (
@@ -133,7 +133,7 @@ def site_rows(site: SiteChange) -> list[Pair]:
             f"{each.deviation_percent:.0f} %: {each.step_percent:+.1f} % of the step"
         )
         rows.append((each.mechanism.replace("_", " "), said))
-    for part in () if site.memory is None else site.memory.parts:
+    for part in site.memory.parts if site.memory else ():
         if abs(part.peak_percent) < _LEAST_TOLD:
             break
         rows.append((_PARTS[part.part], f"{part.peak_percent:+.1f} % of peak memory by itself"))

@@ -105,9 +105,9 @@ def explain_report(
         unknown = "cannot be priced by this version"
         lost = (unknown if terms is None else term_words(terms) for terms in differences)
         parts.append(pairs(((str(n), words) for n, words in enumerate(lost, start=1)), style=""))
-    if plan.shortlist is not None:
+    if plan.shortlist:
         parts.append(shortlist_report(plan))
-    if plan.provenance.site is not None:
+    if plan.provenance.site:
         parts.append(heading("What this site's calibration changes"))
         parts.append(pairs(site_rows(plan.provenance.site)))
     parts += [heading("Certificate"), indented(proof(plan))]
@@ -440,10 +440,10 @@ def _prediction(plan: ParallelPlan) -> Iterator[Pair]:
     """The step, the layout and the memory; beside today's where that is known."""
     known, predicted = plan.uncertainty, plan.predicted
     today = plan.today
-    if today is not None and today.changes is not None and today.changes.whole.seconds:
+    if today and today.changes and today.changes.whole.seconds:
         yield from _changed(plan, today)
     else:
-        if today is not None and today.before is None:
+        if today and today.before is None:
             yield "Today", Text(refused_words(today), style="yellow")
         yield from today_rows(plan)
         step = Text(format_seconds(predicted.iteration_time_s), style="bold green")
@@ -462,8 +462,8 @@ def _prediction(plan: ParallelPlan) -> Iterator[Pair]:
 def _changed(plan: ParallelPlan, found: BeforeAfter) -> Iterator[Pair]:
     """What a job runs today and the plan, in four lines."""
     before, changes, predicted = found.before, found.changes, plan.predicted
-    assert before is not None
-    assert changes is not None
+    assert before
+    assert changes
     was, whole = before.predicted, changes.whole
     times = (
         f"{format_seconds(was.iteration_time_s)} -> {format_seconds(predicted.iteration_time_s)}"

@@ -75,9 +75,9 @@ def percent(found: float, before: float) -> float:
 def _cells(variant: Variant, before: ParallelPlan | None) -> dict[str, str]:
     found, best = variant.row.plan, variant.row.cells()["Layout"]
     cells = {"Change": variant.words("\n"), "Chosen layout": _kept_words(variant)}
-    if found is None:
+    if not found:
         return {**cells, "Best layout": best}
-    if before is not None and variant.row.settings:
+    if before and variant.row.settings:
         cells["vs plan"] = f"{percent(fastest_s(found), fastest_s(before)):+.1f} %"
     cells |= {"9 of 10 runs": range_words(found.uncertainty)}
     return {**cells, **plan_cells(found), "Best layout": f"{best}, {risk_of(found)}"}
@@ -86,14 +86,14 @@ def _cells(variant: Variant, before: ParallelPlan | None) -> dict[str, str]:
 def _kept_words(variant: Variant) -> str:
     """The step of the present layout, and how much longer than the best one's."""
     kept, best = variant.kept, variant.row.plan
-    if kept is None:
+    if not kept:
         return f"cannot run: {variant.refusal}"
     missing = kept.predicted.peak_memory_bytes - kept.predicted.capacity_bytes
     if missing > 0:
         return f"does not fit: {format_gib(missing)} missing"
-    if best is not None and layout_of(best) == layout_of(kept):
+    if best and layout_of(best) == layout_of(kept):
         return "is the best"
-    more = "" if best is None else f" ({percent(step_s(kept), step_s(best)):+.1f} %)"
+    more = f" ({percent(step_s(kept), step_s(best)):+.1f} %)" if best else ""
     return f"{format_seconds(step_s(kept))}{more}, {risk_of(kept)}"
 
 
@@ -132,7 +132,7 @@ def _heat_maps(changed: Sequence[Variant]) -> Iterator[Mapping[str, Any]]:
 
     Without a price, and with several numbers of GPUs, the throughput of one GPU stands for cost.
     """
-    plans = [variant.row.plan for variant in changed if variant.row.plan is not None]
+    plans = [variant.row.plan for variant in changed if variant.row.plan]
     figures: dict[str, Callable[[ParallelPlan], float | None]] = {"Tokens/s": tokens_per_s}
     per_dollar = partial(value_at, path="price.tokens_per_dollar")
     if any(map(per_dollar, plans)):
@@ -188,7 +188,7 @@ class Variants(Shown):
     def _title(self) -> str:
         """The job, unchanged."""
         plan = self.present or self._before or self.variants[0].kept
-        if plan is None:
+        if not plan:
             return "a job that has no plan unchanged"
         where = f"{plan.cluster.describe()}, {plan.cluster.name}"
         return f"{plan.model.name} on {where}; global batch {plan.layout.global_batch_size:,}"
@@ -253,11 +253,11 @@ class Variants(Shown):
     def _notes(self) -> Iterator[str]:
         first, *others = self.variants
         again, present = self._before, self.present
-        if again is None:
+        if not again:
             why = first.row.reason or first.row.status
             yield f"The unchanged job has no plan ({why}): nothing is compared."
             return
-        if present is not None and (layout_of(again), step_s(again)) != (
+        if present and (layout_of(again), step_s(again)) != (
             layout_of(present),
             step_s(present),
         ):
@@ -272,7 +272,7 @@ class Variants(Shown):
             yield f"Planned again, the job lacks the site's calibration ({old.name}) of its file."
         elif old and site and old.digest != site.digest:
             yield f"The calibration of the site ({site.name}) has changed since the plan was made."
-        plans = [(each.row.plan, each) for each in others if each.row.plan is not None]
+        plans = [(each.row.plan, each) for each in others if each.row.plan]
         names = [each.words() for plan, each in plans if plan.provenance.site is None]
         if site and names:
             where = "; ".join(names)

@@ -105,7 +105,7 @@ def certificate(record: SearchRecord, *, counts: bool = True) -> str:
 def proof(plan: ParallelPlan) -> str:
     """What the search proved, and how the plan was chosen among those that it kept."""
     record, choice = plan.search, plan.choice
-    if choice is None or not _is_proven(record):
+    if not choice or not _is_proven(record):
         said = certificate(record)
     else:
         gap = record.gap_percent
@@ -118,9 +118,9 @@ def proof(plan: ParallelPlan) -> str:
             said += f"is within {gap:.1f} % and the simplest. {_counts(record)}"
         if record.space.get("virtual_pipeline_model_parallel_size") != "= 1":
             said += f" {_FAMILY}"
-    if choice is not None and record.certificate not in ("optimal", "chosen"):
+    if choice and record.certificate not in ("optimal", "chosen"):
         said += f" Searched: {_allowed(choice)}."
-    if choice is not None and plan.provenance.site is not None:
+    if choice and plan.provenance.site:
         said += " The search ordered plans by the catalogue's constants; those that it kept are "
         said += "compared by this site's calibration."
     margin = float(plan.provenance.settings.get("memory_margin", 0.0))
@@ -157,7 +157,7 @@ def _bound(plan: ParallelPlan) -> str:
 def short_proof(plan: ParallelPlan) -> str:
     """What the search proved, in a sentence."""
     record, choice = plan.search, plan.choice
-    if choice is None or not _is_proven(record):
+    if not choice or not _is_proven(record):
         return certificate(record, counts=False)
     risk = f"{100 * choice.max_oom_chance:g} % risk"
     return f"proven: none searched within {risk} is faster than {_bound(plan)}"
@@ -172,11 +172,11 @@ _WORTH_LESS_RISK, _SAFER = 0.01, 0.5
 def other_layouts(plan: ParallelPlan) -> Iterator[tuple[str, str]]:
     """The next faster layouts and the next safer one by name, each with its price."""
     choice, others = plan.choice, plan.alternatives
-    if choice is not None and others and others[0].slower_percent < -_WORTH_TELLING_PCT:
+    if choice and others and others[0].slower_percent < -_WORTH_TELLING_PCT:
         fastest, risk = others[0], _smaller_risk(plan, others[0])
         yield "Faster", _other_words(plan, fastest.iteration_time_s, fastest.layout, risk)
         others = others[1:] if risk is None else ()
-    if choice is not None and (found := choice.riskier) is not None:
+    if choice and (found := choice.riskier):
         risk = found.out_of_memory
         yield "Faster", _other_words(plan, found.iteration_time_s, found.layout, risk)
     for other in others:
@@ -188,7 +188,7 @@ def other_layouts(plan: ParallelPlan) -> Iterator[tuple[str, str]]:
 def _smaller_risk(plan: ParallelPlan, other: Alternative) -> float | None:
     """The risk of a runner-up, where it is so much smaller that it is shown."""
     own, known = plan.uncertainty.out_of_memory, other.uncertainty
-    if own < _WORTH_LESS_RISK or known is None or known.out_of_memory > _SAFER * own:
+    if own < _WORTH_LESS_RISK or not known or known.out_of_memory > _SAFER * own:
         return None
     return known.out_of_memory
 
@@ -225,7 +225,7 @@ def early_words(record: SearchRecord) -> str:
 def present_words(plan: ParallelPlan) -> str:
     """What became of the layout that the job runs today."""
     own, step_s = plan.present, plan.predicted.iteration_time_s
-    if own is None:
+    if not own:
         return ""
     if own.is_kept:
         tie = plan.choice and f", a tie (search.tie_percent={plan.choice.tie_percent:g})"
@@ -294,7 +294,7 @@ def confidence_words(
     if kind:
         mean = " in the mean" if known.runs else ""
         said = f"{known.confidence}: {known.kind}, tested on {runs} like it{off}{mean}"
-    if site is None or not site.runs:
+    if not site or not site.runs:
         return said
     return f"{said}, before this site's runs; the range rests on its calibration, too ({site.name})"
 
@@ -329,7 +329,7 @@ def _numbers(numbers: Sequence[int]) -> str:
 def sequence_words(plan: ParallelPlan) -> str:
     """How long the data's sequences are, and the rate of the tokens that are no padding."""
     lengths, length = plan.train.sequence_lengths, plan.train.seq_length
-    assert lengths is not None
+    assert lengths
     mean = f"{lengths.mean:,.0f} tokens on average ({lengths.source})"
     if lengths.packed:
         return f"{mean}, packed; a token attends within {lengths.attended:,.0f} of them"
@@ -391,7 +391,7 @@ def stage_legend(spec: TransformerSpec) -> str:
 
 def block_name(block: LayerBlock) -> str:
     """What a block is, and the size that it has for itself."""
-    size = "" if block.size is None else f" ({_SIZES[block.base].format(block.size)})"
+    size = f" ({_SIZES[block.base].format(block.size)})" if block.size else ""
     return _NAMES.get(block.base, block.base.value.replace("_", " ")) + size
 
 
@@ -472,7 +472,7 @@ def cost_source(plan: ParallelPlan) -> str:
     said = UNMEASURED
     if profile != ANALYTIC_NAME:
         said = f"layer times of {profile}; the rest from published measurements of other clusters"
-    return said if site is None else f"{said}; then the runs of this site ({site.name})"
+    return f"{said}; then the runs of this site ({site.name})" if site else said
 
 
 def term_words(differences: Mapping[str, float], *, most: int = 4) -> str:
