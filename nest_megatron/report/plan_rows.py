@@ -188,15 +188,10 @@ class RowsTable:
 
     def report(self) -> Iterator[RenderableType]:
         """The table for a terminal, and the notes."""
-        from nest_megatron.report.tables import (
-            FittingTable,
-            figure_columns,
-            name_columns,
-            word_columns,
-        )
+        from nest_megatron.report.tables import FittingTable, figure_columns, word_columns
         from nest_megatron.report.terminal import notes_report
 
-        columns: list[Column] = []
+        columns: list[Column | str] = []
         rows = [[row.get(head, "-") for head in self.heads] for row in self.cells]
         for place, head in enumerate(self.heads):
             if head in _SETTINGS:
@@ -206,7 +201,7 @@ class RowsTable:
                 width = min(_SETTING_WIDTH, max(lines, default=0))
                 columns += word_columns(head, min_width=width)
             elif head in _NAMES:
-                columns += name_columns(head)
+                columns.append(head)
             else:
                 columns += (word_columns if head in _WORDS else figure_columns)(head)
         yield FittingTable(*columns, rows=rows)
@@ -291,12 +286,12 @@ def to_parquet(rows: Sequence[PlanRow]) -> bytes:
     from pyarrow import parquet
 
     table = _records(rows)
-    columns = {name: [row[name] for row in table] for name in table[0]}
-    for name, values in columns.items():
+    arrays = {}
+    for name in table[0]:
+        values, kind = [row[name] for row in table], _OFTEN_EMPTY.get(name)
         if len({type(value) for value in values if value is not None}) > 1:
-            columns[name] = [None if value is None else str(value) for value in values]
-    kinds = {name: getattr(pyarrow, kind)() for name, kind in _OFTEN_EMPTY.items()}
-    arrays = {name: pyarrow.array(c, type=kinds.get(name)) for name, c in columns.items()}
+            values = [None if value is None else str(value) for value in values]
+        arrays[name] = pyarrow.array(values, type=kind and getattr(pyarrow, kind)())
     stream = io.BytesIO()
     parquet.write_table(pyarrow.table(arrays), stream)
     return stream.getvalue()
@@ -327,15 +322,11 @@ def _scaled(rows: Sequence[PlanRow]) -> list[tuple[PlanRow, float | None, bool]]
     plans = [row.plan for row in rows if row.plan]
     front = iter(pareto_front([costs(plan) for plan in plans]))
     least = min(plans, key=lambda plan: plan.layout.num_gpus, default=None)
-    found: list[tuple[PlanRow, float | None, bool]] = []
-    for row in rows:
-        if not row.plan or not least:
-            found.append((row, None, False))
-            continue
-        per_gpu = row.plan.predicted.tokens_per_s_per_gpu
-        share = per_gpu / least.predicted.tokens_per_s_per_gpu
-        found.append((row, share, next(front)))
-    return found
+    most = least.predicted.tokens_per_s_per_gpu if least else 1.0
+    return [
+        (row, rate / most, next(front)) if (rate := row.throughput()) else (row, None, False)
+        for row in rows
+    ]
 
 
 _NOTE = (
