@@ -155,17 +155,28 @@ def _writing() -> Iterator[None]:
             ) from error
 
 
-#: What stands for a character that a terminal without Unicode cannot show.
-_PLAIN = {
-    **dict.fromkeys("─━═┄┈╌╴╶", "-"),
-    **dict.fromkeys("│┃║┆┊", "|"),
-    **dict.fromkeys("┌┐└┘├┤┬┴┼╭╮╰╯╞╡╪", "+"),
-    **dict.fromkeys("█▇▆▅▄▃▂▁▉▊▋▌▍▎▏░▒▓●■", "#"),
-    **dict.fromkeys("‘’′", "'"),
-    **dict.fromkeys("“”″", '"'),
-    **{"…": "...", "–": "-", "—": "-", "×": "x", "·": ".", "•": "*", "→": "->", "←": "<-"},
-    **{"≥": ">=", "≤": "<=", "≈": "~", "±": "+-", "µ": "u", "μ": "u", "\u00a0": " "},
+#: Characters that a terminal without Unicode cannot show, by what stands for them.
+_STAND_INS = {
+    "-": "─━═┄┈╌╴╶–—",
+    "|": "│┃║┆┊",
+    "+": "┌┐└┘├┤┬┴┼╭╮╰╯╞╡╪",
+    "#": "█▇▆▅▄▃▂▁▉▊▋▌▍▎▏░▒▓●■",
+    "'": "‘’′",
+    '"': "“”″",
+    "...": "…",
+    "x": "×",
+    ".": "·",
+    "*": "•",
+    "->": "→",
+    "<-": "←",
+    ">=": "≥",
+    "<=": "≤",
+    "~": "≈",
+    "+-": "±",
+    "u": "µμ",
+    " ": "\u00a0",
 }
+_PLAIN = {character: plain for plain, those in _STAND_INS.items() for character in those}
 
 
 def _in_plain(error: UnicodeError) -> tuple[str, int]:
@@ -222,7 +233,7 @@ def _finite(value: Any) -> Any:
         return [_finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+    return value if isinstance(value, int | float | str | None) else str(value)
 
 
 def command_lines(

@@ -113,10 +113,9 @@ def _numbers(axis: _Axis, drawn: Sequence[tuple[int, Bar]]) -> list[Mapping[str,
     """The numbers of micro batches, each from the zoom on at which it fits into its pass."""
     found: list[Mapping[str, Any]] = []
     for number, bar in drawn:
-        text = str(bar.span.microbatch + 1)
-        wide = _PIXELS * axis.scale * (bar.end - bar.start)
+        text, wide = bar.number, _PIXELS * axis.scale * (bar.end - bar.start)
         zoom = next((zoom for zoom in ZOOMS if zoom * wide > 5 * len(text) + 2), None)
-        if is_numbered(bar) and zoom:
+        if text and zoom:
             x = _percent(axis.place(number, (bar.start + bar.end) / 2))
             ink = ink_on(bar.colour)
             found.append({"zoom": zoom, "x": x, "rank": bar.rank, "ink": ink, "text": text})
@@ -181,6 +180,12 @@ class Bar(NamedTuple):
     end: Seconds
     colour: str
     span: Span
+
+    @property
+    def number(self) -> str:
+        """That of its micro batch, where it is the work of a pass."""
+        is_pass = self.span.microbatch >= 0 and self.colour != _COMMUNICATION
+        return str(self.span.microbatch + 1) if is_pass else ""
 
 
 def bars(view: ScheduleView, window: Window) -> Iterator[Bar]:
@@ -259,45 +264,30 @@ def _draw(figure: Any, view: ScheduleView, plan: ParallelPlan) -> None:
 
 def _draw_window(axes: Any, view: ScheduleView, window: Window, share: float) -> None:
     """One window, in milliseconds."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path as Outline
+
     many = len(view.ranks) > MOST_RANKS
-    by_colour: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
-    numbers: list[Bar] = []
+    corners: defaultdict[str, list[list[tuple[float, float]]]] = defaultdict(list)
+    numbered: list[Bar] = []
     for bar in bars(view, window):
-        by_colour[bar.colour].append((bar.rank, 1e3 * bar.start, 1e3 * bar.end))
+        start, end, top, foot = 1e3 * bar.start, 1e3 * bar.end, bar.rank - 0.42, bar.rank + 0.42
+        corners[bar.colour].append([(start, top), (start, foot), (end, foot), (end, top)])
         inches = 0.92 * _WIDTH * share * (bar.end - bar.start) / window.length
-        if is_numbered(bar) and inches > 0.07 * len(str(bar.span.microbatch + 1)) + 0.03:
-            numbers.append(bar)
-    for colour, drawn in by_colour.items():
-        _draw_bars(axes, drawn, colour, line_width=0.15 if many else 0.4)
-    if not many and len(numbers) <= MOST_NUMBERS:
-        for bar in numbers:
+        if bar.number and inches > 0.07 * len(bar.number) + 0.03:
+            numbered.append(bar)
+    for colour, drawn in corners.items():
+        points = [point for each in drawn for point in (*each, each[0])]
+        codes = [Outline.MOVETO, *[Outline.LINETO] * 3, Outline.CLOSEPOLY] * len(drawn)
+        look = {"facecolor": colour, "edgecolor": IDLE, "linewidth": 0.15 if many else 0.4}
+        axes.add_artist(PathPatch(Outline(points, codes), **look))
+    if not many and len(numbered) <= MOST_NUMBERS:
+        for bar in numbered:
             look = {"ha": "center", "va": "center_baseline", "fontsize": 6.5}
-            middle, text = 500 * (bar.start + bar.end), str(bar.span.microbatch + 1)
-            number = axes.text(middle, bar.rank, text, color=ink_on(bar.colour), **look)
+            middle, ink = 500 * (bar.start + bar.end), ink_on(bar.colour)
+            number = axes.text(middle, bar.rank, bar.number, color=ink, **look)
             number.set_in_layout(False)
     axes.set_xlim(1e3 * window.start, 1e3 * window.end)
     style_panel(axes, window.name, labelsize=8, labelcolor=SOFT)
     axes.set_facecolor(IDLE)
     axes.locator_params(axis="x", nbins=3 if share < 0.2 else 8)
-
-
-def is_numbered(bar: Bar) -> bool:
-    """Whether a bar may bear the number of its micro batch: it is the work of a pass."""
-    return bar.span.microbatch >= 0 and bar.colour != _COMMUNICATION
-
-
-def _draw_bars(
-    axes: Any, bars: Sequence[tuple[int, float, float]], colour: str, line_width: float
-) -> None:
-    """Bars from start to end in the rows of their ranks."""
-    from matplotlib.patches import PathPatch
-    from matplotlib.path import Path as Outline
-
-    corners = [
-        [(start, rank - 0.42), (start, rank + 0.42), (end, rank + 0.42), (end, rank - 0.42)]
-        for rank, start, end in bars
-    ]
-    points = [point for bar in corners for point in (*bar, bar[0])]
-    codes = [Outline.MOVETO, *[Outline.LINETO] * 3, Outline.CLOSEPOLY] * len(bars)
-    look = {"facecolor": colour, "edgecolor": IDLE, "linewidth": line_width}
-    axes.add_artist(PathPatch(Outline(points, codes), **look))
