@@ -194,7 +194,7 @@ def ring_step_time(
     """
     return max(
         (
-            _pass_time(message_bytes, level, level.chain_share if fan_out > 2 else 1.0)
+            send_time(message_bytes, level, level.chain_share if fan_out > 2 else 1.0)
             for fan_out, level in zip(shape, levels, strict=True)
             if fan_out > 1
         ),
@@ -202,12 +202,8 @@ def ring_step_time(
     )
 
 
-def send_time(message_bytes: float, level: NetworkLevel) -> Seconds:
-    """Time of one point-to-point transfer through a level."""
-    return _pass_time(message_bytes, level, 1.0)
-
-
-def _pass_time(message_bytes: float, level: NetworkLevel, share: float) -> Seconds:
+def send_time(message_bytes: float, level: NetworkLevel, share: float = 1.0) -> Seconds:
+    """Time of one point-to-point transfer through a level, at a share of its rate."""
     seconds = message_bytes / (_rate(level, CollectiveKind.SEND_RECV) * share)
     between = level.ramp * math.sqrt(level.latency_s * seconds)
     return level.startup_s + level.latency_s + seconds + between

@@ -162,9 +162,7 @@ def parse_ibstat(text: str) -> tuple[Adapter, ...]:
         name = adapter.partition("'")[0]
         for port in re.split(r"^\s*Port \d+:", adapter, flags=re.MULTILINE)[1:]:
             fields = dict(re.findall(r"^\s*([\w ]+?):\s*(.+?)\s*$", port, re.MULTILINE))
-            found += _port(
-                name, fields.get("State", ""), fields.get("Rate", ""), fields.get("Link layer", "")
-            )
+            found += _port(name, *(fields.get(key, "") for key in ("State", "Rate", "Link layer")))
     return tuple(found)
 
 
@@ -344,17 +342,17 @@ def kinds(hosts: Sequence[Host]) -> list[tuple[LocalGpus, list[str]]]:
     found: list[tuple[LocalGpus, list[str]]] = []
     for host in hosts:
         if host.gpus is not None:
-            names = next((names for gpus, names in found if _is_kind(gpus, host.gpus)), None)
-            if names is None:
-                found.append((host.gpus, [host.name]))
+            mine = host.gpus
+            for gpus, names in found:
+                differing_bytes = abs(gpus.memory_bytes - mine.memory_bytes)
+                same_memory = differing_bytes <= _SAME_MEMORY * gpus.memory_bytes
+                same_kind = (gpus.device_name, gpus.count) == (mine.device_name, mine.count)
+                if same_kind and same_memory:
+                    names.append(host.name)
+                    break
             else:
-                names.append(host.name)
+                found.append((mine, [host.name]))
     return sorted(found, key=lambda kind: -len(kind[1]))
-
-
-def _is_kind(one: LocalGpus, other: LocalGpus) -> bool:
-    same_memory = abs(one.memory_bytes - other.memory_bytes) <= _SAME_MEMORY * one.memory_bytes
-    return (one.device_name, one.count) == (other.device_name, other.count) and same_memory
 
 
 def describe_kinds(found: Sequence[tuple[LocalGpus, Sequence[str]]]) -> str:
@@ -366,11 +364,11 @@ def describe_kinds(found: Sequence[tuple[LocalGpus, Sequence[str]]]) -> str:
     )
 
 
-def shown_names(names: Sequence[str], most: int = 4) -> str:
-    """The first names of a list.
+def shown_names(names: Sequence[str]) -> str:
+    """The first four names of a list.
 
     >>> shown_names(["a", "b", "c", "d", "e", "f"])
     'a, b, c, d and 2 more'
     """
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more

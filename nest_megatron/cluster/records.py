@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import field
 from typing import Any
 
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import UserInputError, require_at_least
 from nest_megatron.plain import Name, Source, added, from_plain, frozen, is_number, without_unit
 from nest_megatron.units import format_gib
 
@@ -340,8 +340,7 @@ def cluster_from_mapping(mapping: Mapping[str, object], *, num_gpus: int | None 
     fields["num_gpus"] = from_plain(int, size, "cluster.num_gpus", _SOURCE)
     name = f"{what} oversubscription"
     oversubscription = from_plain(float, fields.pop("oversubscription", 1.0), name, _SOURCE)
-    if oversubscription < 1.0:
-        raise UserInputError(name, oversubscription, "it must be at least 1", _SOURCE.correct)
+    require_at_least(name, oversubscription, 1, _SOURCE.correct)
     if isinstance(fields.get("levels"), list | tuple):
         # num_devices may be left out of the outermost one
         levels = map(_without_nulls, fields["levels"])

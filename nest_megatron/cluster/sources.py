@@ -357,18 +357,18 @@ def saved_output(path: Path) -> Sources:
     )
 
 
-def read_hosts(path: Path, what: str = "--hosts") -> Topology:
+def read_hosts(path: Path) -> Topology:
     """A file with a host and its groups in each line.
 
     Raises:
         UserInputError: naming the file.
     """
     try:
-        return parse_host_file(read_text(path, what))
+        return parse_host_file(read_text(path, "--hosts"))
     except UserInputError as error:
         if error.value is not None:
             raise
-        raise UserInputError(what, str(path), error.limit, error.fix) from error
+        raise UserInputError("--hosts", str(path), error.limit, error.fix) from error
 
 
 def unused_outputs(

@@ -289,12 +289,11 @@ def parse_host_file(text: str) -> Topology:
 
 def host_file(topology: Topology, hosts: Sequence[str]) -> str:
     """The lines that ``parse_host_file`` reads."""
-    lines = [" ".join((host, *map(_word, topology.of(host) or ()))) for host in hosts]
+    words = {
+        host: [re.sub(r"\s+", "_", name) for name in topology.of(host) or ()] for host in hosts
+    }
+    lines = [" ".join((host, *groups)) for host, groups in words.items()]
     return "".join(f"{line}\n" for line in (f"# host {' '.join(topology.level_names)}", *lines))
-
-
-def _word(name: str) -> str:
-    return re.sub(r"\s+", "_", name)
 
 
 def unreadable(
