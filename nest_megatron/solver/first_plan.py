@@ -10,9 +10,9 @@ from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute
 from nest_megatron.layout.zero import ZeroStage
+from nest_megatron.solver.bounds import MemoryBounds
 from nest_megatron.solver.executions import with_stages_and_zero
 from nest_megatron.solver.grids import GridSpace
-from nest_megatron.solver.memory_bounds import MemoryBounds
 from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolver
 from nest_megatron.solver.ranking import SolvedLayout, fastest
 from nest_megatron.solver.space import settings_keeping_least

@@ -36,11 +36,11 @@ from nest_megatron.solver.bounds import (
     SHARD,
     VARIANT,
     Bounds,
+    MemoryBounds,
     Node,
 )
 from nest_megatron.solver.first_plan import first_plan
 from nest_megatron.solver.grids import GridSpace
-from nest_megatron.solver.memory_bounds import MemoryBounds
 from nest_megatron.solver.one_partition import (
     check_partition,
     solver_of_even_stages,

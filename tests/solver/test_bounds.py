@@ -19,9 +19,8 @@ from nest_megatron.layout.recompute import (
 )
 from nest_megatron.model.encoder import Adapters
 from nest_megatron.solver import backend
-from nest_megatron.solver.bounds import Bounds
+from nest_megatron.solver.bounds import Bounds, MemoryBounds, least_live
 from nest_megatron.solver.grids import GridSpace
-from nest_megatron.solver.memory_bounds import MemoryBounds, least_live
 from nest_megatron.solver.outcome import NO_THRESHOLD, Status
 from nest_megatron.solver.search import UNLIMITED
 from nest_megatron.solver.space import SearchSpace

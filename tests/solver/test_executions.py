@@ -27,10 +27,9 @@ from nest_megatron.model.execution import (
     GraphImpl,
     TokenDispatcher,
 )
-from nest_megatron.solver.bounds import Bounds
+from nest_megatron.solver.bounds import Bounds, MemoryBounds, share_kept_early
 from nest_megatron.solver.executions import with_stages_and_zero
 from nest_megatron.solver.grids import GridSpace
-from nest_megatron.solver.memory_bounds import MemoryBounds, share_kept_early
 from nest_megatron.solver.memory_shortage import fits
 from nest_megatron.solver.outcome import NO_THRESHOLD, Status
 from nest_megatron.solver.search import UNLIMITED, Search
