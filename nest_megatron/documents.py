@@ -178,19 +178,15 @@ def check_yaml(text: str, what: str, *, name: str | None = None, limits: Limits 
         raise _unreadable(what, name, "a readable YAML file", error) from error
 
 
-def parse_json(
-    text: str, what: str, *, name: str | None = None, limits: Limits | None = None
-) -> Any:
+def parse_json(text: str, what: str, *, name: str | None = None, limits: Limits = JSON) -> Any:
     """What a JSON text holds.
 
     Args:
         what, name: the kind of text and where it lies, for errors.
-        limits: ``JSON`` by default.
 
     Raises:
         UserInputError: if it is no JSON, repeats a key, or is beyond the limits.
     """
-    limits = limits or JSON
     try:
         limits.check(text=text, nodes=text.count("[") + text.count("{") + text.count(","))
         limits.check(depth=_json_depth(text, limits.depth))

@@ -452,10 +452,8 @@ class Page:
             return self._changed
         for section in (self._changed, self._found, self._planners):
             section.hide()
-        if task.work is Work.SHOW:
-            self._planned = task
-            return self._found
-        self._sizes.hide()
+        if task.work is not Work.SHOW:
+            self._sizes.hide()
         if task.work is Work.SIZES:
             self._sized = task
             sizes = [*answer.plans]

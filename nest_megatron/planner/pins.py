@@ -345,25 +345,15 @@ def read_signers(named: Iterable[str], owners: Collection[int] | None = None) ->
             found.append(Signer(source=name, key=minisign.read_public(name, name)))
             continue
         path = expanded(Path(name), "--key")
+        files = sorted(path.glob(f"*{PUBLIC_SUFFIX}")) if path.is_dir() else [path]
         if owners is not None:
-            require_unwritable(path, "launch.signers", owners)
-        if path.is_dir():
-            files = sorted(path.glob(f"*{PUBLIC_SUFFIX}"))
-            if not files:
-                raise UserInputError(
-                    "--key",
-                    name,
-                    f"it holds no key (*{PUBLIC_SUFFIX})",
-                    "Copy public keys into it.",
-                )
-            found += [_signer(each, owners) for each in files]
-        else:
-            found.append(_signer(path, owners))
+            for each in dict.fromkeys((path, *files)):
+                require_unwritable(each, "launch.signers", owners)
+        if not files:
+            raise UserInputError(
+                "--key", name, f"it holds no key (*{PUBLIC_SUFFIX})", "Copy public keys into it."
+            )
+        for each in files:
+            key = minisign.read_public(read_text(each, "--key"), str(each))
+            found.append(Signer(source=str(each), key=key))
     return found
-
-
-def _signer(path: Path, owners: Collection[int] | None) -> Signer:
-    if owners is not None:
-        require_unwritable(path, "launch.signers", owners)
-    key = minisign.read_public(read_text(path, "--key"), str(path))
-    return Signer(source=str(path), key=key)

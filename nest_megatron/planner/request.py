@@ -120,7 +120,9 @@ class NumericOffer:
         return replace(space, zero_stages=stages)
 
 
-def _beside_images(spec: TransformerSpec, vision: EncoderSpec, space: SearchSpace) -> SearchSpace:
+def _space_with_images(
+    spec: TransformerSpec, vision: EncoderSpec, space: SearchSpace
+) -> SearchSpace:
     """Stages that an encoder of images leaves.
 
     ``pretrain_vlm.py`` copies a layout to its encoder; the layers that deepstack adds features to
@@ -251,7 +253,7 @@ class Request:
         if self.space.partition is None and not cuts:
             set_field(self, "space", replace(self.space, even_stages=True))
         if self.spec.vision is not None:
-            space = _beside_images(self.spec, self.spec.vision, self.space)
+            space = _space_with_images(self.spec, self.spec.vision, self.space)
             set_field(self, "space", space)
 
     def cost_model(self, settings: CostSettings | None = None) -> CostModel:
