@@ -161,7 +161,7 @@ def parse_yaml(text: str, what: str, *, name: str | None = None) -> Any:
         raise _unreadable(what, name, "a readable YAML file", error) from error
 
 
-def check_yaml(text: str, what: str, *, name: str | None = None, limits: Limits = DATA) -> None:
+def check_yaml(text: str, what: str, *, name: str | None, limits: Limits = DATA) -> None:
     """Refuse a YAML text that repeats a key or is beyond the limits, without building anything.
 
     Raises:

@@ -100,7 +100,7 @@ class Sources:
             found[name] = getattr(self, name) + getattr(later, name)
         return Sources(**found)
 
-    def known_hosts(self, names: Sequence[str], num_gpus: int | None = None) -> tuple[Host, ...]:
+    def known_hosts(self, names: Sequence[str], num_gpus: int | None) -> tuple[Host, ...]:
         """The named hosts, or those that were seen, or those of Slurm, or else of the groups.
 
         Args:

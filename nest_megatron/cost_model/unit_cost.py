@@ -247,8 +247,8 @@ def unit_cost(
     settings: CostSettings,
     window: float,
     *,
-    early_share: float = 0.0,
-    hidden_reduce: bool = False,
+    early_share: float,
+    hidden_reduce: bool,
 ) -> UnitCost:
     """One unit in ticks and bytes; replicas' traffic overlaps ``window`` passes of the unit.
 

@@ -64,7 +64,7 @@ def flash_attention(
     value: Tensor,
     *,
     span: float,
-    ring_steps: int = 0,
+    ring_steps: int,
 ) -> Tensor:
     """Attention that keeps no scores: inputs, output and one float32 figure for each query row.
 

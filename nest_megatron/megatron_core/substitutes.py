@@ -137,7 +137,7 @@ def balanced_routing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def fused_kernels(*, flash: bool, context_ranks: int = 1) -> Iterator[None]:
+def fused_kernels(*, flash: bool, context_ranks: int) -> Iterator[None]:
     """Where only shapes are known, keep what a GPU's kernels keep, not what the CPU's do.
 
     Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import UserInputError, require_at_least
 from nest_megatron.plain import Name, frozen, set_field
 
 _MAY_BE_ZERO = ("num_class_tokens", "num_position_embeddings", "deepstack_layers", "num_images")
@@ -77,13 +77,9 @@ class EncoderSpec:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if type(value) is int and value < 1 and field.name not in _MAY_BE_ZERO:
-                raise UserInputError(
-                    f"vision.{field.name}",
-                    value,
-                    "it must be at least 1",
-                    "Correct the encoder's description.",
-                )
+            if type(value) is int and field.name not in _MAY_BE_ZERO:
+                fix = "Correct the encoder's description."
+                require_at_least(f"vision.{field.name}", value, 1, fix)
 
     @property
     def num_tokens(self) -> int:
@@ -219,7 +215,6 @@ class Adapters:
                     f"adapters of {self.scheme} are priced on {', '.join(known)}",
                     "Leave it out.",
                 )
-
         for names in PROJECTIONS.values():
             named = [t for t in self.target_modules if t.rpartition(".")[2] in names]
             if separate and named and len({t.rpartition(".")[2] for t in named}) < len(names):
