@@ -23,26 +23,6 @@ from nest_megatron.cost_model.pipeline import PipelineProblem
 Boundaries = tuple[int, ...]
 
 
-def partitions(problem: PipelineProblem) -> Iterator[Boundaries]:
-    """Every partition of the declared space, in tie order."""
-    if problem.num_virtual == 1:
-        for boundaries in _compositions(problem.num_units, problem.num_stages):
-            if problem.num_stages == 1 or boundaries[1] <= problem.num_layers + 1:
-                yield boundaries
-    else:
-        yield from interleaved_partitions(problem)
-
-
-def _compositions(num_units: int, num_stages: int, first: int = 0) -> Iterator[Boundaries]:
-    if num_stages == 1:
-        if num_units > first:
-            yield (first, num_units)
-        return
-    for end in range(num_units - num_stages + 1, first, -1):
-        for rest in _compositions(num_units, num_stages - 1, end):
-            yield (first, *rest)
-
-
 def interleaved_partitions(problem: PipelineProblem) -> Iterator[Boundaries]:
     """The declared space with virtual stages."""
     has_mtp = problem.num_units == problem.num_layers + 3

@@ -31,7 +31,6 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner.layouts import describe_space
 from nest_megatron.solver import backend
 from nest_megatron.solver.backend import Backend
-from nest_megatron.solver.chunk_space import partitions
 from nest_megatron.solver.memory_shortage import least_memory
 from nest_megatron.solver.one_partition import (
     join_chunks,
@@ -42,6 +41,7 @@ from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD, Statu
 from nest_megatron.solver.ranking import SolvedLayout, layout_of, preference
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
+from tests.solver.brute_force import partitions
 from tests.solver.jobs import KERNEL, search, small_cluster, small_spec
 from tests.solver.problems import random_problem
 from tests.solver.structured import edge_problem, long_problem

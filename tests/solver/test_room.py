@@ -20,13 +20,13 @@ from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import Execution, GraphImpl
 from nest_megatron.planner import NoPlan, Request, plan, shortage
 from nest_megatron.planner.request import Deadline
-from nest_megatron.solver.chunk_space import partitions
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.memory_shortage import Shortage, fits, least_memory
 from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolution
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue
+from tests.solver.brute_force import partitions
 from tests.solver.jobs import KERNEL, families, search, small_cluster, small_settings, small_spec
 
 SMALL = SearchSpace(limits={"micro_batch_size": 2, "virtual_pipeline_model_parallel_size": 2})

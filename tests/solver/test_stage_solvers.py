@@ -22,10 +22,10 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.packages import is_built
 from nest_megatron.solver import backend, reference
 from nest_megatron.solver.backend import Backend, solve_compiled
-from nest_megatron.solver.chunk_space import partitions
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD, Learning, Status
 from nest_megatron.solver.path_bounds import PathBound, critical_path
 from tests.solver import brute_force
+from tests.solver.brute_force import partitions
 from tests.solver.problems import random_problem
 from tests.solver.structured import (
     PLAIN,
