@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 
 from nest_megatron.cluster.records import Precision
@@ -210,7 +210,10 @@ def layer_shape(spec: TransformerSpec) -> Mapping[str, object]:
     of experts and of latent attention count only where the model has them.
     """
     shape = {name: getattr(spec, name) for name in _SHAPING}
-    shape |= {name: value for name, value in _given_later(spec) if name not in _NOT_SHAPING}
+    for field in dataclasses.fields(spec):  # what came after the first profiles
+        value = getattr(spec, field.name)
+        if is_added(field) and value != field.default and field.name not in _NOT_SHAPING:
+            shape[field.name] = value
     rows = spec.padded_vocab_size(1)
     shape["vocab_size"] = -(-rows // _VOCABULARY_STEP) * _VOCABULARY_STEP
     shape["mtp_num_layers"] = spec.num_mtp_layers
@@ -224,15 +227,7 @@ def layer_shape(spec: TransformerSpec) -> Mapping[str, object]:
     return shape
 
 
-def _given_later(spec: TransformerSpec) -> Iterator[tuple[str, object]]:
-    """Fields that came after the first profiles: they stand in a shape if not at their default."""
-    for field in dataclasses.fields(spec):
-        value = getattr(spec, field.name)
-        if is_added(field) and value != field.default:
-            yield field.name, value
-
-
-#: Of those, what says where layers stand and not what they do.
+#: Fields that came later and say where layers stand, not what they do.
 _NOT_SHAPING = frozenset(
     {"no_rope_freq", "linear_attention_freq", "hybrid_layer_pattern", "heterogeneous_layers"}
 )

@@ -122,12 +122,8 @@ AGAIN = "Remove the file and measure again, or copy it again from where it was m
 
 
 def read(path: Path) -> LayerProfile:
-    """Read a profile file; a ``ProfileError`` if it cannot be read or is no sound profile."""
-    try:
-        text = read_text(path, "profile")
-    except UserInputError as error:
-        raise ProfileError(error.what, error.value, error.limit, error.fix) from error
-    return load(text, str(path))
+    """Read a profile file; a ``ProfileError`` if it is no sound profile."""
+    return load(read_text(path, "profile"), str(path))
 
 
 def write(profile: LayerProfile, path: Path) -> None:
