@@ -85,14 +85,18 @@ def step_words(command: RunCommand, environment: Mapping[str, str]) -> list[str]
         return command.words()
     tasks = 1 if command.is_torchrun else command.gpus_per_node
     sizes = [f"--nodes={command.num_nodes}", f"--ntasks-per-node={tasks}"]
-    step = ["srun", *sizes, "--kill-on-bad-exit=1"]
+    return ["srun", *sizes, "--kill-on-bad-exit=1", *_host_words(command, environment)]
+
+
+def _host_words(command: RunCommand, environment: Mapping[str, str]) -> list[str]:
+    """A run on one host of an allocation: torchruns of all hosts meet on the first."""
     meeting = []
     if command.is_torchrun and not meets(command.launcher):
         host = first_host(environment.get("SLURM_JOB_NODELIST", "")) or "localhost"
         job = environment["SLURM_JOB_ID"]
         port = _FIRST_PORT + int("".join(filter(str.isdigit, job)) or 0) % _NUM_PORTS
         meeting = ["--rdzv-backend=c10d", f"--rdzv-id=nest-{job}", f"--rdzv-endpoint={host}:{port}"]
-    return [*step, *command.launcher, *meeting, *command.script, *command.argv]
+    return [*command.launcher, *meeting, *command.script, *command.argv]
 
 
 def run_by_submitit(
@@ -101,7 +105,7 @@ def run_by_submitit(
     output: Path,
     *,
     options: Mapping[str, Any],
-    cluster: str | None = None,
+    cluster: str | None,
 ) -> Ended:
     """Submit one Slurm job by submitit, and wait for it.
 
@@ -112,11 +116,11 @@ def run_by_submitit(
 
     begun = time.monotonic()
     executor = submitit.AutoExecutor(folder=output.parent / "submitit", cluster=cluster)
-    sizes = {"nodes": command.num_nodes, "tasks_per_node": 1}
+    minutes = max(1, int(timeout_s // 60) + 1)
+    sizes = {"nodes": command.num_nodes, "tasks_per_node": 1, "timeout_min": minutes}
     if cluster != "local":
         sizes["slurm_gpus_per_node"] = command.gpus_per_node
-    minutes = {"timeout_min": max(1, int(timeout_s // 60) + 1)}
-    executor.update_parameters(**{**sizes, **minutes, **options})
+    executor.update_parameters(**{**sizes, **options})
     job = executor.submit(run_on_host, command, timeout_s, output)
     try:
         code = job.result()
@@ -155,11 +159,10 @@ def run_on_host(command: RunCommand, timeout_s: Seconds, output: Path) -> int | 
     """A host's part of a submitted run: its torchrun, which meets those of the other hosts."""
     if command.starts_ranks or "SLURM_JOB_ID" not in os.environ:
         return run_locally(command, timeout_s, output).code
-    words = step_words(command, os.environ)
-    ranks = words[words.index("--kill-on-bad-exit=1") + 1 :]
-    first = os.environ.get("SLURM_NODEID", "0") == "0"
-    path = output if first else output.with_suffix(f".{os.environ['SLURM_NODEID']}.txt")
-    return run_process(ranks, command.variables(), timeout_s, path).code
+    words = _host_words(command, os.environ)
+    node = os.environ.get("SLURM_NODEID", "0")
+    path = output if node == "0" else output.with_suffix(f".{node}.txt")
+    return run_process(words, command.variables(), timeout_s, path).code
 
 
 def launcher_named(name: str, options: Sequence[str], command: RunCommand) -> Launcher:
