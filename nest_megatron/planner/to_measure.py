@@ -32,7 +32,7 @@ from nest_megatron.planner.choice import Candidate
 from nest_megatron.profile.choose import MEASURE_COMMAND
 from nest_megatron.profile.records import Source
 from nest_megatron.profile.session import BUDGET_S, Task, divides, telling_apart
-from nest_megatron.units import Seconds
+from nest_megatron.units import Seconds, counted
 
 #: Until the first block is timed: Python, torch, megatron-core and the device. For each block: its
 #: layer is built and run before passes count. Estimates, as ``tuning`` has for the start of a job.
@@ -86,8 +86,7 @@ def minutes(seconds: Seconds) -> str:
     >>> minutes(61.0)
     'about 2 minutes'
     """
-    count = math.ceil(seconds / 60)
-    return f"about {count} minute" + ("s" if count > 1 else "")
+    return f"about {counted(math.ceil(seconds / 60), 'minute')}"
 
 
 def profile_s(model: CostModel, tasks: Sequence[Task]) -> Seconds:

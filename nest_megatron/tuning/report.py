@@ -24,7 +24,7 @@ from nest_megatron.report.words import narrow_words
 from nest_megatron.tuning.selection import Known, NextRun, candidate_words, chosen
 from nest_megatron.tuning.session import State, Trial
 from nest_megatron.tuning.tuner import Tuned, outcome_words
-from nest_megatron.units import Seconds, format_duration, format_seconds
+from nest_megatron.units import Seconds, counted, format_duration, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -90,9 +90,8 @@ def plan_words(known: Known, runs: Sequence[NextRun], budget: int, timeout_s: Se
     longest = max((run.seconds for run in runs), default=0.0) * budget
     gpus = known.ranked.model.cluster.num_gpus
     start = "as timed" if known.starts_s else "assumed until the first run is timed"
-    runs_of = "runs of" if budget != 1 else "run of"
     return (
-        f"At most {budget} {runs_of} {known.iterations + 1} steps on {gpus} GPUs: about "
+        f"At most {counted(budget, 'run')} of {known.iterations + 1} steps on {gpus} GPUs: about "
         f"{_cost(seconds, gpus)} if each measures what is predicted, {_cost(longest, gpus)} for "
         f"the whole budget, with {format_duration(known.start_s)} to start each ({start}). No run "
         f"takes longer than {format_duration(timeout_s)}."
