@@ -7,7 +7,7 @@ Fields are read by name from anything that has them: a built config, a provider,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -281,6 +281,11 @@ class Recipe(Configuration, ABC):
                 **self.memory(),
                 **({"attention_backend": "local"} if family.keeps_scores else {}),
                 **execution,
+                # the overlap settings have a size of their own (``_get_optimizer_overlap_cfgs``)
+                "ddp_bucket_size": next(
+                    _values_of(map(self.find, places.overlap or [self.ddp]), "bucket_size"),
+                    None if places.overlap else 0,
+                ),
                 "params_dtype": params.value,
                 "fp8_recipe": fp8_recipe,
                 TAKEN_BACK: None,
@@ -294,7 +299,7 @@ class Recipe(Configuration, ABC):
             return False in [self.find(f"{p}.{name}") for p in places.overlap or (self.model,)]
 
         # ``_get_optimizer_overlap_cfgs`` of both: on, if not switched off there
-        overlaps = {name: not is_off(name) for name in (OVERLAPS if places.overlap else ())}
+        overlaps = {name: not is_off(name) for name in OVERLAPS if places.overlap}
         virtual = ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout")
         if is_off(_OVERLAP_P2P) and any(map(stated.get, virtual)):
             overlaps[_OVERLAP_P2P] = False
@@ -456,7 +461,7 @@ def memory_fields(*holders: Any) -> Mapping[str, Any]:
         name: next(_values_of(holders, name), None) for name in READ if name not in _OF_PRECISION
     }
     stated["num_distributed_optimizer_instances"] = max(
-        (int(each) for each in _values_of(holders, "num_distributed_optimizer_instances")),
+        map(int, _values_of(holders, "num_distributed_optimizer_instances")),
         default=None,
     )
     wide = next(_values_of(holders, "grad_reduce_in_fp32"), None)
@@ -466,7 +471,7 @@ def memory_fields(*holders: Any) -> Mapping[str, Any]:
     return {name: value for name, value in stated.items() if value is not None}
 
 
-def _values_of(holders: tuple[Any, ...], name: str) -> Iterator[Any]:
+def _values_of(holders: Iterable[Any], name: str) -> Iterator[Any]:
     for holder in holders:
         for spelled in _SPELLINGS.get(name, (name,)):
             if (value := value_or(holder, spelled)) is not None:

@@ -133,6 +133,7 @@ class MegatronCommOverlapCallback:
     batch_p2p_comm: bool | None = None
     overlap_grad_reduce: bool | None = None
     overlap_param_gather: bool | None = None
+    bucket_size: int | None = None
     overlap_param_gather_with_optimizer_step: bool | None = None
     defer_embedding_wgrad_compute: bool | None = None
     wgrad_deferral_limit: int | None = None

@@ -178,6 +178,30 @@ def test_two_formats_at_once_are_refused() -> None:
         command("--bf16 --fp8-format hybrid --fp4-format e2m1")
 
 
+@pytest.mark.parametrize(
+    ("own", "of_overlap", "priced"),
+    [(0, None, 128 << 20), (7, None, 128 << 20), (0, 9, 9), (7, 9, 9)],
+)
+def test_overlap_settings_bring_their_own_buckets(own: int, of_overlap: Any, priced: int) -> None:
+    cfg, recipe = bridge(BF16), nemo(grad_reduce_in_fp32=True)
+    cfg.ddp.bucket_size = recipe.trainer.strategy.ddp.bucket_size = own or None
+
+    def read() -> list[int]:
+        jobs = (
+            read_bridge(cfg, vocab_size=128256, environment={}),
+            read_nemo(recipe, vocab_size=128256),
+        )
+        return [
+            job.target.flags("H100", job.precision, job.memory_flags)["ddp_bucket_size"]
+            for job in jobs
+        ]
+
+    assert read() == [own, own]
+    cfg.comm_overlap = SimpleNamespace(bucket_size=of_overlap)
+    recipe.trainer.callbacks = [MegatronCommOverlapCallback(bucket_size=of_overlap)]
+    assert read() == [priced, priced]
+
+
 def test_what_is_not_modelled_is_found_wherever_it_lies() -> None:
     recipe = nemo()
     recipe.model.config.cuda_graph_impl = "local"
