@@ -34,7 +34,7 @@ from nest_megatron.validation.scores import NOISE, Certainty
 from tools.accuracy.goals import goals_reached, margin_figures, subject, worst_rows
 from tools.accuracy.named_sets import scored_sets
 from tools.accuracy.pictures import CAPTIONS, pictures
-from tools.calibration.parameters import PARAMETERS, Parameter
+from tools.calibration.parameters import AT_PRIOR, PARAMETERS, Parameter
 
 #: Hand-written reasons, beside the page.
 NOTES = "accuracy_notes.yaml"
@@ -278,6 +278,7 @@ def reference() -> dict[str, object]:
     both = {**devices, **catalogue_entry("calibration", "frameworks")}
     return {
         "constants": list(_constants(both)),
+        "at_prior": AT_PRIOR,
         "fitted_sources": list(_sources(devices, both)),
         "unseen_models": _left_out(both, "model"),
         "links": catalogue_entry("calibration", "links"),
@@ -290,20 +291,21 @@ def reference() -> dict[str, object]:
     }
 
 
-def _constants(entries: Entries) -> Iterator[tuple[Parameter, float, int, bool]]:
+def _constants(entries: Entries) -> Iterator[tuple[Parameter, float, int, float, bool]]:
     for p in PARAMETERS:
         entry = entries.get(p.owner, {})
-        value = entry.get("values", {}).get(p.name)
-        if value is not None:
+        rows = entry.get("acts_on", {}).get(p.name)
+        if rows is not None:
+            value, loses = entry["values"][p.name], entry["loses_pct"][p.name]
             near = min(value - p.low, p.high - value) < _AT_BOUND * (p.high - p.low)
-            yield p, value, sum(entry.get("rows", {}).values()), near
+            yield p, value, rows, loses, near
 
 
 def _sources(devices: Entries, both: Entries) -> Iterator[tuple[str, int, float, float | None]]:
     rows: Counter[str] = Counter()
-    # a run has one generation, but its framework may have no constants
+    # a run has one kind of memory, but its framework may have no constants
     for entry in devices.values():
-        rows.update(entry.get("rows", {}))
+        rows.update(entry.get("rows", {}) if "memory_efficiency" in entry["values"] else {})
     seen = {name: value for e in both.values() for name, value in e.get("mape_pct", {}).items()}
     unseen = _left_out(both, "source")
     for name in sorted(seen):

@@ -17,9 +17,15 @@ from nest_megatron.documents import parse_yaml, read_yaml
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import write_text
 from nest_megatron.validation.machines import LINK_FIELDS, LinkTechnology
-from tools.calibration.constants import Fit, HeldOut, Sample, constants_without
+from tools.calibration.constants import Evidence, Fit, HeldOut, Sample, constants_without
 from tools.calibration.links import LINK_PARAMETERS, LinkFit
-from tools.calibration.parameters import PARAMETERS, Values, generations_of
+from tools.calibration.parameters import (
+    AT_PRIOR,
+    CONSTANTS,
+    GENERATIONS,
+    Values,
+    generations_of,
+)
 
 _WRITTEN = "# Written by `nest-megatron calibrate` (tools/calibration); do not edit.\n"
 
@@ -33,9 +39,11 @@ def write_record(folder: Path, name: str, head: str, record: Mapping[str, object
 
 
 _HEAD = """\
-# values: fitted constants; prior: where each is pulled to. rows: measured runs that
-# were fitted, by source. mape_pct: their mean absolute error. left_out_pct: rows predicted by a fit
-# that has not seen their source (or model), mean absolute error.
+# values: constants; prior: where each is pulled to, and stays unless it is fitted. acts_on: runs
+# whose prediction moves with a fitted one; loses_pct: points of their mean error that a fit loses
+# with it at its prior. rows: measured runs that were fitted, by source. mape_pct: their mean
+# absolute error. left_out_pct: rows predicted by a fit that has not seen their source (or model),
+# mean absolute error.
 """
 _LEFT_OUT_HEAD = """\
 # By source: the constants that a fit to all other sources has, where they differ from those of
@@ -63,17 +71,28 @@ def catalogue_values() -> Values:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """Fitted constants, their runs, and errors by what was left out (``source``, ``model``)."""
+    """Fitted constants, their runs, and errors by what was left out (``source``, ``model``).
+
+    Args:
+        evidence: what speaks for each constant; none if that was not asked for.
+    """
 
     fit: Fit
     samples: Sequence[Sample]
     left_out: Mapping[str, Sequence[HeldOut]]
+    evidence: Mapping[str, Evidence]
+
+    @property
+    def values(self) -> Values:
+        """All constants, those at their prior as well."""
+        return {**AT_PRIOR, **self.fit.values}
 
     def document(self) -> dict[str, object]:
         """For ``--json``."""
         return {
             "rows": len(self.samples),
             "values": dict(self.fit.values),
+            "loses_pct": {key: each.loses_pct for key, each in self.evidence.items()},
             "mape_pct": {source: self.fit.mape_pct(source) for source in self.fit.errors},
             "left_out": {
                 by: [dataclasses.asdict(each) for each in unseen]
@@ -98,23 +117,25 @@ class Constants:
             )
         folder = out / "calibration"
         folder.mkdir(exist_ok=True)
-        names = {g for s in self.samples for g in generations_of(s.job.cluster.accelerator.name)}
-        owners = sorted({p.owner for p in PARAMETERS if p.key in self.fit.values})
+        owners = sorted({p.owner for p in CONSTANTS if p.key in self.values})
         for name, is_device in (("frameworks", False), ("devices", True)):
-            mine = [owner for owner in owners if (owner in names) is is_device]
+            mine = [owner for owner in owners if (owner in GENERATIONS) is is_device]
             yield write_record(folder, name, _HEAD, {each: self._entry(each) for each in mine})
-        yield from _write_accelerators(out / "accelerator", self.fit.values)
+        yield from _write_accelerators(out / "accelerator", self.values)
         if self.left_out.get("source"):
             yield write_record(folder, "left_out", _LEFT_OUT_HEAD, self._moved())
 
     def _entry(self, owner: str) -> dict[str, object]:
         mine = [sample for sample in self.samples if owner in sample.owners]
-        parameters = [p for p in PARAMETERS if p.owner == owner]
+        parameters = [p for p in CONSTANTS if p.owner == owner and p.key in self.values]
+        spoken_for = {p.name: self.evidence[p.key] for p in parameters if p.key in self.evidence}
         sources = Counter(sample.source for sample in mine)
         shown = {"source": set(sources), "model": {sample.model for sample in mine}}
         return {
-            "values": {p.name: float(f"{self.fit.values[p.key]:.4g}") for p in parameters},
+            "values": {p.name: float(f"{self.values[p.key]:.4g}") for p in parameters},
             "prior": {p.name: p.prior for p in parameters},
+            "acts_on": {name: each.rows for name, each in spoken_for.items()},
+            "loses_pct": {name: round(each.loses_pct, 2) for name, each in spoken_for.items()},
             "rows": dict(sources.most_common()),
             "mape_pct": {name: round(self.fit.mape_pct(name), 1) for name in sources},
             "left_out_pct": {
@@ -164,12 +185,21 @@ def updated(text: str, generation: str, values: Values) -> str:
     for name in _LINES:
         value = values.get(f"{generation}.{name}")
         if value is not None:
-            text = _with_line(text, name, f"{value:.4g}")
+            text = _with_line(text, name, _number(value))
     return text
 
 
+def _number(value: float) -> str:
+    """Four digits, as YAML reads them: 3e-05 is a text to it.
+
+    >>> _number(3e-5), _number(0.65001)
+    ('3.0e-05', '0.65')
+    """
+    return str(yaml.safe_dump(float(f"{value:.4g}"))).split()[0]
+
+
 def _with_line(text: str, name: str, value: str) -> str:
-    line = f"{name}: {value}   # fitted: calibration/devices.yaml"
+    line = f"{name}: {value}   # calibration/devices.yaml"
     pattern = re.compile(rf"^{name}:.*$", re.MULTILINE)
     if pattern.search(text):
         return pattern.sub(line, text)

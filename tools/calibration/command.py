@@ -20,9 +20,11 @@ from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.rows import RowFile, RowKind, read_rows
 from tools.calibration.catalogue import Constants, catalogue_values, write_links_of
 from tools.calibration.constants import (
+    Evidence,
     Sample,
     by_name,
     cross_validate,
+    evidence,
     fit_constants,
     samples_of,
     thinned,
@@ -87,7 +89,8 @@ def _constants(samples: Sequence[Sample], *, validate: bool) -> Iterator[Fitted]
     fit = fit_constants(samples, start=catalogue_values())
     unseen = {by: cross_validate(fit, by) for by in ("source", "model")} if validate else {}
     left_out = {by: by_name(each, by) for by, each in unseen.items()}
-    yield Constants(fit=fit, samples=samples, left_out=left_out)
+    known = evidence(fit) if validate else {}
+    yield Constants(fit=fit, samples=samples, left_out=left_out, evidence=known)
     if unseen and unseen["source"]:
         yield fit_uncertainty(unseen["source"])
 
@@ -120,9 +123,15 @@ def _constants_report(fit: Constants) -> RenderableType:
     values, errors = fit.fit.values, fit.fit.errors
     parts: list[RenderableType] = [
         titled_table(
-            *("constant", "fitted", "prior", "bounds"),
+            *("constant", "fitted", "prior", "bounds", "rows", "loses %"),
             rows=(
-                (p.key, f"{values[p.key]:.4g}", f"{p.prior:.3g}", f"{p.low:.3g} to {p.high:.3g}")
+                (
+                    p.key,
+                    f"{values[p.key]:.4g}",
+                    f"{p.prior:.3g}",
+                    f"{p.low:.3g} to {p.high:.3g}",
+                    *_evidence_cells(fit.evidence.get(p.key)),
+                )
                 for p in PARAMETERS
                 if p.key in values
             ),
@@ -143,6 +152,10 @@ def _constants_report(fit: Constants) -> RenderableType:
         table = titled_table(by, "rows", "seen %", "unseen %", rows=rows)
         parts += [Text(f"\nLeft out by {by}", style="bold"), table]
     return Group(*parts)
+
+
+def _evidence_cells(known: Evidence | None) -> tuple[str, str]:
+    return ("", "") if known is None else (f"{known.rows}", figure(known.loses_pct, 2))
 
 
 @report_of.register

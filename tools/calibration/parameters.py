@@ -3,6 +3,7 @@
 A parameter belongs to a *generation* of devices (all A100s share theirs) or to a *framework*
 (``Target.fitted``); none belongs to a row, a model or a source. Each has bounds that physics sets
 and a prior from what was measured on its own, whose width says how far the rows may pull it away.
+Where the rows gain nothing by pulling, it stays at its prior (``AT_PRIOR``).
 """
 
 from __future__ import annotations
@@ -75,14 +76,13 @@ def _kernels(
     """What depends on the kernels and the kind of memory, which several generations share.
 
     Args:
-        experts: expert and hybrid models were published.
+        experts: models with experts were published.
     """
     yield _parameter(generation, "memory_efficiency", memory, 0.06, 0.5, 1.0)
     yield _parameter(generation, "kernel_floor_s", floor, 0.5 * floor, 1e-6, 4e-5)
     yield _parameter(generation, "attention_efficiency", attention, 0.1, 0.2, 0.95)
     if experts:
         yield _parameter(generation, "grouped_gemm_ramp_rows", 50.0, 200.0, 0.0, 4000.0)
-        yield _parameter(generation, "scan_share", 1.0, 0.5, 0.02, 1.0)
 
 
 #: Frameworks whose kernels differ from those of NeMo, which is taken as 1: prior and width. Those
@@ -116,7 +116,7 @@ _MECHANISMS = (
 )
 
 #: Priors: kernels of truth/kernel_efficiency.csv and best GEMMs of truth/hardware.csv.
-PARAMETERS: tuple[Parameter, ...] = (
+CONSTANTS: tuple[Parameter, ...] = (
     *_rates("volta", (0.65, 0.35, 0.9), None),
     *_kernels("volta", 0.85, 5e-6, 0.4),
     *_rates("ampere", (0.8, 0.5, 0.88), None),
@@ -128,6 +128,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     *_rates("blackwell_ultra", (0.65, 0.4, 0.79), 0.65),
     *_kernels("blackwell", 0.8, 4e-6, 0.6, experts=True),
     *(_parameter(host, "host_kernel_s", 3e-5, 1e-5, 1e-6, 1e-4) for host in ("x86", "grace")),
+    _parameter("triton", "scan_share", 1.0, 0.5, 0.02, 1.0),
     *(_parameter(EXECUTION, *each) for each in _MECHANISMS),
     _parameter("megatron_legacy", "host_kernel_s", 4e-5, 3e-5, 0.0, 2e-4),
     _parameter("nemo_cudnn_8", "attention_slowdown", 1.4, 0.2, 0.0, 2.5),
@@ -136,12 +137,48 @@ PARAMETERS: tuple[Parameter, ...] = (
     _parameter("deepspeed", "dp_slowdown", 4.0, 3.0, 1.0, 20.0),
 )
 
-#: Everything that a parameter belongs to.
+#: Those without which a fit loses less than 0.1 points of the runs that they act on, the one that
+#: loses least taken out first.
+_NOT_FITTED = frozenset(
+    {
+        "volta.memory_efficiency",
+        "volta.kernel_floor_s",
+        "volta.attention_efficiency",
+        "ampere.gemm_efficiency.bf16",
+        "ampere.memory_efficiency",
+        "ampere.kernel_floor_s",
+        "hopper.gemm_efficiency.bf16",
+        "hopper.gemm_efficiency.fp8",
+        "hopper.attention_efficiency",
+        "gb200.gemm_efficiency.bf16",
+        "blackwell_ultra.gemm_efficiency.bf16",
+        "blackwell.kernel_floor_s",
+        "blackwell.attention_efficiency",
+        "blackwell.grouped_gemm_ramp_rows",
+        "x86.host_kernel_s",
+        "execution.ep_overlap",
+        "execution.flex_slowdown",
+        "execution.count_sync_launches",
+        "execution.fp8_attention_speedup",
+        "megatron_bridge_0.5.compute_slowdown",
+        "nemo.iteration_floor_s",
+        "megatron_lm.iteration_floor_s",
+        "megatron_core.iteration_floor_s",
+        "megatron_bridge.iteration_floor_s",
+        "megatron_bridge_0.5.iteration_floor_s",
+    }
+)
+#: What they are, by parameter key.
+AT_PRIOR: Mapping[str, float] = {p.key: p.prior for p in CONSTANTS if p.key in _NOT_FITTED}
+#: Those that are fitted.
+PARAMETERS = tuple(p for p in CONSTANTS if p.key not in _NOT_FITTED)
+#: What they belong to.
 OWNERS = frozenset(parameter.owner for parameter in PARAMETERS)
 
 
-#: Generations of devices, and kinds of their hosts, by the first word of the accelerator's name.
-_GENERATIONS = {
+#: Generations of devices, those on which scans were measured (kernels in Triton), and kinds of
+#: hosts, by the first word of the accelerator's name.
+GENERATIONS = {
     "volta": r"^V100",
     "ampere": r"^A[18]00",
     "hopper": r"^(H100|H200|H800|GH200)",
@@ -149,6 +186,7 @@ _GENERATIONS = {
     "gb200": r"^GB200",
     "blackwell_ultra": r"^(GB300|B300)",
     "blackwell": r"^G?B[23]00",
+    "triton": r"^(H[128]00|GH200|G?B[23]00)",
     "x86": r"^(H[128]00|B[23]00)",
     "grace": r"^G[BH]",
 }
@@ -160,7 +198,7 @@ def generations_of(accelerator: str) -> tuple[str, ...]:
     >>> generations_of("GB200-NVL72-186GB"), generations_of("MI300X")
     (('gb200', 'blackwell', 'grace'), ())
     """
-    return tuple(name for name, start in _GENERATIONS.items() if re.match(start, accelerator))
+    return tuple(name for name, start in GENERATIONS.items() if re.match(start, accelerator))
 
 
 #: Values by parameter key.
