@@ -156,26 +156,30 @@ def explain(
 
     options = {"--html": html, "--timeline": timeline, "--versus": versus, "--why-not": why_not}
     given = {name: value for name, value in options.items() if value is not None}
-    if (found := read_table(path)) is not None:
+    if found := read_table(path):
         for name, value in given.items():
             raise UserInputError(
                 name, str(value), f"{path} is a table of plans", "Plan for one number of nodes."
             )
         record, pin = found
-        table = PlanTable(record=record, notes=() if pin is None else (pin_note(pin),))
+        table = PlanTable(record=record, notes=(pin_note(pin),) if pin else ())
         show_or_json(table.to_dict(), *table.report(), as_json=as_json)
         return
     explained = load_plan(path).explain()
     if versus is not None or why_not is not None:
         if len(given) > 1:
             raise click.UsageError(f"{' and '.join(given)}: give one of them.")
-        other = explained.versus(versus) if versus is not None else explained.why_not(str(why_not))
+        other = explained.versus(versus) if versus else explained.why_not(str(why_not))
         show_or_json(other.to_dict(), *other.report(), as_json=as_json)
         return
+    if timeline:
+        from nest_megatron.report.charts import check_picture
+
+        check_picture(timeline, "--timeline", ".json")
     show_or_json(explained.to_dict(), *explained.report(), as_json=as_json)
-    if timeline is not None:
+    if timeline:
         explained.write_timeline(timeline, force=True)  # checked before
-    if html is not None:
+    if html:
         explained.write_html(html, force=True)
 
 

@@ -184,7 +184,7 @@ def test_missing_key_is_named() -> None:
         ("window_size", -1),
         ("layernorm_epsilon", math.nan),
         ("layernorm_epsilon", math.inf),
-        ("layernorm_epsilon", "1e-5"),
+        ("layernorm_epsilon", "1e-5 "),
         ("rotary_percent", 1.5),
         ("rotary_percent", 0),
         ("qk_layernorm", 1),
