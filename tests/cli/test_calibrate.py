@@ -29,7 +29,10 @@ def runs(tmp_path: Path) -> Path:
 def test_constants_are_fitted_and_left_out_rows_are_scored(runs: Path) -> None:
     found = run("calibrate", str(runs), "--json").json()
     assert found["rows"] == 3
-    assert 0.5 <= found["values"]["hopper.gemm_efficiency.bf16"] <= 0.81
+    assert 0.5 <= found["values"]["hopper.memory_efficiency"] <= 1.0
+    assert found["loses_pct"].keys() == found["values"].keys()
+    assert found["loses_pct"]["hopper.memory_efficiency"] != 0
+    assert found["loses_pct"]["hopper.grouped_gemm_ramp_rows"] == 0  # no experts
     assert found["mape_pct"].keys() == {"tests", "others"}
     assert {each["name"] for each in found["left_out"]["source"]} == {"tests", "others"}
     assert {each["rows"] for each in found["left_out"]["model"]} == {1, 2}
@@ -45,9 +48,12 @@ def test_constants_are_written_into_a_catalogue(runs: Path, tmp_path: Path) -> N
     done = run("calibrate", str(runs), "--no-cross-validation", "--out", str(out))
     assert done.code == 0
     devices = yaml.safe_load((out / "calibration" / "devices.yaml").read_text())
-    fitted = devices["hopper"]["values"]["gemm_efficiency.bf16"]
+    values = devices["hopper"]["values"]
     h100 = yaml.safe_load((out / "accelerator" / "h100_sxm_80gb.yaml").read_text())
-    assert h100["gemm_efficiency"]["bf16"] == pytest.approx(fitted)
+    assert h100["memory_efficiency"] == values["memory_efficiency"]
+    assert h100["gemm_efficiency"]["bf16"] == values["gemm_efficiency.bf16"] == 0.72
+    assert h100["host_kernel_s"] == 3e-5
+    assert devices["hopper"]["prior"].keys() == values.keys()
     assert devices["hopper"]["rows"] == {"tests": 2, "others": 1}
 
 
