@@ -301,9 +301,9 @@ def _constants(entries: Entries) -> Iterator[tuple[Parameter, float, int, bool]]
 
 def _sources(devices: Entries, both: Entries) -> Iterator[tuple[str, int, float, float | None]]:
     rows: Counter[str] = Counter()
-    # a run has one generation, but its framework may have no constants
+    # a run has one kind of memory, but its framework may have no constants
     for entry in devices.values():
-        rows.update(entry.get("rows", {}))
+        rows.update(entry["rows"] if "memory_efficiency" in entry["values"] else {})
     seen = {name: value for e in both.values() for name, value in e.get("mape_pct", {}).items()}
     unseen = _left_out(both, "source")
     for name in sorted(seen):
