@@ -83,7 +83,7 @@ def history(
 def show_run(run: str, *, as_json: bool) -> None:
     """Show one run (its id or the start of it): prediction, ranks, warnings, how it ended."""
     found = store.find(store.read(), run)
-    show_or_json(document(found), run_details(found), as_json=as_json)
+    show_or_json(lambda: document(found), lambda: [run_details(found)], as_json=as_json)
 
 
 def document(run: RunRecord) -> dict[str, Any]:

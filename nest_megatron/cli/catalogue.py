@@ -39,16 +39,22 @@ def models(name: str | None, *, as_json: bool) -> None:
 
     if (names := _listed("model", name)) is not None:
         listed = [named_model(each) for each in names]
-        document = {"models": [model_document(*each) for each in listed]}
-        show_or_json(document, models_table([spec for spec, _ in listed]), as_json=as_json)
+        show_or_json(
+            lambda: {"models": [model_document(*each) for each in listed]},
+            lambda: [models_table([spec for spec, _ in listed])],
+            as_json=as_json,
+        )
         return
     from nest_megatron.integrations.megatron_lm.attach import target_refusals
 
     assert name is not None, "without a name all are listed"
     spec, notes = named_model(name)
     refusals = target_refusals(spec)
-    details = (model_details(spec, refusals), *(f"note: {note}" for note in notes))
-    show_or_json(model_document(spec, notes, refusals), *details, as_json=as_json)
+    show_or_json(
+        lambda: model_document(spec, notes, refusals),
+        lambda: (model_details(spec, refusals), *(f"note: {note}" for note in notes)),
+        as_json=as_json,
+    )
 
 
 @command(

@@ -256,6 +256,13 @@ def network_show(path: Path, *, as_json: bool) -> None:
     from nest_megatron.report.terminal import notes_report
 
     found = profiles.read(path)
-    tables = levels_table(found.fits), samples_table(found.samples)
-    notes = notes_report((*found.notes, *found.fit_notes))
-    show_or_json(to_plain(found), profile_lines(found), *tables, notes, as_json=as_json)
+    show_or_json(
+        lambda: to_plain(found),
+        lambda: (
+            profile_lines(found),
+            levels_table(found.fits),
+            samples_table(found.samples),
+            notes_report((*found.notes, *found.fit_notes)),
+        ),
+        as_json=as_json,
+    )

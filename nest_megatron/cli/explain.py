@@ -163,20 +163,20 @@ def explain(
             )
         record, pin = found
         table = PlanTable(record=record, notes=(pin_note(pin),) if pin else ())
-        show_or_json(table.to_dict(), *table.report(), as_json=as_json)
+        show_or_json(table.to_dict, table.report, as_json=as_json)
         return
     explained = load_plan(path).explain()
     if versus is not None or why_not is not None:
         if len(given) > 1:
             raise click.UsageError(f"{' and '.join(given)}: give one of them.")
-        other = explained.versus(versus) if versus else explained.why_not(str(why_not))
-        show_or_json(other.to_dict(), *other.report(), as_json=as_json)
+        other = explained.versus(versus) if versus is not None else explained.why_not(str(why_not))
+        show_or_json(other.to_dict, other.report, as_json=as_json)
         return
     if timeline:
         from nest_megatron.report.charts import check_picture
 
         check_picture(timeline, "--timeline", ".json")
-    show_or_json(explained.to_dict(), *explained.report(), as_json=as_json)
+    show_or_json(explained.to_dict, explained.report, as_json=as_json)
     if timeline:
         explained.write_timeline(timeline, force=True)  # checked before
     if html:

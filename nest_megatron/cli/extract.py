@@ -197,8 +197,11 @@ def _extract_module(
     from nest_megatron.report.layer_work import chain_report
 
     pictures = [] if draw is None else [str(draw)]
-    document = {"module": name, "chain": to_plain(graph), "pictures": pictures}
-    show_or_json(document, *chain_report(graph), as_json=as_json)
+    show_or_json(
+        lambda: {"module": name, "chain": to_plain(graph), "pictures": pictures},
+        lambda: chain_report(graph),
+        as_json=as_json,
+    )
     if draw is not None:
         from nest_megatron.report.layer_work import draw_chain
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from rich.console import RenderableType
 
 from nest_megatron.api import PlanTable, table_job
 from nest_megatron.api.jobs import command_content, sweep_job
@@ -70,7 +67,7 @@ def run_plan_table(options: PlanOptions, nodes: str) -> int:
             )
         made = plan_for_nodes(dataclasses.replace(job, on_progress=report), counts)
     found = PlanTable(record=made, notes=job.request.notes)
-    show_or_json(found.to_dict(), *found.report(), as_json=options.as_json)
+    show_or_json(found.to_dict, found.report, as_json=options.as_json)
     if (out := composed.out) is None:
         return OK
     found.save(Path(out), force=True)  # checked before the search
@@ -91,7 +88,8 @@ def run_sweep(options: PlanOptions) -> int:
     same = " ".join(str(s) for s in settings if s.key not in {"out", *keys})
     table = sweep_table(found.rows)
     done = [{"overrides": [*map(str, job.varied)], **result} for job, result in found.done]
-    _print_rows({"jobs": done}, (same, *table.report()), found, as_json=options.as_json)
+    show_or_json(lambda: {"jobs": done}, lambda: (same, *table.report()), as_json=options.as_json)
+    _say_files(found, as_json=options.as_json)
     if options.html:
         write_text(options.html, table.page("A sweep", same, found.rows))
     return found.exit_code()
@@ -103,11 +101,8 @@ def _sweep_options(settings: Sequence[Setting], launcher: Sequence[Setting]) -> 
     return SweepOptions(launcher=launcher, out=out, force=forced())
 
 
-def _print_rows(
-    document: Mapping[str, Any], parts: Iterable[RenderableType], found: Swept, *, as_json: bool
-) -> None:
-    """Print what jobs came to, and which files were written."""
-    show_or_json(document, *parts, as_json=as_json)
+def _say_files(found: Swept, *, as_json: bool) -> None:
+    """Say which files were written."""
     if (files := found.files) and not as_json:
         say(f"Plans written to {Path(files[0]).parent}, all of them in {', '.join(files)}.")
 
@@ -132,7 +127,8 @@ def run_scaling(options: PlanOptions, gpus: str) -> int:
         command_content(command, jobs[0].composed())  # what cannot be read is so in all
     swept_jobs = run_jobs(jobs, _sweep_options(settings, launcher))
     found, job = Scaling(rows=tuple(swept_jobs.rows)), " ".join(map(str, same))
-    _print_rows(found.to_dict(), (job, *found.report()), swept_jobs, as_json=options.as_json)
+    show_or_json(found.to_dict, lambda: (job, *found.report()), as_json=options.as_json)
+    _say_files(swept_jobs, as_json=options.as_json)
     if options.html:
         page = scaling_table(found.rows).page("One job on several numbers of GPUs", job, found.rows)
         write_text(options.html, page)
@@ -177,7 +173,8 @@ def run_whatif(options: WhatIfOptions) -> int:
         found = plan_variants(path, changes, where)
     if not found.variants:
         return found.swept.exit_code()
-    _print_rows(found.to_dict(), found.report(), found.swept, as_json=options.as_json)
+    show_or_json(found.to_dict, found.report, as_json=options.as_json)
+    _say_files(found.swept, as_json=options.as_json)
     if html := options.html:
         found.write_html(html, force=True)  # checked before the search
         if not (options.as_json or is_standard_output(html)):

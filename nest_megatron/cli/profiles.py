@@ -69,8 +69,11 @@ def show_profile(name: str, *, as_json: bool) -> None:
 
     entry = store.find_entry(name)
     profile = entry.read()
-    document = {**_brief(entry, profile), **to_plain(profile)}
-    show_or_json(document, profile_details(profile, fingerprint_of(profile)), as_json=as_json)
+    show_or_json(
+        lambda: {**_brief(entry, profile), **to_plain(profile)},
+        lambda: [profile_details(profile, fingerprint_of(profile))],
+        as_json=as_json,
+    )
 
 
 @profiles.subcommand("export", "nest-megatron profiles export llama3_8b-h100 --out profile.yaml")

@@ -446,10 +446,8 @@ def plan_recipe(
     found = plan_to_launch(request, choose)
     if job.restored:
         job.restored.check(found, job.version)
-    # only Megatron-Bridge's scripts take words
-    return with_origin(
-        found, job, "+nest=auto" if job.free_option == "nest.free" else "auto_recipe"
-    ), request.notes
+    by_words = job.free_option == "nest.free"  # only Megatron-Bridge's scripts take them
+    return with_origin(found, job, "+nest=auto" if by_words else "auto_recipe"), request.notes
 
 
 class Recorded(Protocol):

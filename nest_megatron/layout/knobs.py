@@ -235,7 +235,7 @@ class KnobConditions:
     """What decides which choices there are, apart from the layout.
 
     Args:
-        fp8_recipe: ``None`` outside fp8.
+        fp8_recipe: ``None`` outside fp8 and NVFP4.
         precision: of the GEMMs.
         packages: those that are known to be installed where the job runs.
         fixed: choices, by name, that stay as the job has them.

@@ -121,9 +121,11 @@ def show_json(document: object) -> None:
     _is_over.set(True)
 
 
-def show_or_json(document: object, *parts: RenderableType, as_json: bool) -> None:
-    """Print parts for people, or the document that says the same to a program."""
-    show_json(document) if as_json else show(*parts)
+def show_or_json(
+    document: Callable[[], object], report: Callable[[], Iterable[RenderableType]], *, as_json: bool
+) -> None:
+    """Print a report for people, or the document that says the same to a program."""
+    show_json(document()) if as_json else show(*report())
 
 
 def say(text: str = "") -> None:

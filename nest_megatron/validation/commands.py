@@ -56,7 +56,7 @@ def run_validate(
     files = [read_rows(path) for path in paths]
     book = ModelBook.load(models)
     judged = _judged(files, book, left_out=left_out)
-    show_or_json(as_document(judged), validation_report(judged), as_json=as_json)
+    show_or_json(lambda: as_document(judged), lambda: [validation_report(judged)], as_json=as_json)
     written = []
     if docs is not None:
         runs = [file for file in files if file.kind is RowKind.THROUGHPUT]

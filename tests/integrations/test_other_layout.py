@@ -220,6 +220,21 @@ def test_bad_questions_end_with_2(path: Path, words: tuple[str, ...]) -> None:
     assert done.err.startswith("error: ")
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--versus", ""), "--versus = ''"),
+        (("--why-not", "pipeline_model_parallel_layout="), "pipeline_model_parallel_layout = ''"),
+    ],
+)
+def test_an_empty_layout_is_no_layout_that_is_left_out(
+    path: Path, words: tuple[str, ...], named: str
+) -> None:
+    done = run("explain", str(path), *words)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"error: {named}")
+
+
 def test_where_time_ends_a_search_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = []
 

@@ -18,6 +18,7 @@ from nest_megatron.validation.rows import read_rows
 from nest_megatron.validation.scores import rank_scores
 from tests.published.sets import DATA, FILES, HERE, is_met, judged, refused, scored, values
 from tools.accuracy.named_sets import SETS
+from tools.accuracy.page import reference
 
 THRESHOLDS = yaml.safe_load((HERE / "thresholds.yaml").read_text(encoding="utf-8"))
 SET_THRESHOLDS = THRESHOLDS["sets"]
@@ -41,6 +42,14 @@ def test_thresholds_lie_within_the_goals_that_are_met() -> None:
             name = goal.measure.name.lower()
             if is_met(name, values(found, scores)[name], goal.value):
                 assert is_met(name, SET_THRESHOLDS[key][name], goal.value), (key, name)
+
+
+def test_a_run_counts_once_among_those_of_its_source() -> None:
+    """Of a source at most 120 runs are fitted, whose devices may have constants in two groups."""
+    sources = reference()["fitted_sources"]
+    assert isinstance(sources, list)
+    counts = {name: rows for name, rows, *_ in sources}
+    assert 100 < max(counts.values()) <= 120
 
 
 def test_no_more_rows_are_refused() -> None:

@@ -144,8 +144,6 @@ _NOT_FITTED = frozenset(
         "volta.memory_efficiency",
         "volta.kernel_floor_s",
         "volta.attention_efficiency",
-        "ampere.gemm_efficiency.bf16",
-        "ampere.memory_efficiency",
         "ampere.kernel_floor_s",
         "hopper.gemm_efficiency.bf16",
         "hopper.gemm_efficiency.fp8",

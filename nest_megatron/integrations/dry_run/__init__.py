@@ -503,7 +503,9 @@ def _read_names(path: Path) -> dict[str, str]:
 
 
 def _last_lines(path: Path) -> tuple[str, ...]:
-    text = path.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        text = file.read().decode(errors="replace")
     text = _ESCAPE.sub("", text).replace(f"{path.parent}/bin/", "")
     lines = ("".join(filter(str.isprintable, line)).strip() for line in text.splitlines())
     return tuple(filter(None, lines))[-3:]

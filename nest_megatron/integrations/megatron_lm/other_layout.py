@@ -348,7 +348,7 @@ class PlannedJob:
         """The stages that were named, for the pipeline's own size where no other is."""
         text = composed.parallel.pipeline_model_parallel_layout
         pp = given.get(_PP, self._plan.layout.dims.pipeline_model_parallel_size)
-        return parse_layout(text, self._plan.model, pp) if text else None
+        return None if text is None else parse_layout(text, self._plan.model, pp)
 
     def _dims(self, given: Mapping[str, int], rank_order: RankOrder | None) -> ParallelDims:
         """The plan's degrees with those given; the GPUs that are left replicate."""
