@@ -140,6 +140,19 @@ def test_dropped_tokens_are_offered_where_experts_are_uneven() -> None:
     assert not any("--moe-expert-capacity-factor" in text for text in even.offers)
 
 
+@pytest.mark.parametrize(
+    ("words", "is_said"),
+    [
+        ("model=mixtral_8x7b", True),
+        ("model=mixtral_8x7b cost.expert_imbalance=1.2", False),
+        ("model=llama3_8b", False),
+    ],
+)
+def test_even_routing_is_said_to_be_assumed(words: str, *, is_said: bool) -> None:
+    said = [note for note in asked(*words.split()).notes if "spread evenly" in note]
+    assert len(said) == is_said
+
+
 def test_a_jobs_own_capacity_is_priced() -> None:
     own = {"moe_expert_capacity_factor": 1.25}
     plain = CostSettings(expert_imbalance=2.0)

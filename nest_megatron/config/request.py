@@ -355,8 +355,9 @@ def _allowed_space(
     within = space_within(space, policy, cluster)
     if "micro_batch_size" not in space.fixed:
         within["limits"] = limits_for_length(within["limits"], spec.seq_length)
-    recompute = space.recompute or read_recompute(settings.parallel)
-    within |= space_of_frozen_weights(spec, target, within["zero_stages"], recompute)
+    within |= space_of_frozen_weights(
+        spec, target, within["zero_stages"], space.recompute or read_recompute(settings.parallel)
+    )
     return replace(space, **within)
 
 
@@ -370,15 +371,13 @@ def _layer_times(
     """Measured times of the model's layers, and notes; ``versions`` as of ``request_for``."""
     mode = choice(typed_setting("profile.mode"), settings.profile.mode, ProfileMode)
     require_seconds(typed_setting("profile.max_seconds"), settings.profile.max_seconds)
-    command = "--from <your script and its flags>"
-    if versions is None:
-        command = f"model={spec.name} cluster={cluster.name}"
+    catalogue = f"model={spec.name} cluster={cluster.name}"
     timed = TimedJob(
         spec=spec,
         accelerator=cluster.accelerator,
         precision=read_precision(settings, job.precision),
         versions=versions or {},
-        command=command,
+        command=catalogue if versions is None else "--from <your script and its flags>",
         implementation=job.transformer_impl,
     )
     return choose_times(timed, mode, settings.profile.name)
@@ -399,7 +398,7 @@ def _other_spaces(
     everywhere = replace(
         choices, has_fast_link=True, packages=choices.packages | {Package.ENGINE_2_9}
     )
-    if values := open_values(everywhere).get(name, ()):
+    if values := open_values(everywhere).get(name):
         modules = " ".join(values[0])
         words = f"--fine-grained-activation-offloading --offload-modules {modules}"
         executions = {**space.executions, name: values}
@@ -414,13 +413,15 @@ def recorded_defaults() -> dict[str, str]:
 
 def recorded_settings(settings: Settings) -> tuple[str, ...]:
     """Those of them that settings have otherwise, for the plan's file."""
-    values = {key: value_text(attrgetter(key)(settings)) for key in _RECORDED}
-    usual = recorded_defaults()
-    return tuple(f"{key}={value}" for key, value in values.items() if value != usual[key])
+    return tuple(
+        f"{key}={value}"
+        for key, usual in recorded_defaults().items()
+        if (value := value_text(attrgetter(key)(settings))) != usual
+    )
 
 
 def _pricing_notes(spec: TransformerSpec, costs: CostSettings) -> Iterator[str]:
-    """What a plan says of adapters, of layers that are seldom measured, and of memory for fp8."""
+    """What a plan says of adapters, layers that are seldom measured, routing and memory for fp8."""
     if spec.adapters is not None:
         yield f"All weights but those of adapters are frozen: {spec.adapters.words()}."
         if spec.adapters.scheme is not PeftScheme.LORA:
@@ -436,6 +437,12 @@ def _pricing_notes(spec: TransformerSpec, costs: CostSettings) -> Iterator[str]:
             "The scan of Mamba layers and gated delta nets is priced by its arithmetic and its "
             "memory traffic, times a share that is fitted to whole steps of hybrid models on "
             "Hopper and Blackwell (docs/hybrid.md); no public measurement of its kernels is known."
+        )
+    if spec.is_moe and costs.expert_imbalance == 1 and not costs.traits.pads_to_capacity:
+        yield (
+            "Tokens are taken as spread evenly over the ranks of EP; where routing is uneven, the "
+            "busiest rank needs more time and memory (cost.expert_imbalance=1.2 prices a fifth "
+            "more tokens there)."
         )
     beside = fp8_copy_bytes(ZeroStage.NONE, costs) if costs.precision.is_quantized else 0
     if beside and not costs.traits.fp8_weights:
