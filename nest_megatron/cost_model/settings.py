@@ -79,7 +79,7 @@ class CostSettings:
     #: ``throughput.csv`` and ``throughput_2.csv`` as planned (``tools/accuracy/margin.py``).
     memory_margin: float = ranged(0.04, 0.0, 0.9)
     #: Fitted in ``calibration/stragglers.yaml``.
-    straggler_delay_s: float = ranged(0.026, 0.0, 10.0)
+    straggler_delay_s: float = ranged(0.025, 0.0, 10.0)
     iteration_floor_s: float = ranged(0.005, 0.0, 1e3)
     traits: ExecutionTraits = dataclasses.field(default_factory=ExecutionTraits)
     target: str | None = None

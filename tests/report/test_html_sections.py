@@ -227,7 +227,7 @@ def test_sensitivity_to_an_assumption_is_what_estimate_says_under_that_setting()
 def test_assumptions_have_their_units() -> None:
     table = Page(html_report(searched_plan())).table("By how much the plan's")
     (delay,) = (row for row in table if "cost.straggler_delay_s" in row[0])
-    assert delay[1] == "26 ms"
+    assert delay[1] == "25 ms"
 
 
 def test_faster_means_more_steps_in_the_same_time_everywhere() -> None:

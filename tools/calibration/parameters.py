@@ -138,13 +138,15 @@ CONSTANTS: tuple[Parameter, ...] = (
 )
 
 #: Those without which a fit loses less than 0.1 points of the runs that they act on, the one that
-#: loses least taken out first.
+#: loses least taken out first. One more loses as little: without A100's share of the memory's
+#: bandwidth the runs of Megatron's papers are missed by more than their goal (``tests/published``).
 _NOT_FITTED = frozenset(
     {
         "volta.memory_efficiency",
         "volta.kernel_floor_s",
         "volta.attention_efficiency",
         "ampere.kernel_floor_s",
+        "hopper.kernel_floor_s",
         "hopper.gemm_efficiency.bf16",
         "hopper.gemm_efficiency.fp8",
         "hopper.attention_efficiency",
