@@ -112,7 +112,7 @@ def proof(plan: ParallelPlan) -> str:
         said = f"Proven: among {_allowed(choice)} none is faster than {_bound(plan)} under this "
         said += "cost model; this one "
         if record.certificate == "optimal":
-            simple = ", and the simplest that ties with it" if choice.num_tied > 1 else ""
+            simple = ", and is the simplest that ties with it" if choice.num_tied > 1 else ""
             said += f"takes that{simple}. {_counts(record)}"
         else:
             said += f"is within {gap:.1f} % and the simplest. {_counts(record)}"

@@ -29,8 +29,8 @@ REPEATED = (
     (
         "docs/choice.md",
         "docs/first_plan.md",
-        [r"within 5 % risk is faster than ([\d.]+ s)", r"Faster +[\d.]+ s \(-([\d.]+) %\)"],
-        "none is faster than {} under this cost model; this one is > within {} % and the simplest.",
+        [r"within 5 % risk is faster than ([\d.]+ s)"],
+        "none is faster than {} under this cost model; this one takes > that, and is the simplest",
     ),
     (
         "docs/choice.md",
@@ -105,18 +105,17 @@ def test_the_gpus_page_has_todays_predictions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/faq.md"])
 def test_a_summary_of_the_gpus_page_says_its_figures(page: str) -> None:
-    """What is predicted too slow are large micro batches of a dense model."""
+    """Large micro batches of a dense model keep the device busy."""
     text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
     rows = re.findall(r"\| (\S+) \| [\d.]+ ms \| ([+-][\d.]+) %", text)
-    slow = {name: float(error) for name, error in rows if error.startswith("+")}
-    assert {name for name, _ in rows if re.match(r"llama\S*-mb4", name)} == set(slow)
-    fast = [-float(error) for name, error in rows if name not in slow]
+    busy = [abs(float(error)) for name, error in rows if re.match(r"llama\S*-mb4", name)]
+    fast = [-float(error) for name, error in rows if not re.match(r"llama\S*-mb4", name)]
     (peaks,) = re.findall(r"With data sheets: .* peaks ([\d.]+) %", text)
     words = " ".join((ROOT / page).read_text(encoding="utf-8").split())
     assert (
         f"peak memory is {peaks} % off; large micro batches of a dense model are predicted "
-        f"{max(slow.values()):.0f} % too slow, and what its host holds up (small micro batches, "
-        f"experts) {min(fast):.0f} to {max(fast):.0f} % too fast"
+        f"within {max(busy)} %, and what its host holds up (small micro batches, experts) "
+        f"{min(fast):.0f} to {max(fast):.0f} % too fast"
     ) in words
 
 
