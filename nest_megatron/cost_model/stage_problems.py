@@ -7,6 +7,7 @@ from nest_megatron.cost_model.keys import split_block
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost
 from nest_megatron.cost_model.unit_cost import overlap_window, unit_cost
+from nest_megatron.errors import UserInputError
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import Recompute, RecomputeMethod
 from nest_megatron.units import Bytes
@@ -45,7 +46,6 @@ class StageProblems(Caching):
         dims = self.grid.dims
         p, v = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
         forward, backward = self._sends
-        block = recompute.method is RecomputeMethod.BLOCK
         return PipelineProblem(
             num_stages=p,
             num_virtual=v,
@@ -53,7 +53,9 @@ class StageProblems(Caching):
             unit_kinds=self._sequence,
             costs=self._unit_costs(*split_block(recompute), hidden_reduce),
             num_layers=self.model.spec.num_stacked_layers,
-            block_num_layers=(recompute.num_layers or 0) if block else 0,
+            block_num_layers=(
+                (recompute.num_layers or 0) if recompute.method is RecomputeMethod.BLOCK else 0
+            ),
             send_forward=forward,
             send_backward=backward,
             overlap_p2p=v > 1 and (p == 2 or self.model.settings.traits.overlap_p2p_comm),
@@ -66,11 +68,9 @@ class StageProblems(Caching):
         self, covered: Recompute, elsewhere: Recompute, hidden_reduce: bool
     ) -> tuple[UnitCost, ...]:
         """Costs of the distinct units under a setting as ``split_block`` splits it."""
-        dims, count = self.grid.dims, self._num_priced
-        p, v = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
-        window, share = overlap_window(dims, count), self._share_of_larger_rounds(p, v)
-        if self.grid.execution.overlap_moe_expert_parallel_comm:
-            share += early_forward_share(p, v, count)
+        count = self._num_priced
+        window = overlap_window(self.grid.dims, count)
+        share = self._share_of_larger_rounds() + share_kept_early(self.grid)
         costs = tuple(
             unit_cost(
                 kind,
@@ -95,20 +95,36 @@ class StageProblems(Caching):
             **{name: -(-getattr(cost, name) * count // self._num_priced) for name in _PASSES}
         )
 
-    def _share_of_larger_rounds(self, p: int, v: int) -> float:
+    def _share_of_larger_rounds(self) -> float:
         """What is saved more than in rounds of one micro batch a rank, as a share of that."""
         group = self.model.settings.traits.microbatch_group_size_per_vp_stage
-        if not group or v == 1:
+        grid = self.grid
+        p = grid.dims.pipeline_model_parallel_size
+        v = grid.dims.virtual_pipeline_model_parallel_size
+        if not group:
             return 0.0
         alive = (v - 1) * p + 1
-        more = min((v - 1) * (group - p), self.grid.num_microbatches * v - alive) / alive
-        return max(more, self.grid.num_microbatches / self._num_priced - 1, 0.0)
+        more = min((v - 1) * (group - p), grid.num_microbatches * v - alive) / alive
+        return max(more, grid.num_microbatches / self._num_priced - 1, 0.0)
 
 
 def priced_microbatches(grid: PartialLayout) -> int:
-    """Micro batches in whole rounds of one a pipeline rank, as the schedule is priced."""
-    p, v = grid.dims.pipeline_model_parallel_size, grid.dims.virtual_pipeline_model_parallel_size
-    return grid.num_microbatches - (grid.num_microbatches % p if v > 1 else 0)
+    """Micro batches in whole rounds of one a pipeline rank, as the schedule is priced.
+
+    Raises:
+        UserInputError: if there are virtual stages and fewer micro batches than pipeline ranks,
+            which Megatron refuses too.
+    """
+    dims, count = grid.dims, grid.num_microbatches
+    p = dims.pipeline_model_parallel_size if dims.virtual_pipeline_model_parallel_size > 1 else 1
+    if count < p:
+        raise UserInputError(
+            "micro batches",
+            count,
+            f"virtual stages need one for each of the {p} pipeline ranks",
+            "Enlarge the batch, or use no virtual stages.",
+        )
+    return count - count % p
 
 
 def stage_problem(model: CostModel, grid: PartialLayout) -> PipelineProblem:
@@ -116,12 +132,15 @@ def stage_problem(model: CostModel, grid: PartialLayout) -> PipelineProblem:
     return StageProblems(model, grid).problem(grid.recompute)
 
 
-def early_forward_share(p: int, v: int, num_microbatches: int) -> float:
+def share_kept_early(grid: PartialLayout) -> float:
     """What one forward pass more before the first backward pass adds to what a rank saves.
 
     The overlap of the token all-to-all runs it (``get_pp_rank_microbatches``,
     ``combined_1f1b_schedule_for_no_pipelining``). With virtual stages it is a chunk more beside
     those of the last rank, which has fewest; for the other ranks it is less.
     """
-    alive = (v - 1) * p + 1
-    return min(1, num_microbatches * v - alive) / alive
+    if not grid.execution.overlap_moe_expert_parallel_comm:
+        return 0.0
+    dims, passes = grid.dims, priced_microbatches(grid)
+    alive = dims.num_chunks - dims.pipeline_model_parallel_size + 1
+    return min(1, passes * dims.virtual_pipeline_model_parallel_size - alive) / alive

@@ -40,8 +40,7 @@ from nest_megatron.cost_model.memory import replicas
 from nest_megatron.cost_model.model import CostModel, PassPair
 from nest_megatron.cost_model.stage_problems import (
     StageProblems,
-    early_forward_share,
-    priced_microbatches,
+    share_kept_early,
 )
 from nest_megatron.cost_model.unit_cost import stored_bytes
 from nest_megatron.layout.dims import ParallelDims
@@ -362,14 +361,6 @@ class MemoryBounds(Caching):
             whole = (unsharded_bytes(c, rank, zero, in_layer=in_layer) for c in counts)
             unsharded.append(0 if stays else min(whole))
         return units, unsharded
-
-
-def share_kept_early(grid: PartialLayout) -> float:
-    """What passes ahead of the schedule add to what a grid saves, as a share of it."""
-    if not grid.execution.overlap_moe_expert_parallel_comm:
-        return 0.0
-    p, v = grid.dims.pipeline_model_parallel_size, grid.dims.virtual_pipeline_model_parallel_size
-    return early_forward_share(p, v, priced_microbatches(grid))
 
 
 @functools.lru_cache(maxsize=4096)

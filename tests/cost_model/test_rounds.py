@@ -10,6 +10,7 @@ from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits
+from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.rulebook.schedule import allows_interleaving
@@ -69,3 +70,14 @@ def test_rounds_that_megatron_takes(
 ) -> None:
     assert allows_interleaving(P, 2, microbatches, group, whole=whole) is allowed
     assert allows_interleaving(P, 1, microbatches, group, whole=whole)
+
+
+def test_fewer_micro_batches_than_ranks_are_refused() -> None:
+    dims = ParallelDims(pipeline_model_parallel_size=P, virtual_pipeline_model_parallel_size=V)
+    grid = PartialLayout(
+        dims=dims, global_batch_size=P - 1, micro_batch_size=1, sequence_parallel=False
+    )
+    spec = catalogue.model("llama3_8b")
+    model = CostModel(spec, catalogue.cluster("dgx_h100", 8), CostSettings())
+    with pytest.raises(UserInputError, match="for each of the 4 pipeline ranks"):
+        estimate(model, grid.with_stages(uniform_partition(spec, P, V)))

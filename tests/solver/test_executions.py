@@ -12,7 +12,7 @@ import pytest
 
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.cost_model.stage_problems import stage_problem
+from nest_megatron.cost_model.stage_problems import share_kept_early, stage_problem
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.execution_rules import allowed_execution
@@ -27,7 +27,7 @@ from nest_megatron.model.execution import (
     GraphImpl,
     TokenDispatcher,
 )
-from nest_megatron.solver.bounds import Bounds, MemoryBounds, share_kept_early
+from nest_megatron.solver.bounds import Bounds, MemoryBounds
 from nest_megatron.solver.executions import with_stages_and_zero
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.memory_shortage import fits

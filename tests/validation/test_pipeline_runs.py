@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from pathlib import Path
 
 import pytest
 
 from nest_megatron.layout.stage_layout import uniform_partition
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.validation.assess import Predictor
+from nest_megatron.validation.assess import Assessor, Predictor
 from nest_megatron.validation.job import job_of
 from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.outcome import Basis
 from nest_megatron.validation.row_settings import balanced_stages
+from nest_megatron.validation.rows import RowFile, RowKind
 
 ROW = {
     "model": "Llama 3.1 70B",
@@ -96,3 +99,13 @@ def test_what_a_prediction_depends_on_is_part_of_its_key(name: str) -> None:
     other = dataclasses.replace(job, **{name: changed[name]})
     assert keeping.predict(job) is not keeping.predict(other)
     assert keeping.predict(other) == Predictor().predict(other)
+
+
+def test_a_row_with_fewer_micro_batches_than_ranks_is_refused() -> None:
+    cells = {"framework": "Megatron-LM", "vp": "2", "gbs": "2", "mbs": "1"}
+    row = {**ROW, **cells, "iter_time_s": "1", "source": "s"}
+    file = RowFile(path=Path("rows.csv"), kind=RowKind.THROUGHPUT, rows=(row,))
+    for basis in Basis:
+        (found,) = Assessor(ModelBook.load()).outcomes(file, basis)
+        assert found.refused == "the job is impossible"
+        assert "each of the 4 pipeline ranks" in found.detail
