@@ -143,8 +143,15 @@ def test_options_of_a_running_job_are_members_of_enumerations() -> None:
     """As Megatron's own parser makes them of the names of modules."""
     module = enum.Enum("CudaGraphModule", ("attn", "moe", "moe_router"))
     options = {"cuda_graph_impl": "local", "cuda_graph_modules": [module.moe, module.moe_router]}
-    with pytest.raises(UserInputError, match="refuses it beside --cuda-graph-modules moe_router"):
+    refused = r"= \['moe', 'moe_router'\]: .* refuses it beside --cuda-graph-modules moe_router"
+    with pytest.raises(UserInputError, match=refused):
         require_options({**options, "num_experts": 8}, "0.19")
+    scope = enum.Enum("InferenceCudaGraphScope", ("layer", "block"))
+    options = {"cuda_graph_impl": "none"}
+    with pytest.raises(UserInputError, match="--inference-cuda-graph-scope = 'block'"):
+        require_options(
+            {"inference_cuda_graph_scope": scope.block, "cuda_graph_impl": "none"}, "0.19"
+        )
 
 
 @pytest.mark.parametrize(

@@ -453,22 +453,25 @@ _RELATIONS: Mapping[str, Callable[..., object]] = {
 
 
 def _stated(name: str, options: Flags) -> object:
+    """An option's value; members of an enumeration, as Megatron's parser makes them, by name."""
     name = DESTINATIONS.get(name, name)
-    is_off = options.get(name.removeprefix("no_")) is False
-    return options.get(f"{name}_deprecated") or options.get(name, is_off)
+    value = options.get(f"{name}_deprecated") or options.get(
+        name, options.get(name.removeprefix("no_")) is False
+    )
+    if isinstance(value, list):
+        return [getattr(each, "name", each) for each in value]
+    return getattr(value, "name", value)
 
 
 def _is_met(condition: str, options: Flags) -> bool:
     name, _, values = condition.removeprefix("!").partition("=")
     value = _stated(name, options)
-    words = {
-        str(getattr(each, "name", each)) for each in (value if isinstance(value, list) else [value])
-    }
+    words = set(map(str, value if isinstance(value, list) else [value]))
     found = not words.isdisjoint(values.split("|")) if values else bool(value)
     return found is not condition.startswith("!")
 
 
-def _condition_words(condition: str, relation: str = "beside") -> str:
+def _condition_words(condition: str, relation: str) -> str:
     name, _, values = condition.removeprefix("!").partition("=")
     flag = f"--{name.replace('_', '-')} {values.replace('|', ' or ')}".rstrip()
     return f"without {flag}" if condition.startswith("!") else f"{relation} {flag}"
@@ -493,11 +496,11 @@ def _refused_together(
     """
     option, *others = options.split()
     name = option.partition("=")[0]
-    words = [_condition_words(each, relation) for each in others[:1]]
-    words += map(_condition_words, others[1:])
+    words = [_condition_words(each, relation if each == others[0] else "beside") for each in others]
     fix = "Drop one of the two" if others else "Leave it out"
-    if lacking := [each.removeprefix("without") for each in words if each.startswith("without")]:
-        fix = f"Add{lacking[0]}, or drop it"
+    for lacking in reversed(words):
+        if lacking.startswith("without"):
+            fix = f"Add{lacking.removeprefix('without')}, or drop it"
     return Rule(
         re.sub(r"\W+", "_", options),
         source,
