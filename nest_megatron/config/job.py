@@ -237,9 +237,13 @@ class Job:
 
     @property
     def not_modelled(self) -> tuple[str, ...]:
-        """Flags whose effect on memory is not known here: Megatron's, and those that it lacks."""
+        """Flags whose effect on memory is not known here: Megatron's, and those that it lacks.
+
+        Of a recipe they are fields.
+        """
         own = (word.partition("=")[0] for word in self.passthrough if word.startswith("--"))
-        return tuple(dict.fromkeys((*not_modelled(self.memory_flags), *own)))
+        found = not_modelled(self.memory_flags, as_fields=self.command is None)
+        return tuple(dict.fromkeys((*found, *own)))
 
     @property
     def final_batch_size(self) -> int | None:
@@ -280,9 +284,8 @@ def fixed_choices(
 
 def known_packages(settings: Settings, installed: Iterable[str]) -> frozenset[str]:
     """Packages known to be where the job runs; ``UserInputError`` for one that no choice needs."""
-    known = [package.value for package in Package]
     for name in settings.search.packages:
-        require_known("search.packages", name, known, "no choice needs such a package")
+        require_known("search.packages", name, Package, "no choice needs such a package")
     return frozenset((*settings.search.packages, *installed))
 
 

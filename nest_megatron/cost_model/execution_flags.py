@@ -190,8 +190,8 @@ def time_notes(flags: Flags) -> tuple[str, ...]:
         notes.append("ddp_num_buckets: buckets are priced in the size that Megatron chooses.")
     if text(flags.get("optimizer") or "adam") in ("muon", "dist_muon"):
         notes.append("Muon: its states are counted, the time of its GEMMs is not.")
-    is_flex = text(flags.get("moe_token_dispatcher_type") or "") == TokenDispatcher.FLEX
-    if is_flex and text(flags.get("moe_flex_dispatcher_backend") or "") == FlexBackend.NCCLEP:
+    is_flex = text(flags.get("moe_token_dispatcher_type")) == TokenDispatcher.FLEX
+    if is_flex and text(flags.get("moe_flex_dispatcher_backend")) == FlexBackend.NCCLEP:
         notes.append(
             "moe_flex_dispatcher_backend ncclep: no public run says how fast it is; it is priced "
             "as HybridEP, whose kernels it runs."

@@ -24,27 +24,39 @@ _OFF = (None, False, 0, "", "none")
 
 def memory_flags(values: Flags) -> Flags:
     """What a job says of all that its memory depends on beside the layout."""
-    said = {name: values.get(name) for name in READ}
-    plain = {k: v for k, v in said.items() if v is not None and not isinstance(v, Mapping)}
-    return MappingProxyType(plain)
+    return MappingProxyType(
+        {
+            name: value
+            for name in READ
+            if (value := values.get(name)) is not None and not isinstance(value, Mapping)
+        }
+    )
 
 
-def not_modelled(flags: Flags) -> tuple[str, ...]:
+def not_modelled(flags: Flags, *, as_fields: bool = False) -> tuple[str, ...]:
     """Flags of a job whose effect on memory is not known here, as they are typed.
+
+    Args:
+        as_fields: name the fields of a recipe, which have Megatron's names.
 
     >>> not_modelled({"fine_grained_activation_offloading": True, "bf16": True})
     ('--fine-grained-activation-offloading',)
+    >>> not_modelled({"nccl_ub": True, "optimizer": "sophia"}, as_fields=True)
+    ('nccl_ub', 'optimizer sophia')
     """
-    found = [
-        _TABLE["flags"].get(name, f"--{name.replace('_', '-')}")
+    values = {
+        name: ""
         for name, inert in NOT_MODELLED.items()
         if name in flags and not _is_off(flags[name], inert)
-    ]
-    if text(flags.get("transformer_impl") or "") in ("local", "inference_optimized"):
-        found.append(f"--transformer-impl {text(flags['transformer_impl'])}")
+    }
+    if (impl := text(flags.get("transformer_impl"))) in ("local", "inference_optimized"):
+        values["transformer_impl"] = f" {impl}"
     if (optimizer := text(flags.get("optimizer") or "adam")) not in OPTIMIZERS:
-        found.append(f"--optimizer {optimizer}")
-    return tuple(dict.fromkeys(found))
+        values["optimizer"] = f" {optimizer}"
+    return tuple(
+        (name if as_fields else _TABLE["flags"].get(name, f"--{name.replace('_', '-')}")) + value
+        for name, value in values.items()
+    )
 
 
 def text(value: object) -> str:

@@ -35,13 +35,7 @@ class StageProblems(Caching):
         self._sequence = model.structure(grid.dims).sequence
         self._num_priced = priced_microbatches(grid)
 
-    def problem(
-        self,
-        recompute: Recompute,
-        *,
-        capacity_bytes: Bytes | None = None,
-        hidden_reduce: bool = False,
-    ) -> PipelineProblem:
+    def problem(self, recompute: Recompute, *, hidden_reduce: bool = False) -> PipelineProblem:
         """Everything that a stage partition of the grid is judged by."""
         dims = self.grid.dims
         p, v = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
@@ -59,7 +53,7 @@ class StageProblems(Caching):
             send_forward=forward,
             send_backward=backward,
             overlap_p2p=v > 1 and (p == 2 or self.model.settings.traits.overlap_p2p_comm),
-            capacity_bytes=self.capacity_bytes if capacity_bytes is None else capacity_bytes,
+            capacity_bytes=self.capacity_bytes,
             constant=self._constant,
         )
 

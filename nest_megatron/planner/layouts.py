@@ -266,9 +266,10 @@ def _not_modelled(request: Request, plan: SolvedLayout | None) -> tuple[str, ...
         return request.not_modelled
     of_job, chosen = request.space.execution, plan.layout.execution
     left_out = {
-        f"--{argument.replace('_', '-')}"
+        spelling
         for argument, name in EXECUTION_FIELDS.items()
         if getattr(of_job, name) and not getattr(chosen, name)
+        for spelling in (argument, f"--{argument.replace('_', '-')}")
     }
     return tuple(flag for flag in request.not_modelled if flag not in left_out)
 

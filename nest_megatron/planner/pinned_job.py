@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.errors import UserInputError, typed_setting
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.batch_schedule import BatchSchedule
-from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.plan import MEGATRON_LM, ParallelPlan
 from nest_megatron.model.spec import LATENT_SIZES, TransformerSpec
 from nest_megatron.plain import frozen
 from nest_megatron.planner.pins import PinnedPlan
@@ -173,9 +174,7 @@ def other_numbers(plan: ParallelPlan, flags: Mapping[str, Any], precision: Preci
     """
     if precision is not plan.train.precision:
         return f"the plan counts {plan.train.precision.value}, and the job is {precision.value}"
-    settings = restored_settings(plan.provenance.settings)
-    traits = _traits_of(plan, settings.target, flags)
-    model = CostModel(plan.model, plan.cluster, dataclasses.replace(settings, traits=traits))
+    model = CostModel(plan.model, plan.cluster, _settings_of(plan, flags)[1])
     chance = out_of_memory(model, plan.layout, predicted_peak(model, plan.layout).peak_bytes)
     allowed = MOST_OOM_CHANCE if plan.choice is None else plan.choice.max_oom_chance
     rows = _memory_rows(plan, flags, precision)
@@ -191,22 +190,30 @@ def _memory_rows(
     """What makes the job need more memory than the plan was made for, or may."""
     if flags is None or precision is not plan.train.precision:
         return
-    unknown = not_modelled(flags)
-    if more := [flag for flag in unknown if flag not in plan.search.not_modelled]:
-        yield "memory not modelled", ", ".join(plan.search.not_modelled), ", ".join(more)
-    settings = restored_settings(plan.provenance.settings)
-    planned, has = settings.traits, _traits_of(plan, settings.target, flags)
-    before = _stage_bytes(plan, settings)
+    known = plan.search.not_modelled
+    is_recipe = plan.provenance.framework not in (None, MEGATRON_LM)
+    unknown = not_modelled(flags, as_fields=is_recipe)
+    if more := [name for name in unknown if name not in known]:
+        yield "memory not modelled", ", ".join(known), ", ".join(more)
+    settings, own = _settings_of(plan, flags)
+    planned, has = settings.traits, own.traits
+
+    def peaks(traits: ExecutionTraits) -> list[Bytes]:
+        model = CostModel(plan.model, plan.cluster, dataclasses.replace(settings, traits=traits))
+        problem = stage_problem(model, plan.layout)
+        return [rank.total for rank in memory_of_ranks(problem, plan.layout.partition.boundaries)]
+
+    before = peaks(planned)
 
     def needs_more(traits: ExecutionTraits) -> bool:
-        now = _stage_bytes(plan, dataclasses.replace(settings, traits=traits))
-        return any(peak > peak_before for peak, peak_before in zip(now, before, strict=True))
+        return any(map(operator.gt, peaks(traits), before))
 
     if not needs_more(has):
         return
-    names = [each.name for each in dataclasses.fields(ExecutionTraits)]
     values = {
-        name: getattr(has, name) for name in names if getattr(has, name) != getattr(planned, name)
+        each.name: value
+        for each in dataclasses.fields(ExecutionTraits)
+        if (value := getattr(has, each.name)) != getattr(planned, each.name)
     }
     alone = [
         n for n, value in values.items() if needs_more(dataclasses.replace(planned, **{n: value}))
@@ -214,19 +221,16 @@ def _memory_rows(
     yield from ((name, getattr(planned, name), values[name]) for name in alone or values)
 
 
-def _stage_bytes(plan: ParallelPlan, settings: CostSettings) -> list[Bytes]:
-    """The highest peak of each pipeline rank, as the plan lays the job out."""
-    problem = stage_problem(CostModel(plan.model, plan.cluster, settings), plan.layout)
-    return [rank.total for rank in memory_of_ranks(problem, plan.layout.partition.boundaries)]
-
-
-def _traits_of(plan: ParallelPlan, target: str | None, flags: Mapping[str, Any]) -> ExecutionTraits:
-    """A job's traits, with the defaults that the plan was made with."""
-    precision, device = plan.train.precision, plan.cluster.accelerator.name
-    if target is None:  # a plan of a version that knew no targets
-        return execution_traits(flags, precision)
-    made_for = target_named(target)
-    return made_for.settings(device, precision, flags, plan.model).traits
+def _settings_of(plan: ParallelPlan, flags: Mapping[str, Any]) -> tuple[CostSettings, CostSettings]:
+    """A plan's settings, and those with a job's traits, by the defaults that it was made with."""
+    planned = restored_settings(plan.provenance.settings)
+    precision = plan.train.precision
+    if planned.target is None:  # a plan of a version that knew no targets
+        traits = execution_traits(flags, precision)
+    else:
+        name = plan.cluster.accelerator.name
+        traits = target_named(planned.target).settings(name, precision, flags, plan.model).traits
+    return planned, dataclasses.replace(planned, traits=traits)
 
 
 def _cluster_rows(pinned: PinnedPlan, job: ActualJob) -> Iterator[Row]:

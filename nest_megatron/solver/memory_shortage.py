@@ -127,7 +127,7 @@ def _least_capacity(
     """Smallest capacity above a lower bound, up to ``high``, with which some partition fits."""
 
     def enough(capacity: Bytes) -> bool:
-        return _has_partition(solve, stages.problem(recompute, capacity_bytes=capacity))
+        return _has_partition(solve, stages.problem(recompute)._replace(capacity_bytes=capacity))
 
     if not enough(high):
         return None

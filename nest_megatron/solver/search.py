@@ -434,8 +434,8 @@ class Search(Caching):
         reduction, so the least that any setting can leave of it counts.
         """
         virtual = stages.grid.dims.virtual_pipeline_model_parallel_size > 1
-        most, hidden_reduce = UNLIMITED, self.only_one or virtual
-        return stages.problem(recompute, capacity_bytes=most, hidden_reduce=hidden_reduce)
+        found = stages.problem(recompute, hidden_reduce=self.only_one or virtual)
+        return found._replace(capacity_bytes=UNLIMITED)
 
     def _solve_blocks(self, node: Node) -> None:
         """Blocks of full recomputation, smallest first.

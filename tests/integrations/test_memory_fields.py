@@ -14,11 +14,13 @@ from nest_megatron.cost_model.execution_flags import execution_of, execution_tra
 from nest_megatron.cost_model.memory_flags import not_modelled
 from nest_megatron.cost_model.traits import ExecutionTraits, Fp8Recipe
 from nest_megatron.errors import UserInputError
+from nest_megatron.integrations import megatron_bridge
 from nest_megatron.integrations.megatron_bridge import read_recipe as read_bridge
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.nemo import read_recipe as read_nemo
 from nest_megatron.integrations.recipe import memory_fields
+from nest_megatron.planner.pinned_job import _memory_rows
 from tests import catalogue
 from tests.integrations.frameworks import MegatronCommOverlapCallback, bridge_config, nemo_recipe
 
@@ -208,6 +210,27 @@ def test_what_is_not_modelled_is_found_wherever_it_lies() -> None:
     recipe.trainer.strategy.ddp.nccl_ub = True
     job = read_nemo(recipe, vocab_size=128256)
     assert set(not_modelled(job.memory_flags)) == {"--cuda-graph-impl", "--use-nccl-ub"}
+    assert set(job.not_modelled) == {"cuda_graph_impl", "nccl_ub"}, "fields of the recipe"
+    job = command("--cuda-graph-impl local --use-nccl-ub", version="0.20")
+    assert set(job.not_modelled) == {"--cuda-graph-impl", "--use-nccl-ub"}
+
+
+def test_a_plan_names_the_fields_that_are_not_modelled() -> None:
+    """Those that it leaves out apart; the planned recipe is the job of its plan."""
+    cfg = bridge_config(SPEC)
+    changed(cfg.model, fine_grained_activation_offloading=True, offload_modules=["moe_act"])
+    cfg.ddp.nccl_ub = True
+    plan, _ = megatron_bridge.auto_recipe(
+        cfg, cluster="dgx_h100", overrides=["cluster.num_gpus=16"], environment={}
+    )
+    assert not plan.layout.execution.offload_modules
+    assert plan.search.not_modelled == ("nccl_ub",)
+    job = read_bridge(cfg, environment={})
+    assert not list(_memory_rows(plan, job.memory_flags, job.precision))
+    cfg.model.fp32_residual_connection = True
+    job = read_bridge(cfg, environment={})
+    (row,) = _memory_rows(plan, job.memory_flags, job.precision)
+    assert row == ("memory not modelled", "nccl_ub", "fp32_residual_connection")
 
 
 def test_the_first_holder_counts() -> None:

@@ -86,7 +86,7 @@ def test_blocks_add_to_every_bound(name: str) -> None:
     added = []
     pipelines = [g for shard in grids.shards() for g in grids.grids(shard)]
     for family in (f for grid in pipelines[::2] for f in grids.families(grid)):
-        stages = StageProblems(model, family)
+        stages = StageProblems(model, family, UNLIMITED)
         most = grids.largest_block(family.dims.num_chunks)
         for size in {1, 2, most} if family.dims.virtual_pipeline_model_parallel_size > 1 else ():
             block = Recompute(
@@ -95,11 +95,7 @@ def test_blocks_add_to_every_bound(name: str) -> None:
                 num_layers=size,
             )
             plain, again = (
-                SOLVE(
-                    stages.problem(setting, capacity_bytes=UNLIMITED, hidden_reduce=True),
-                    NO_THRESHOLD,
-                    0,
-                ).lower_bound
+                SOLVE(stages.problem(setting, hidden_reduce=True), NO_THRESHOLD, 0).lower_bound
                 for setting in (NO_RECOMPUTE, block)
             )
             added.append(bounds.added_by_blocks(family, block))
