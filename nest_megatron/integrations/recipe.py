@@ -295,21 +295,23 @@ class Recipe(Configuration, ABC):
             recompute = read_recompute(stated)
         graphs = {name: value_or(config, name) for name in GRAPH_FIELDS} | {PACKED[0]: packs}
 
-        def is_off(name: str) -> bool:
-            return False in [self.find(f"{p}.{name}") for p in places.overlap or (self.model,)]
+        def said(name: str) -> list[Any]:
+            return [self.find(f"{p}.{name}") for p in places.overlap or (self.model,)]
 
-        # ``_get_optimizer_overlap_cfgs`` of both: on, if not switched off there
-        overlaps = {name: not is_off(name) for name in OVERLAPS if places.overlap}
+        # ``_get_optimizer_overlap_cfgs`` of both: from two replicas on, if not stated there
+        overlaps = {
+            name: False not in said(name) and (True in said(name) or 2)
+            for name in OVERLAPS
+            if places.overlap and stated.get("use_distributed_optimizer")
+        }
         virtual = ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout")
-        if is_off(_OVERLAP_P2P) and any(map(stated.get, virtual)):
+        if False in said(_OVERLAP_P2P) and any(map(stated.get, virtual)):
             overlaps[_OVERLAP_P2P] = False
         growth = self.find(self.rampup_batch_size)
-        ramp_notes = []
-        if growth not in (ABSENT, None) and self._ignores_ramp:
-            ramp_notes.append(
-                f"{self.rampup_batch_size} = {growth} is ignored by megatron-core "
-                f"{self.target.megatron_core}: every step has {self.items['global_batch_size']}."
-            )
+        ramp_note = (
+            f"{self.rampup_batch_size} = {growth} is ignored by megatron-core "
+            f"{self.target.megatron_core}: every step has {self.items['global_batch_size']}."
+        )
         return Job(
             spec=spec,
             target=self.target,
@@ -351,7 +353,7 @@ class Recipe(Configuration, ABC):
             fields={
                 **places.choices(),
                 **self.items,
-                **{ARGUMENTS[item]: self.items[item] for item in ARGUMENTS if item in self.items},
+                **{ARGUMENTS[item]: self.items[item] for item in ARGUMENTS},
                 "use_megatron_fsdp": f"{self.ddp}.use_megatron_fsdp",
                 "ckpt_format": self.ckpt_format,
             },
@@ -364,7 +366,7 @@ class Recipe(Configuration, ABC):
                 *newer_release_notes(self.installed_name),
                 *notes_on_unknown_fields({path: self.find(path) for path in self.training_parts}),
                 *(() if restored is None else (restored.note(),)),
-                *ramp_notes,
+                *([ramp_note] if growth not in (ABSENT, None) and self._ignores_ramp else []),
                 *loss_notes(self, needs),
                 *self.own_notes(restored),
                 *time_notes(flags),

@@ -31,6 +31,7 @@ from nest_megatron.config.launch import MixedGpus
 from nest_megatron.config.overrides import Setting, parse
 from nest_megatron.config.space import builds_mtp_beside_layer
 from nest_megatron.config.train import LENGTH_SETTINGS
+from nest_megatron.cost_model.memory import replicas
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.fields import ABSENT, FIELDS, FieldValue, changes, set_fields
 from nest_megatron.integrations.megatron_lm.attach import OF_THE_COMMAND_LINE, launch_request
@@ -108,7 +109,7 @@ def layout_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
             why = "the stages are even, as the degrees alone make them"
         yield path, value, why
     for item, cleared in _STAGE_FIELDS.items():
-        if item in recipe.items and not stays:
+        if not stays:
             yield recipe.items[item], cleared, "the plan states every stage itself"
 
 
@@ -221,10 +222,10 @@ def _overlap(
             yield f"{prefix}.{name}", None, f"{_LINKS}, by themselves"
     # ``_get_optimizer_overlap_cfgs``: off with one replica, whose context ranks reduce all the same
     dims = plan.layout.dims
-    is_on = dims.data_parallel_size > 1 or dims.context_parallel_size == 1
+    reduces = max(replicas(dims)[: 1 + plan.model.is_moe]) > 1 and plan.layout.shards_optimizer
     for name in OVERLAPS:
         planned = plan.arguments[name]
-        if stated.get(name, planned and is_on) != planned:
+        if stated.get(name, dims.data_parallel_size > 1 if reduces else planned) != planned:
             why = "the plan's time counts on it" if planned else reason(plan, name)
             yield f"{prefix}.{name}", planned, why
 

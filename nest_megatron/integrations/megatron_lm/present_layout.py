@@ -9,7 +9,6 @@ from dataclasses import replace
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import CostInputs, Job
-from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import (
     OF_THE_COMMAND_LINE,
@@ -144,33 +143,25 @@ def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Varian
     )
     asked = _execution(job, request, composed)
     grid = replace(grid, execution=allowed_execution(asked, grid))
-    settings = request.settings
-    if "cost.dp_overlap" not in composed.given:
-        settings = _settings_with_overlaps(settings, values, grid.zero)
+    settings, traits = request.settings, request.settings.traits
+    reduces, gathers = (  # True, or of a recipe the number of replicas from which on it is
+        values.get(name) in range(1, dims.data_parallel_size + 1)
+        for name in ("overlap_grad_reduce", "overlap_param_gather")
+    )
+    if "cost.dp_overlap" not in composed.given:  # what is overlapped hides, and no more
+        if not (reduces or grid.zero.is_fsdp):  # which does by itself (megatron_fsdp.py:277)
+            settings = replace(settings, dp_overlap=0.0)
+        elif not gathers and grid.zero in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS):
+            traits = replace(traits, overlap_param_gather=False)
     if virtual > 1 and values.get("overlap_p2p_comm") is False:
-        settings = replace(settings, traits=replace(settings.traits, overlap_p2p_comm=False))
+        traits = replace(traits, overlap_p2p_comm=False)
     layout = replace(
         grid.with_stages(stages, job.sharding),
-        overlap_grad_reduce=bool(values.get("overlap_grad_reduce")),
-        overlap_param_gather=bool(values.get("overlap_param_gather")),
+        overlap_grad_reduce=reduces,
+        overlap_param_gather=gathers,
     )
-    variant = Variant(settings=settings, layout=layout)
+    variant = Variant(settings=replace(settings, traits=traits), layout=layout)
     return variant, refusal(request, job, asked)(variant)
-
-
-def _settings_with_overlaps(
-    settings: CostSettings, values: Values, zero: ZeroStage
-) -> CostSettings:
-    """What hides of the traffic between replicas: what the flags have overlapped, and no more.
-
-    FSDP overlaps gradients by itself (0.16.1 megatron_fsdp.py:277).
-    """
-    if not values.get("overlap_grad_reduce") and not zero.is_fsdp:
-        return replace(settings, dp_overlap=0.0)
-    gathers = zero in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS)
-    if not gathers or values.get("overlap_param_gather"):
-        return settings
-    return replace(settings, traits=replace(settings.traits, overlap_param_gather=False))
 
 
 def refusal(request: Request, job: Job, asked: Execution | None = None) -> Refusal:

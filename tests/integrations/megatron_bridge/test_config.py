@@ -14,6 +14,8 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from nest_megatron import Plan
+from nest_megatron.config.compose import compose
+from nest_megatron.config.overrides import parse
 from nest_megatron.cost_model.target_defaults import TARGETS
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
@@ -27,6 +29,7 @@ from nest_megatron.integrations.megatron_bridge import (
     to_dotlist,
     to_yaml,
 )
+from nest_megatron.integrations.megatron_lm.planning import job_request
 from nest_megatron.integrations.megatron_lm.ranks import launched_job
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.diff import Change
@@ -246,6 +249,38 @@ def test_one_replica_of_several_context_ranks_overlaps_what_it_reduces(
     apply_plan(cfg, laid_out(tp=8 // cp, cp=cp, pp=8))
     assert cfg.comm_overlap.overlap_grad_reduce is overlaps
     assert cfg.comm_overlap.overlap_param_gather is overlaps
+
+
+def test_one_replica_with_several_of_the_experts_overlaps_what_it_reduces() -> None:
+    cfg = bridge_config(catalogue.model("mixtral_8x7b"))
+    cfg.comm_overlap = CommOverlapConfig()
+    apply_plan(cfg, laid_out("mixtral_8x7b", tp=8, pp=8))
+    assert cfg.comm_overlap.overlap_grad_reduce is True
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sharded", "stated", "overlaps"),
+    [
+        (8, True, None, False),
+        (8, True, True, True),
+        (8, False, None, True),  # the settings of ddp stay
+        (16, True, None, True),
+        (16, True, False, False),
+    ],
+)
+def test_one_replica_overlaps_what_its_settings_state(
+    gpus: int, sharded: bool, stated: bool | None, overlaps: bool
+) -> None:
+    """``CommOverlapConfig.setup``: with the distributed optimizer, ddp's settings are replaced."""
+    cfg = llama()
+    cfg.ddp.use_distributed_optimizer = cfg.optimizer.use_distributed_optimizer = sharded
+    cfg.model.tensor_model_parallel_size, cfg.model.context_parallel_size = 4, 2
+    cfg.model.sequence_parallel = True
+    cfg.comm_overlap = CommOverlapConfig(overlap_grad_reduce=stated, overlap_param_gather=stated)
+    composed = compose(parse(["cluster=dgx_h100"]))
+    request = job_request(read_recipe(cfg), catalogue.cluster("dgx_h100", gpus), composed)
+    assert request.present is not None
+    assert request.present.overlap_grad_reduce is overlaps
 
 
 def test_shared_weights_take_what_bridge_asks_for() -> None:

@@ -480,6 +480,10 @@ def test_mxfp8_weights_that_share_a_buffer_with_gradients_are_gathered_first() -
     assert recipe.trainer.strategy.ddp.overlap_param_gather is False
     other, _ = auto_recipe(llama(num_nodes=2), cluster="dgx_h100")
     assert other.layout.overlap_param_gather
+    callback = MegatronCommOverlapCallback()
+    recipe.trainer.callbacks.append(callback)
+    apply_plan(recipe, plan)
+    assert callback.overlap_param_gather is False, "by itself it would overlap them"
     assert other.predicted.iteration_time_s < plan.predicted.iteration_time_s
     with pytest.raises(UserInputError, match="reuse_grad_buf_for_mxfp8_param_ag needs False"):
         apply_plan(recipe, other)
