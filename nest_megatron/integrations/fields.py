@@ -340,7 +340,7 @@ class ExecutionPlaces:
     def can_state(self) -> frozenset[str]:
         """Fields of ``Execution`` that a plan can write there."""
         names = {knob.name for knob in KNOBS} - OF_THE_JOB - {*self.lacks}
-        return frozenset(name for name in names if self._present(name))
+        return frozenset(filter(self._present, names))
 
     def choices(self) -> dict[str, str]:
         """The field of each choice that is a single one."""

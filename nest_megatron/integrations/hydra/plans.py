@@ -88,7 +88,7 @@ def is_launched(environment: Environment) -> bool:
 def is_first(environment: Environment) -> bool:
     """Whether this is the process that speaks for all."""
     rank = environment.get("RANK", environment.get("LOCAL_RANK", "0"))
-    return rank == "0" and environment.get("NODE_RANK", "0") == "0"
+    return rank == environment.get("NODE_RANK", "0") == "0"
 
 
 def num_gpus(view: AppView, environment: Environment) -> int:

@@ -364,8 +364,7 @@ def require_expressible(plan: ParallelPlan, view: AppView, job: Job) -> None:
                 f"Give a field ${{nest:{knob.name}}}, or plan again with "
                 f"+nest.overrides.search.keep=[{knob.choice}].",
             )
-    allowed = zero_stages(view, job)
-    if plan.layout.zero not in allowed and plan.layout.dims.data_parallel_size > 1:
+    if plan.layout.zero not in zero_stages(view, job) and plan.layout.dims.data_parallel_size > 1:
         raise UserInputError(
             "use_distributed_optimizer",
             plan.layout.shards_optimizer,
@@ -377,7 +376,7 @@ def require_expressible(plan: ParallelPlan, view: AppView, job: Job) -> None:
 def planned_execution(view: AppView) -> frozenset[str]:
     """Fields of ``Execution`` that an application asks the plan for."""
     names = (knob.name for knob in KNOBS if knob.name not in OF_THE_JOB)
-    return frozenset(name for name in names if view.is_planned(name))
+    return frozenset(filter(view.is_planned, names))
 
 
 def zero_stages(view: AppView, job: Job) -> tuple[ZeroStage, ...]:

@@ -61,8 +61,9 @@ def needs_connections(plan: ParallelPlan) -> str:
     """
     if plan.layout.uses_megatron_fsdp:
         return "Megatron-FSDP needs several"
-    overlaps = plan.layout.execution.overlap_moe_expert_parallel_comm
-    return "the token all-to-all overlaps" if overlaps else ""
+    if plan.layout.execution.overlap_moe_expert_parallel_comm:
+        return "the token all-to-all overlaps"
+    return ""
 
 
 class BridgeConfig(PlannedRecipe, framework="megatron_bridge"):

@@ -66,7 +66,7 @@ def with_checkpoint_arguments(command: ReadCommand) -> ReadCommand:
     """
     if not command.values.get(_SWITCH):
         return command
-    named = [name for name in ("pretrained_checkpoint", "load") if command.values.get(name)]
+    named = [*filter(command.values.get, ("pretrained_checkpoint", "load"))]
     if not named:
         raise UserInputError(
             flag_of(_SWITCH),

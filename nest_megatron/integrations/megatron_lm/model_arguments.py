@@ -61,7 +61,7 @@ def hybrid_pattern(values: Values, script: str, version: str) -> str:
     by_script = any(word in PurePath(script).stem.split("_") for word in _SCRIPTS)
     layers = own_layers(values)
     named = HYBRID_ARGUMENTS if layers else (*HYBRID_ARGUMENTS, "spec")
-    given = next((name for name in named if values.get(name)), None)
+    given = next(filter(values.get, named), None)
     if not by_script and (given is None or script):
         if given is not None:
             raise UnplannableModelError(

@@ -146,7 +146,7 @@ def job_from_values(
     precision = _precision(values)
     if sees_images(script):
         spec = with_images(spec, values, precision)
-    params = next((name for name in ("bf16", "fp16") if values.get(name)), "fp32")
+    params = next(filter(values.get, ("bf16", "fp16")), "fp32")
     stated, dispatcher = {**values, "params_dtype": params}, "moe_token_dispatcher_type"
     if dispatcher not in explicit and values.get(dispatcher) == "allgather":
         stated[dispatcher] = None  # Megatron's default, which a plan replaces

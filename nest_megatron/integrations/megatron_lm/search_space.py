@@ -282,7 +282,7 @@ def _fixed_stages(
     job: Job, values: Values, fixed: Mapping[str, int], freed: frozenset[str]
 ) -> StagePartition | None:
     stated = [name for name in STAGE_OPTIONS if states_stages(values, name)]
-    virtual = [name for name in VIRTUAL_STAGES if values.get(name)]
+    virtual = [*filter(values.get, VIRTUAL_STAGES)]
     if virtual and not stated and not freed.intersection(STAGE_OPTIONS):
         stated = virtual if _PIPELINE in fixed else []  # Megatron divides evenly
     number = "pipeline ranks" if _PIPELINE in freed else ""
