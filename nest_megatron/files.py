@@ -50,7 +50,7 @@ def require_new(path: Path, what: str) -> None:
     """
     if not is_standard_output(path) and os.path.lexists(expanded(path, what)):
         raise _refused(
-            what, path, "this file exists, and it is not replaced", "Name another, or take it away."
+            what, path, "this file exists", "Name another, or add --force to replace it."
         )
 
 

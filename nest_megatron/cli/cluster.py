@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from nest_megatron.cli.command_kinds import NEXT, OUTPUT, PATH, group, json_option, option
+from nest_megatron.cli.command_kinds import NEXT, OUTPUT, PATH, forced, group, json_option, option
 from nest_megatron.cli.complete import completing_catalogue
 from nest_megatron.cluster import sources
 from nest_megatron.cluster.hosts import this_host
@@ -54,7 +54,7 @@ def cluster_report(*, name: str | None) -> None:
 def cluster_new(*, name: str | None, out: Path | None) -> None:
     """Write a cluster file to edit: it is valid as written and explains each field.
 
-    An existing file is not replaced.
+    An existing file is replaced with --force alone.
     """
     from nest_megatron.config.cluster_detection import cluster_template
 
@@ -62,7 +62,8 @@ def cluster_new(*, name: str | None, out: Path | None) -> None:
         raise click.UsageError("Missing argument 'NAME', or --out FILE.")
     path = Path(f"{name}.yaml") if out is None else out
     text = cluster_template("mine" if name is None and is_standard_output(path) else name, path)
-    require_new(path, "--out" if out is not None else "NAME")
+    if not forced():
+        require_new(path, "--out" if out is not None else "NAME")
     write_text(path, text)
     if not is_standard_output(path):
         say(f"Wrote {path}. Change what is marked CHANGE in it; its head says how to plan on it.")

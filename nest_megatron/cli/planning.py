@@ -164,7 +164,11 @@ class CommandOptions:
 
     def require_command(self) -> None:
         """Refuse options that go with --from alone."""
-        for option, given in (("--free", self.free), ("--strict", self.strict)):
+        for option, given in (
+            ("--free", self.free),
+            ("--strict", self.strict),
+            ("--megatron-version", self.megatron_version),
+        ):
             if given and self.from_command is None:
                 raise UserInputError(
                     option, given, "it goes with --from", "Add --from with your command."
@@ -216,23 +220,22 @@ class PlanOptions(CommandOptions):
     def _mixed(self) -> Iterator[tuple[str, str, str]]:
         """Options that do not go together, and why."""
         tables = {
-            "--multirun": self.multirun,
             "--for-nodes": self.for_nodes is not None,
             "--for-gpus": self.for_gpus is not None,
+            "--multirun": self.multirun,
         }
         named = [name for name, is_set in tables.items() if is_set]
         if self.hosts is not None and named:
             yield "--hosts", named[0], "one job runs on the hosts of a file"
         if self.html is not None and self.for_nodes is not None:
             yield "--html", "--for-nodes", "a table of plans for numbers of nodes has no page"
-        if self.multirun and self.shortlist:
-            yield "--shortlist", "--multirun", "it tells the plans of one job apart"
         if self.multirun and self.from_command is not None:
             yield "--multirun", "--from", "a command is planned by itself"
-        sizes = [name for name in named if name != "--multirun"]
-        for name in [*named, *["--shortlist"] * self.shortlist]:
-            if sizes and name != sizes[0]:
-                yield name, sizes[0], "the table is of one job"
+        for name in named[1:]:
+            yield name, named[0], "the table is of one job"
+        for name, is_set in (("--shortlist", self.shortlist), ("--full", self.full)):
+            if is_set and named:
+                yield name, named[0], "a table has one row for each plan"
 
 
 def run_plan(options: PlanOptions) -> int:

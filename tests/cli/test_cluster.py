@@ -74,8 +74,10 @@ def test_a_new_cluster_can_be_planned_on_at_once(
     before = Path("mine.yaml").read_text()
     for again in (("mine",), ("--out", "mine.yaml"), ("other", "--out", "mine.yaml")):
         refused = run("cluster", "new", *again)
-        assert (refused.code, "it is not replaced" in refused.err) == (2, True)
+        assert (refused.code, "add --force to replace it" in refused.err) == (2, True)
     assert Path("mine.yaml").read_text() == before
+    assert run("cluster", "new", "mine", "--force").code == 0
+    assert Path("mine.yaml").read_text() == text
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
 
 
@@ -89,7 +91,7 @@ def test_a_new_cluster_has_the_name_that_was_given(tmp_path: Path) -> None:
         assert run("cluster", "new", *wrong).code == 2
     link = tmp_path / "link.yaml"
     link.symlink_to(tmp_path / "nowhere.yaml")
-    assert "it is not replaced" in run("cluster", "new", "--out", str(link)).err
+    assert "this file exists" in run("cluster", "new", "--out", str(link)).err
 
 
 def test_mixed_hosts(tmp_path: Path) -> None:

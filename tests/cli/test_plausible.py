@@ -152,3 +152,4 @@ def test_unknown_flags_are_told_and_with_strict_refused() -> None:
     assert "--tensor-model-paralel-size --foo" in done.err
     assert "--tensor-model-parallel-size?" in done.err
     assert run("plan", *SMALL, "--strict").code == BAD_INPUT
+    assert "goes with --from" in run("plan", *SMALL, "--megatron-version", "0.18").err
