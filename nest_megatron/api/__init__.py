@@ -359,7 +359,8 @@ def load_plan(path: StrPath) -> Plan:
     """Read a plan file, pinned or not.
 
     Raises:
-        PlanFileError: if it cannot be read, or was changed by hand.
+        UserInputError: if it cannot be read.
+        PlanFileError: if it is no plan file, or was changed by hand.
 
     >>> load_plan("recipes/mixtral_8x7b_dgx_h100_64.yaml").layout.num_gpus
     64

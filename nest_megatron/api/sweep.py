@@ -232,8 +232,8 @@ class WhatIf(Variants):
 
     Attributes:
         present: the plan of the file; ``None`` of a command, whose layout is priced as it is typed.
-        variants: the job unchanged, then a row for each change: ``row.plan``, ``row.settings``,
-            and ``kept``, the present layout there.
+        variants: the job unchanged, then one for each change: its ``row.plan``, its
+            ``row.settings``, and ``kept``, the present layout there.
         swept: how the jobs ended, and which files were written.
     """
 
