@@ -140,10 +140,10 @@ def newer_table() -> str:
     head = "| since | a plan writes | priced | priced as if off | not priced: a note | refused |"
     lines = [head, "|---|---|---|---|---|---|"]
     for before, release in itertools.pairwise(RELEASES[1:]):
-        older = {argument.dest for argument in load_arguments(before)}
-        newer = {argument.dest: argument.flags[0] for argument in load_arguments(release)}
+        older = {name for each in load_arguments(before) for name in (each.dest, *each.flags)}
+        newer = {each.dest: each.flags[0] for each in load_arguments(release)}
         columns: dict[str, list[str]] = {what: [] for what in _PLACES}
-        for dest in sorted(newer.keys() - older):
+        for dest in sorted(each for each, flag in newer.items() if not {each, flag} & older):
             place = next((what for what, names in _PLACES.items() if dest in names), None)
             if place is not None and not _OTHER_RUNS.match(dest):
                 columns[place].append(f"`{newer[dest]}`")

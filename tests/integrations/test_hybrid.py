@@ -78,6 +78,7 @@ def test_layers(command: str, version: str, pattern: str, layers: int) -> None:
     [
         (OLD + "--num-layers 5 --hybrid-override-pattern M-M*", "0.16", "num-layers"),
         (OLD + "--num-layers 4 --hybrid-override-pattern M-MG", "0.16", "symbols"),
+        (OLD + "--num-layers 4 --hybrid-override-pattern M-MD", "0.16", "D since 0.18"),
         (OLD + "--num-layers 4 --mtp-num-layers 1", "0.16", "no MTP"),
         (
             OLD + "--num-layers 4 --hybrid-mlp-ratio 0.9 --hybrid-attention-ratio 0.5",

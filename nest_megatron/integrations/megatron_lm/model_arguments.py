@@ -148,7 +148,7 @@ def _pattern_and_shares(values: Values) -> str:
             "--hybrid-override-pattern",
             pattern,
             f"before 0.17 the symbols are M * - E, not {' '.join(sorted(strange))}",
-            "Use Megatron-LM 0.17.",
+            "G, | and / are known since 0.17, D since 0.18, + since 0.19.",
         )
     if any(shares) and sorted(pattern) != sorted(even):
         raise flag_error(
