@@ -100,9 +100,11 @@ def _named(name: str, value: str | None, kind: type[Choice]) -> Choice | None:
 
 def read_zero(parallel: ParallelConfig) -> ZeroStage | None:
     """The ZeRO stage, if fixed."""
-    stage, limit = parallel.zero_stage, "it must be 0, 1, 2 or 3"
+    stage = parallel.zero_stage
     if stage not in (None, *ZeroStage):
-        raise UserInputError("parallel.zero_stage", stage, limit, "Give one of them.")
+        raise UserInputError(
+            "parallel.zero_stage", stage, "it must be 0, 1, 2 or 3", "Give one of them."
+        )
     return None if stage is None else ZeroStage(stage)
 
 
@@ -110,7 +112,7 @@ def read_recompute(parallel: ParallelConfig) -> Recompute | None:
     """The recomputation, if fixed; parts that do not belong together are an error."""
     rest = (parallel.recompute_method, parallel.recompute_num_layers, parallel.recompute_modules)
     if parallel.recompute_granularity is None:
-        if any(part is not None for part in rest):
+        if rest != (None, None, None):
             raise UserInputError(
                 "parallel.recompute_granularity",
                 None,
@@ -118,14 +120,15 @@ def read_recompute(parallel: ParallelConfig) -> Recompute | None:
                 "Add parallel.recompute_granularity=full or selective.",
             )
         return None
-    wanted = {
-        choice("parallel.recompute_modules", name, RecomputeModule)
-        for name in parallel.recompute_modules or ()
-    }
+    granularity = choice(
+        "parallel.recompute_granularity", parallel.recompute_granularity, RecomputeGranularity
+    )
+    names = parallel.recompute_modules
+    if names is None and granularity is RecomputeGranularity.SELECTIVE:
+        names = ["core_attn"]  # Megatron's default
+    wanted = {choice("parallel.recompute_modules", name, RecomputeModule) for name in names or ()}
     return Recompute(
-        granularity=choice(
-            "parallel.recompute_granularity", parallel.recompute_granularity, RecomputeGranularity
-        ),
+        granularity=granularity,
         method=_named("parallel.recompute_method", parallel.recompute_method, RecomputeMethod),
         num_layers=parallel.recompute_num_layers,
         modules=tuple(module for module in RecomputeModule if module in wanted),
@@ -191,8 +194,7 @@ def attention_of(spec: TransformerSpec, target: Target) -> tuple[TransformerSpec
         f"{target.framework} has no attention in chunks: layers of {spec.name} that attend within "
         f"{size} tokens attend to whole sequences, and are priced so."
     )
-    whole = replace(spec, attention_chunk_size=None)
-    return whole, [note] if size < spec.seq_length else []
+    return replace(spec, attention_chunk_size=None), [note] if size < spec.seq_length else []
 
 
 def buildable_degrees(
@@ -308,8 +310,12 @@ def space_of_frozen_weights(
 def check_quotients(space: SearchSpace, gpus: int, batch: int) -> None:
     """Say it at once where fixed degrees and the GPUs, or the batch, have no whole quotient."""
     if space.use_all_gpus:
-        degrees = (*REPLICA_DEGREES, "data_parallel_size")
-        _check_divides(space, degrees, gpus, f"the {gpus} GPUs, which all take part")
+        _check_divides(
+            space,
+            (*REPLICA_DEGREES, "data_parallel_size"),
+            gpus,
+            f"the {gpus} GPUs, which all take part",
+        )
     if batch > 0:
         _check_divides(
             space,
@@ -346,8 +352,9 @@ def estimate_layout(settings: Settings, request: Request) -> ParallelPlan:
         partition = parse_layout(text, request.spec, pp)
         return estimate_for(request, grid.with_stages(partition))
     try:
-        virtual = grid.dims.virtual_pipeline_model_parallel_size
-        partition = uniform_partition(request.spec, pp, virtual)
+        partition = uniform_partition(
+            request.spec, pp, grid.dims.virtual_pipeline_model_parallel_size
+        )
     except UserInputError as error:
         found, note = _uneven(request, grid)
         uneven = f"{error.what} = {error.value} does not split evenly; {note}"
@@ -391,13 +398,13 @@ def _grid(settings: Settings, request: Request) -> tuple[PartialLayout, tuple[st
     sequence_parallel = settings.parallel.sequence_parallel
     if sequence_parallel is None:
         sequence_parallel = dims.tensor_model_parallel_size > 1
-    zero, recompute = read_zero(settings.parallel), read_recompute(settings.parallel)
+    zero = read_zero(settings.parallel)
     grid = PartialLayout(
         dims=dims,
         global_batch_size=batch,
         micro_batch_size=micro,
         sequence_parallel=sequence_parallel,
-        recompute=recompute or NO_RECOMPUTE,
+        recompute=read_recompute(settings.parallel) or NO_RECOMPUTE,
         zero=ZeroStage.OPTIMIZER if zero is None else zero,
     )
     execution = allowed_execution(request.space.execution, grid)
@@ -408,11 +415,10 @@ def _dims(settings: Settings, request: Request, given: dict[str, int]) -> Parall
     parallel = settings.parallel
     if request.spec.num_experts is not None:
         # Megatron's default for an absent --expert-tensor-parallel-size.
-        tp = given.get("tensor_model_parallel_size", 1)
-        given.setdefault("expert_tensor_parallel_size", tp)
+        given.setdefault("expert_tensor_parallel_size", given.get("tensor_model_parallel_size", 1))
     text, pp = parallel.pipeline_model_parallel_layout, given.get("pipeline_model_parallel_size", 1)
-    if text is not None and len(expand_layout(text)) % pp == 0:
-        virtual = len(expand_layout(text)) // pp
+    if text is not None and (chunks := len(expand_layout(text))) % pp == 0:
+        virtual = chunks // pp
         said = given.setdefault("virtual_pipeline_model_parallel_size", virtual)
         if said != virtual:
             raise UserInputError(

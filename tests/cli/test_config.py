@@ -17,6 +17,7 @@ from nest_megatron.config.schema import SECTIONS, section_keys
 from nest_megatron.config.space import read_space
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import DEFAULT_TARGET
+from nest_megatron.layout.recompute import RecomputeModule, selective_recompute
 from nest_megatron.planner import Request
 from nest_megatron.solver.space import DEGREES, SearchSpace
 from tests.cli.runs import ROOT, SMALL, run
@@ -75,3 +76,8 @@ def test_a_plan_for_another_framework_promises_no_command(tmp_path: Path) -> Non
     shown = run("explain", str(out)).out
     assert "plan again" not in shown
     assert "The plan is for NeMo 2.7" in shown
+
+
+def test_selective_recomputation_has_megatrons_default_modules() -> None:
+    found = read_space(compose(parse([*SMALL, "parallel.recompute_granularity=selective"])))
+    assert found.recompute == selective_recompute([RecomputeModule.CORE_ATTN])
