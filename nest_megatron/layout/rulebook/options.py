@@ -448,7 +448,7 @@ _RELATIONS: Mapping[str, Callable[..., object]] = {
     "beside": lambda *_: True,
     "above": operator.gt,
     "at or above": operator.ge,
-    "unless a multiple of": operator.mod,
+    "as no multiple of": operator.mod,
 }
 
 
