@@ -125,7 +125,7 @@ def read_recompute(parallel: ParallelConfig) -> Recompute | None:
     )
     names = parallel.recompute_modules
     if names is None and granularity is RecomputeGranularity.SELECTIVE:
-        names = ["core_attn"]  # Megatron's default
+        names = ("core_attn",)  # Megatron's default
     wanted = {choice("parallel.recompute_modules", name, RecomputeModule) for name in names or ()}
     return Recompute(
         granularity=granularity,
