@@ -205,5 +205,5 @@ def test_runners_up_of_the_readmes_job_are_a_table_of_80_columns(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     out = run("plan", *JOB, "train.global_batch_size=4096", "--full").out
-    assert re.search(r"\n #  +Step  +Slower", out)
+    assert re.search(r"\n #  +Step +Slower", out)
     assert len([line for line in out.splitlines() if line.startswith((" plan ", " 5 "))]) == 2
