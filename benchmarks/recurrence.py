@@ -242,7 +242,7 @@ the authors' own formula on their own instances ([nest_artifact.md](nest_artifac
   chain of n layers has n + 1 downsets; a graph may have branches. A tensor that skips stages is
   handed on by each of them. More than 2,048 downsets are refused with their number and the branches
   to contract. Models of the catalogue are chains; graphs are taken by the Python interface
-  (`recurrence.pipeline.best_pipeline`).
+  (`nest_megatron.research.nest_dp.search.best_pipeline`).
 * **Strategies**: tensor, context and expert parallel degrees (powers of two, or what is fixed),
   sequence parallelism on or off, micro batch; one for the whole pipeline, or with
   `research.strategy_per_stage=true` one for each stage among those with as many sequences in a

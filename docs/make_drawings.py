@@ -1,6 +1,6 @@
 """Draw the pictures of docs/concepts.md: python docs/make_drawings.py [--check].
 
-What they show is computed: rank orders and groups by ``parallel.rank_order``, schedules by the
+What they show is computed: rank orders and groups by ``layout.rank_order``, schedules by the
 simulator of the cost model. ``--check`` writes nothing and ends with 1 where a picture is stale.
 """
 

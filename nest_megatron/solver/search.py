@@ -1,6 +1,6 @@
 """Best-first search over grids; the stage solver judges each grid that could still win.
 
-The heap holds nodes of six kinds (``nodes.py``), from coarse to fine, each with a lower bound.
+The heap holds nodes of six kinds (``bounds.py``), from coarse to fine, each with a lower bound.
 
 A *layout* is a choice of tensor, pipeline and expert degrees and GPU count. The search
 keeps the best plan of each of the best ``num_layouts`` layouts, and a node is dropped only when

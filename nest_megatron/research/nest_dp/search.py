@@ -213,7 +213,7 @@ def solve(job: ResearchJob, *, compiled: bool | None = None) -> RecurrenceSoluti
     Ties go to the case with the lower bound, then to fewer replicas.
 
     Args:
-        compiled: as for ``pipeline.best_pipeline``.
+        compiled: as for ``best_pipeline``.
 
     Raises:
         UserInputError: if the rules and the batch leave no strategy.
