@@ -129,7 +129,8 @@ def profile(
 
     Runs in one process or under torchrun, where each rank times its share of the shapes on its
     GPU. Timings are stored (nest-megatron profiles); plans for the same device and layers use
-    them.
+    them. python -m nest_megatron.profile --from pretrain_gpt.py FLAGS times the layers of a
+    training script.
     """
     require_seconds("--max-seconds", max_seconds)
     if for_plan is None:
