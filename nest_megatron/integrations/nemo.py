@@ -383,14 +383,14 @@ apply_plan = NemoRecipe.apply_plan
 plan_changes = NemoRecipe.plan_changes
 
 
-def watch_recipe(recipe: Any, plan: ParallelPlan, *, steps: int = STEPS) -> None:
+def watch_recipe(recipe: Any, plan: Any, *, steps: int = STEPS) -> None:
     """Have a planned recipe's run keep a record of itself, next to what the plan predicts.
 
     Where it trains, nest-megatron has to be installed, and writes to the history of that host.
 
     Args:
         recipe: as for ``read_recipe``; its callbacks get one more, in place.
-        plan: the one in its fields.
+        plan: the one in its fields, as for ``apply_plan``.
         steps: how many are watched.
     """
     require_at_least("steps", steps, 1, "Give at least 1, or do not watch it.")
@@ -399,9 +399,14 @@ def watch_recipe(recipe: Any, plan: ParallelPlan, *, steps: int = STEPS) -> None
     make: Any = WatchCallback
     if _is_unbuilt(recipe):
         make = partial(recipe.trainer.strategy.__class__, WatchCallback)
-    callbacks = NemoRecipe(recipe).callbacks
-    others = (each for each in callbacks if classes_of(each)[0] is not WatchCallback)
-    recipe.trainer.callbacks = [*others, make(plan=plan_file.dump(plan), steps=steps)]
+    recipe.trainer.callbacks = [
+        *(
+            each
+            for each in NemoRecipe(recipe).callbacks
+            if classes_of(each)[0] is not WatchCallback
+        ),
+        make(plan=plan_file.dump(getattr(plan, "record", plan)), steps=steps),
+    ]
 
 
 def _is_unbuilt(recipe: Any) -> bool:

@@ -26,12 +26,9 @@ from nest_megatron.integrations.recorder import Recorder
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.policy import PolicyError
 from nest_megatron.printing import print_cleaned
-from nest_megatron.units import Seconds
 
 #: Steps that are watched where nothing else is asked for, as ``nest.watch``.
 STEPS = 20
-#: Ranks come to the beginning of their training at nearly one time.
-_MEET_S: Seconds = 120.0
 
 
 class WatchedLoop:
@@ -69,7 +66,7 @@ class WatchedLoop:
             rank=rank,
             world_size=num_ranks,
             environment=with_rank_variables(os.environ),
-            rendezvous_timeout_s=_MEET_S,
+            rendezvous_timeout_s=120.0,  # ranks begin to train at nearly one time
         )
         try:
             with contextlib.ExitStack() as meeting:
@@ -111,11 +108,12 @@ class WatchedLoop:
 
 
 @contextlib.contextmanager
-def watching(plan: ParallelPlan | None = None, *, steps: int = STEPS) -> Iterator[WatchedLoop]:
+def watching(plan: Any = None, *, steps: int = STEPS) -> Iterator[WatchedLoop]:
     """Watch a loop in here, in a process that a launcher started; errors that end it are kept.
 
     Args:
-        plan: the one that the loop runs; that of the Hydra application if not given.
+        plan: the one that the loop runs, as ``auto_recipe`` or ``nest_megatron.load_plan`` returns
+            it; that of the Hydra application if not given.
         steps: how many to watch.
 
     Raises:
@@ -123,7 +121,10 @@ def watching(plan: ParallelPlan | None = None, *, steps: int = STEPS) -> Iterato
         UserInputError: if there is no plan.
     """
     environment = with_rank_variables(os.environ)
-    watched = WatchedLoop(plan, steps=steps) if plan is not None else loop_of_hydra(steps)
+    if plan is None:
+        watched = loop_of_hydra(steps)
+    else:
+        watched = WatchedLoop(getattr(plan, "record", plan), steps=steps)
     watched.begin(int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1")))
     try:
         yield watched
@@ -181,7 +182,9 @@ def _other_batch(plan: ParallelPlan) -> UserInputError | None:
     planned = plan.layout.global_batch_size, plan.layout.num_microbatches
     if batch == planned:
         return None
-    value = "{} sequences in {} micro batches".format(*batch)
     return UserInputError(
-        "batch", value, "the plan is for {} in {}".format(*planned), "Plan for the batch that runs."
+        "batch",
+        "{} sequences in {} micro batches".format(*batch),
+        "the plan is for {} in {}".format(*planned),
+        "Plan for the batch that runs.",
     )

@@ -15,9 +15,11 @@ import nest_megatron
 from nest_megatron.errors import UserInputError
 from nest_megatron.history import store as history
 from nest_megatron.history.records import Outcome
+from nest_megatron.integrations.nemo import watch_recipe
 from nest_megatron.integrations.watching import WatchedLoop, watching
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
+from tests.integrations.frameworks import nemo_recipe
 
 pytest.importorskip("torch", reason="torch is not installed")
 
@@ -52,6 +54,13 @@ def test_a_loop_is_recorded(plan: ParallelPlan, capsys: pytest.CaptureFixture[st
     assert run.measured is not None
     assert len(run.measured.step_times_s) == 4
     assert "nest: measured over watched steps" in capsys.readouterr().out
+
+
+def test_a_loop_takes_what_load_plan_returns(plan: ParallelPlan) -> None:
+    with watching(nest_megatron.Plan(record=plan), steps=1) as watched, watched.step():
+        pass
+    (run,) = history.read()
+    assert run.plan == plan_file.checksum(plan)
 
 
 def runs_out(watched: WatchedLoop) -> None:
@@ -148,6 +157,15 @@ def test_lightning_s_steps_are_those_of_the_optimizer(plan: ParallelPlan, callba
     assert run.measured is not None
     assert len(run.measured.step_times_s) == 3
     assert run.outcome is Outcome.FINISHED
+
+
+def test_a_recipe_is_watched_with_what_load_plan_returns(
+    plan: ParallelPlan, callbacks: Any
+) -> None:
+    recipe = nemo_recipe(plan.model)
+    watch_recipe(recipe, nest_megatron.Plan(record=plan), steps=2)
+    (callback,) = recipe.trainer.callbacks
+    assert isinstance(callback, callbacks.WatchCallback)
 
 
 def test_lightning_says_what_ended_it(plan: ParallelPlan, callbacks: Any, tmp_path: Path) -> None:
