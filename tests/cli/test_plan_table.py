@@ -161,7 +161,7 @@ def test_a_table_is_no_plan(path: Path) -> None:
         (["-m", "train.global_batch_size=64,128", "--full"], "--full"),
         (["--for-nodes", "2..4", "-m"], "--multirun"),
         (["--for-nodes", "127", "train.global_batch_size=64"], "no layout is legal"),
-        (["--for-nodes", "1", "model=gpt3_175b"], "GiB"),
+        (["--for-nodes", "1", "model=gpt3_175b"], "GiB.\n"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(words: list[str], said: str) -> None:

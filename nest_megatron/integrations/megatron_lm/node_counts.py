@@ -187,7 +187,7 @@ def plan_for_nodes(job: TableJob, counts: Sequence[int]) -> PlanTable:
         raise UserInputError(
             _WHAT,
             _words(counts),
-            f"there is no plan for any of them; for {entry.num_nodes}: {entry.told}",
+            f"there is no plan for any of them; for {entry.num_nodes}: {entry.told.rstrip('.')}",
             "Give numbers of nodes that the batch divides over and the model fits on.",
         )
     loads, found = max(tables, key=lambda each: _worth(each[1]))
