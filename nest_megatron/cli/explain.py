@@ -194,7 +194,7 @@ def explain(
 @option("--note", "A remark to keep in the file.", metavar="TEXT", default="")
 @option(
     "--release --megatron-version release",
-    "The Megatron-LM release that the plan may launch on (0.19); by default its own.",
+    "Of a plan for Megatron-LM: the release that it may launch on (0.19); by default its own.",
     metavar="RELEASE",
 )
 @option(
