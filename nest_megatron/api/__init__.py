@@ -156,7 +156,7 @@ def plan_command(
         free: flags of the command that may change (``tensor_model_parallel_size``), or ``["all"]``;
             of a recipe all that keep the format of checkpoints, if not given.
         megatron_version: the release whose flags the command uses; if not given that of
-            ``target``, else the newest stable one.
+            ``target``, else of the checkout that the script lies in, else the newest stable one.
         strict: refuse flags that Megatron-LM does not have, instead of passing them on.
         shortlist: also say which plans could be the fastest.
         config_dir, on_progress: as for ``plan``.

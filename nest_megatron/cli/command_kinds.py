@@ -254,7 +254,7 @@ strict_option = flag(
 version_option = option(
     "--megatron-version",
     "With --from: the Megatron-LM release of the command (0.19); by default that of target=, "
-    "else the newest stable one.",
+    "else of the checkout that the script lies in, else the newest stable one.",
     metavar="RELEASE",
 )
 set_option = option(
