@@ -91,8 +91,7 @@ _NOT_FIXED = (
     "global_batch_size",
 )
 _ORDER = "use_tp_pp_dp_mapping"
-#: Virtual stages send during their work.
-_OVERLAP_P2P = "overlap_p2p_comm"
+_ETP, _PATTERN = "expert_tensor_parallel_size", "hybrid_layer_pattern"
 _ONE_ORDER = Requirement(
     value=False,
     reason="it makes no groups in the other order",
@@ -252,7 +251,7 @@ class Recipe(Configuration, ABC):
         if places.overlap and not stated.get("sequence_parallel"):
             execution["tp_comm_overlap"] = False
         for item, value in stated.items():
-            if item.endswith("_parallel_size") and value is not None:
+            if item.endswith("_parallel_size") and value not in (None, 1):
                 self.whole(self.items[item])
         sharded = {
             **stated,
@@ -261,7 +260,6 @@ class Recipe(Configuration, ABC):
             "megatron_fsdp_version": self.find(f"{self.ddp}.megatron_fsdp_version"),
         }
         packs, needs = packs_sequences(data), self.requirements(spec)
-        micro = self.whole(self.items["micro_batch_size"])
         if (size := packed_sequence_size(data)) is not None and not family.packs:
             raise UserInputError(
                 f"{self.data}: packed_sequence_size",
@@ -304,9 +302,11 @@ class Recipe(Configuration, ABC):
             for name in OVERLAPS
             if places.overlap and stated.get("use_distributed_optimizer")
         }
-        virtual = ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout")
-        if False in said(_OVERLAP_P2P) and any(map(stated.get, virtual)):
-            overlaps[_OVERLAP_P2P] = False
+        # ``_get_model_comm_overlap_cfgs``: on with virtual stages, but not those of a layout alone
+        sends = said("overlap_p2p_comm")
+        virtual = stated.get("virtual_pipeline_model_parallel_size")
+        if False in sends or (places.overlap and not (virtual or True in sends)):
+            overlaps["overlap_p2p_comm"] = False
         growth = self.find(self.rampup_batch_size)
         ramp_note = (
             f"{self.rampup_batch_size} = {growth} is ignored by megatron-core "
@@ -318,7 +318,7 @@ class Recipe(Configuration, ABC):
             version=self.target.megatron_core,
             global_batch_size=self.whole(self.items["global_batch_size"]),
             batch_schedule=self.batch_schedule(spec.seq_length),
-            micro_batch_size=micro,
+            micro_batch_size=self.whole(self.items["micro_batch_size"]),
             precision=precision,
             fixed={**fixed, **execution},
             required={
@@ -356,6 +356,8 @@ class Recipe(Configuration, ABC):
                 **{ARGUMENTS[item]: self.items[item] for item in ARGUMENTS},
                 "use_megatron_fsdp": f"{self.ddp}.use_megatron_fsdp",
                 "ckpt_format": self.ckpt_format,
+                "attention_backend": f"{self.model}.attention_backend",
+                _PATTERN: f"{self.model}.{_PATTERN}",
             },
             use_distributed_optimizer=bool(stated.get("use_distributed_optimizer")),
             num_gpus=num_gpus,
@@ -418,6 +420,11 @@ class Recipe(Configuration, ABC):
         layout = "pipeline_model_parallel_layout"
         if self.find("ddp.use_distributed_optimizer") is True:  # Megatron-Bridge turns on both
             stated["use_distributed_optimizer"] = True
+        # ``_set_moe_expert_tensor_parallel_default`` of Megatron-Bridge 0.6
+        if stated.get("expert_model_parallel_size") not in (None, 1) and release_number(
+            self.target.megatron_core
+        ) >= (0, 19):
+            stated[_ETP] = stated.get(_ETP) or 1
         if self._has_one_order and _ORDER in stated:
             stated[_ORDER] = False
         return {**stated, layout: layout_text(stated.get(layout))}
@@ -446,9 +453,9 @@ class Recipe(Configuration, ABC):
 
     def arguments(self) -> dict[str, Any]:
         """The same by the names of Megatron-LM's arguments; a layout says the virtual stages."""
-        stated, pattern = self.item_values(), "hybrid_layer_pattern"
-        if "|" in str(found := self.find(f"{self.model}.{pattern}")):
-            stated[pattern] = found
+        stated = self.item_values()
+        if "|" in str(found := self.find(f"{self.model}.{_PATTERN}")):
+            stated[_PATTERN] = found
         return megatron_arguments(stated)
 
 
@@ -463,8 +470,7 @@ def memory_fields(*holders: Any) -> Mapping[str, Any]:
         name: next(_values_of(holders, name), None) for name in READ if name not in _OF_PRECISION
     }
     stated["num_distributed_optimizer_instances"] = max(
-        map(int, _values_of(holders, "num_distributed_optimizer_instances")),
-        default=None,
+        map(int, _values_of(holders, "num_distributed_optimizer_instances")), default=None
     )
     wide = next(_values_of(holders, "grad_reduce_in_fp32"), None)
     if wide is not None:
@@ -494,8 +500,7 @@ def _spec(
         seq_length: tokens of one training sample, which the data decides.
         vocab_size: rows of the embedding; before padding, unless ``vocab_is_padded``.
 
-    Source: ``megatron.core.transformer.transformer_config``, NeMo's ``GPTConfig``,
-    Megatron-Bridge's ``GPTModelProvider``.
+    Source: ``TransformerConfig``, NeMo's ``GPTConfig``, Megatron-Bridge's ``GPTModelProvider``.
     """
     kind = value_or(config, "position_embedding_type", "rope")
     longest = max(seq_length, value_or(config, "seq_length", 0))

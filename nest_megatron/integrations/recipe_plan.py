@@ -91,13 +91,8 @@ def layout_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
     with contextlib.suppress(UserInputError):
         partition = partition_of_values(plan.model, arguments, pp)
         stays = (arguments.get(_PP), partition) == (pp, plan.layout.partition)
-    virtual = "virtual_pipeline_model_parallel_size"
-    of_stages: tuple[str, ...] = (even, virtual) if stays else ()
-    size = plan.layout.dims.virtual_pipeline_model_parallel_size
-    if recipe.find(recipe.items[virtual]) not in (None, ABSENT, size):  # it contradicts its layout
-        of_stages = of_stages[:1]
     for item, value in planned_items(plan).items():
-        if item not in recipe.items or item in of_stages:
+        if item not in recipe.items or (stays and item == even):
             continue
         why, path = reason(plan, item), recipe.items[item]
         if item == even and plan.model.hybrid_layer_pattern:

@@ -252,15 +252,15 @@ def typed_plan(job: Job, request: Request, composed: Settings) -> tuple[Parallel
     """
     with naming_fields({flag_of(name): field for name, field in job.fields.items()}):
         variant, refused = typed_layout(job, request, composed)
-    for name, need in job.required.items():
-        own = variant.layout.sizes.get(name, need.value)
-        if need.value not in (None, own):
-            refused = f"{name} = {own}: {need.limit}"
-    if refused:
-        raise UserInputError(
-            "--from",
-            job.script,
-            refused,
-            "Change its flags (--set)." if job.command else "Change the recipe's fields.",
-        )
+        for name, need in job.required.items():
+            own = variant.layout.sizes.get(name, need.value)
+            if need.value not in (None, own):
+                refused = f"{name} = {own}: {need.limit}"
+        if refused:
+            raise UserInputError(
+                "--from",
+                job.script,
+                refused,
+                "Change its flags (--set)." if job.command else "Change the recipe's fields.",
+            )
     return estimate_for(request, variant.layout, settings=variant.settings), variant

@@ -16,6 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from nest_megatron import Plan
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
+from nest_megatron.config.request import request_for
 from nest_megatron.cost_model.target_defaults import TARGETS
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
@@ -30,12 +31,15 @@ from nest_megatron.integrations.megatron_bridge import (
     to_yaml,
 )
 from nest_megatron.integrations.megatron_lm.planning import job_request
+from nest_megatron.integrations.megatron_lm.present_layout import typed_plan
 from nest_megatron.integrations.megatron_lm.ranks import launched_job
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import Execution
+from nest_megatron.planner.layouts import Variant
+from nest_megatron.solver.space import SearchSpace
 from tests import catalogue
 from tests.contract.test_adapters import laid_out
 from tests.integrations.frameworks import CommOverlapConfig, bridge_config
@@ -277,10 +281,62 @@ def test_one_replica_overlaps_what_its_settings_state(
     cfg.model.tensor_model_parallel_size, cfg.model.context_parallel_size = 4, 2
     cfg.model.sequence_parallel = True
     cfg.comm_overlap = CommOverlapConfig(overlap_grad_reduce=stated, overlap_param_gather=stated)
+    assert today(cfg, gpus).layout.overlap_grad_reduce is overlaps
+
+
+def today(cfg: Any, num_gpus: int) -> Variant:
+    """The job as it is, which its plans are compared with."""
     composed = compose(parse(["cluster=dgx_h100"]))
-    request = job_request(read_recipe(cfg), catalogue.cluster("dgx_h100", gpus), composed)
+    request = job_request(read_recipe(cfg), catalogue.cluster("dgx_h100", num_gpus), composed)
     assert request.present is not None
-    assert request.present.overlap_grad_reduce is overlaps
+    return Variant(settings=request.present_settings or request.settings, layout=request.present)
+
+
+@pytest.mark.parametrize(
+    ("virtual", "stated", "overlaps"), [(None, None, False), (None, True, True), (2, None, True)]
+)
+def test_virtual_stages_of_a_layout_alone_do_not_send_during_their_work(
+    virtual: int | None, stated: bool | None, overlaps: bool
+) -> None:
+    """``CommOverlapConfig.setup`` looks before ``finalize`` counts the stages of the layout."""
+    cfg = llama()
+    cfg.comm_overlap = CommOverlapConfig(overlap_p2p_comm=stated)
+    cfg.model.pipeline_model_parallel_size = 4
+    cfg.model.virtual_pipeline_model_parallel_size = virtual
+    cfg.model.pipeline_model_parallel_layout = "Et*3|t*5|(t*4|)*5t*4L"
+    assert today(cfg, 16).settings.traits.overlap_p2p_comm is overlaps
+    auto_recipe(
+        cfg,
+        cluster="dgx_h100",
+        overrides=["cluster.num_gpus=16"],
+        free=["micro_batch_size", "recompute"],
+    )
+    assert cfg.model.pipeline_model_parallel_layout == "Et*3|t*5|(t*4|)*5t*4L"
+    assert cfg.model.virtual_pipeline_model_parallel_size == 2, "its plan overlaps them"
+
+
+@pytest.mark.parametrize(("release", "size"), [("0.5", 4), ("0.6", 1)])
+def test_experts_are_not_divided_where_nothing_says_it(
+    monkeypatch: pytest.MonkeyPatch, release: str, size: int
+) -> None:
+    """``_set_moe_expert_tensor_parallel_default`` came with 0.6; megatron-core takes the dense."""
+    monkeypatch.setattr(config, "installed_name", lambda _: f"megatron_bridge_{release}")
+    cfg = bridge_config(catalogue.model("mixtral_8x7b"))
+    cfg.model.tensor_model_parallel_size, cfg.model.sequence_parallel = 4, True
+    cfg.model.expert_model_parallel_size = 2
+    assert today(cfg, 16).layout.dims.expert_tensor_parallel_size == size
+    cfg.model.expert_tensor_parallel_size = 2
+    assert today(cfg, 16).layout.dims.expert_tensor_parallel_size == 2
+
+
+def test_errors_name_the_fields_of_other_options() -> None:
+    cfg = llama()
+    cfg.model.context_parallel_size, cfg.model.attention_backend = 2, "unfused"
+    cluster, composed = catalogue.cluster("dgx_h100", 16), compose(parse(["cluster=dgx_h100"]))
+    job = read_recipe(cfg)
+    request = request_for(job, cluster, composed, SearchSpace(), choose_execution=False)
+    with pytest.raises(UserInputError, match=r"and model\.attention_backend unfused"):
+        typed_plan(job, request, composed)
 
 
 def test_shared_weights_take_what_bridge_asks_for() -> None:
