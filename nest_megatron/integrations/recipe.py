@@ -60,6 +60,7 @@ from nest_megatron.layout.cuda_graphs import FIELDS as GRAPH_FIELDS
 from nest_megatron.layout.cuda_graphs import PACKED, cuda_graphs
 from nest_megatron.layout.knobs import closed_fields
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.recompute import RECOMPUTE_ARGUMENTS
 from nest_megatron.layout.rulebook.facts import release_number
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.catalogue import (
@@ -70,20 +71,13 @@ from nest_megatron.model.catalogue import (
 )
 from nest_megatron.model.spec import LATENT_SIZES, ModelFamily, TransformerSpec
 
-#: Items of recomputation.
-RECOMPUTE = (
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
-)
 #: What every plan takes back (``field_mapping``), so that it weighs on no plan's memory.
 TAKEN_BACK = "defer_embedding_wgrad_compute"
 #: What replicas exchange during the passes.
 OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
 #: Items that no choice of a layout is made of by itself.
 _NOT_FIXED = (
-    *RECOMPUTE,
+    *RECOMPUTE_ARGUMENTS,
     "sequence_parallel",
     "use_distributed_optimizer",
     "data_parallel_sharding_strategy",
@@ -289,7 +283,7 @@ class Recipe(Configuration, ABC):
                 TAKEN_BACK: None,
             }
         )
-        with naming_fields({flag_of(item): self.items[item] for item in RECOMPUTE}):
+        with naming_fields({flag_of(item): self.items[item] for item in RECOMPUTE_ARGUMENTS}):
             recompute = read_recompute(stated)
         graphs = {name: value_or(config, name) for name in GRAPH_FIELDS} | {PACKED[0]: packs}
 

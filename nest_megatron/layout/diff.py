@@ -7,7 +7,7 @@ from typing import Any
 
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.layout.recompute import NO_RECOMPUTE
+from nest_megatron.layout.recompute import NO_RECOMPUTE, RECOMPUTE_ARGUMENTS
 from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.plain import frozen
@@ -146,10 +146,7 @@ _REASONS: dict[str, str | tuple[str, str] | Callable[[ParallelPlan, Any], str]] 
         "norms and residuals keep a share of the sequence each, which saves activation memory",
     ),
     "pipeline_model_parallel_layout": _layout,
-    **dict.fromkeys(
-        ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
-        _recompute,
-    ),
+    **dict.fromkeys(RECOMPUTE_ARGUMENTS, _recompute),
     "use_distributed_optimizer": (
         "the optimizer states fit as copies",
         "replicas divide the optimizer states instead of copying them",

@@ -10,7 +10,12 @@ from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import DEGREES, ParallelDims
-from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute, RecomputeGranularity
+from nest_megatron.layout.recompute import (
+    NO_RECOMPUTE,
+    RECOMPUTE_ARGUMENTS,
+    Recompute,
+    RecomputeGranularity,
+)
 from nest_megatron.layout.stage_layout import StagePartition, layout_string
 from nest_megatron.layout.zero import STRATEGIES, DataParallelSharding, ZeroStage, shards_optimizer
 from nest_megatron.model.execution import PLAIN, Execution
@@ -115,10 +120,7 @@ LAYOUT_ARGUMENTS = (
     *DEGREES,
     "sequence_parallel",
     "pipeline_model_parallel_layout",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
+    *RECOMPUTE_ARGUMENTS,
     "use_distributed_optimizer",
     "use_megatron_fsdp",
     "data_parallel_sharding_strategy",
@@ -132,14 +134,13 @@ def layout_arguments(spec: TransformerSpec, layout: Layout) -> dict[str, Any]:
     """What a layout sets in a job, by Megatron's names; ``None`` is a flag left out."""
     recompute, granularity = layout.recompute, layout.recompute.granularity
     virtual = layout.dims.virtual_pipeline_model_parallel_size
-    pipelined = layout.dims.pipeline_model_parallel_size > 1
     fsdp = layout.uses_megatron_fsdp
     return {
         **layout.dims.degrees,
         "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
         "sequence_parallel": layout.sequence_parallel,
         "pipeline_model_parallel_layout": (
-            layout_string(spec, layout.partition) if pipelined else None
+            None if layout.dims.is_one_stage else layout_string(spec, layout.partition)
         ),
         "recompute_granularity": None if granularity is RecomputeGranularity.NONE else granularity,
         "recompute_method": recompute.method,

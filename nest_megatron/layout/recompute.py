@@ -7,6 +7,14 @@ from collections.abc import Iterable
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.plain import Name, frozen
 
+#: Megatron's arguments that say it.
+RECOMPUTE_ARGUMENTS = (
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+)
+
 
 class RecomputeGranularity(Name):
     """Megatron's ``--recompute-granularity``; ``NONE`` stands for the flag's absence."""

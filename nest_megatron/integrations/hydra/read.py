@@ -27,7 +27,7 @@ from nest_megatron.integrations.fields import lightning_precision
 from nest_megatron.integrations.hydra.view import AppView, names_of, node_at
 from nest_megatron.integrations.megatron_lm.layout_arguments import read_recompute
 from nest_megatron.integrations.megatron_lm.read import job_from_values
-from nest_megatron.integrations.recipe import RECOMPUTE, SHAPE
+from nest_megatron.integrations.recipe import SHAPE
 from nest_megatron.integrations.recipe_plan import planned_items
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.execution_rules import allowed_execution
@@ -36,6 +36,7 @@ from nest_megatron.layout.layout import LAYOUT_ARGUMENTS
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import (
     NO_RECOMPUTE,
+    RECOMPUTE_ARGUMENTS,
     RecomputeGranularity,
     RecomputeMethod,
     RecomputeModule,
@@ -309,7 +310,7 @@ def space_of(view: AppView, job: Job, own: SearchSpace) -> SearchSpace:
     )
     recompute = own.recompute
     if not view.is_planned("recompute_granularity"):
-        said = {name: view.value_of_choice(name) for name in RECOMPUTE}
+        said = {name: view.value_of_choice(name) for name in RECOMPUTE_ARGUMENTS}
         if said["recompute_granularity"] == RecomputeGranularity.FULL:
             choice("recompute_method", str(said["recompute_method"]), RecomputeMethod)
             said["recompute_num_layers"] = int(said["recompute_num_layers"] or 1)

@@ -17,6 +17,7 @@ from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.execution_rules import EXECUTION_ARGUMENTS
 from nest_megatron.layout.recompute import (
+    RECOMPUTE_ARGUMENTS,
     Recompute,
     RecomputeGranularity,
     RecomputeMethod,
@@ -41,14 +42,7 @@ STAGE_OPTIONS = (
     "hybrid_layer_pattern",  # with a | in it, see ``states_stages``
 )
 #: Arguments that state the recomputation.
-RECOMPUTE = (
-    "recompute_granularity",
-    "recompute_activations",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
-    "moe_layer_recompute",
-)
+RECOMPUTE = (*RECOMPUTE_ARGUMENTS, "recompute_activations", "moe_layer_recompute")
 #: Arguments that a plan may set; what a user gives of them stays fixed.
 PARALLEL_ARGUMENTS = (
     "tensor_model_parallel_size",
