@@ -100,7 +100,8 @@ def test_released_megatron_core_has_no_layers_of(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "make"), cases())
 def test_bridge_accepts_the_plan_of(name: str, make: Callable[..., Any]) -> None:
-    cfg = bridge.built(make)
+    asked = {"mixed_precision_recipe": "bf16_with_fp8_current_scaling_mixed"}
+    cfg = bridge.built(make, **(asked if "low_precision" in name else {}))
     may_say = "|".join(filter(None, (_OF_A_SIZE, refusal(name))))
     for num_gpus in sizes(name):
         try:

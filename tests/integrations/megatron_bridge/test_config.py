@@ -255,7 +255,10 @@ def test_one_replica_of_several_context_ranks_overlaps_what_it_reduces(
     assert cfg.comm_overlap.overlap_param_gather is overlaps
 
 
-def test_one_replica_with_several_of_the_experts_overlaps_what_it_reduces() -> None:
+def test_one_replica_with_several_of_the_experts_overlaps_what_it_reduces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(config, "installed_name", lambda _: "megatron_bridge_0.6")
     cfg = bridge_config(catalogue.model("mixtral_8x7b"))
     cfg.comm_overlap = CommOverlapConfig()
     apply_plan(cfg, laid_out("mixtral_8x7b", tp=8, pp=8))
