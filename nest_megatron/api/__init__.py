@@ -146,10 +146,10 @@ def plan_command(
     """Plan a Megatron-LM command of your own: what ``nest-megatron plan --from`` does.
 
     Args:
-        command: the command as a text or as words; the words or the path of a script that launches
-            it (``["bash", "train.sh", "8"]``), which bash runs with programs that start nothing; or
-            one that trains a recipe (``nemo llm pretrain --factory NAME``), where its framework is
-            installed.
+        command: the command as a text or as words; the words (``["bash", "train.sh", "8"]``) or the
+            ``pathlib.Path`` of a script that launches it, which bash runs with programs that start
+            nothing; or one that trains a recipe (``nemo llm pretrain --factory NAME``), where its
+            framework is installed.
         cluster: as for ``plan``.
         num_gpus: size of the job; the launcher's own if not given, which then has to say it.
         global_batch_size: the command's own if not given.
