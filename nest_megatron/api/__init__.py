@@ -151,7 +151,7 @@ def plan_command(
             nothing; or one that trains a recipe (``nemo llm pretrain --factory NAME``), where its
             framework is installed.
         cluster: as for ``plan``.
-        num_gpus: size of the job; the launcher's own if not given, which then has to say it.
+        num_gpus: size of the job; if not given that of the launch, as docs/own_command.md says.
         global_batch_size: the command's own if not given.
         free: flags of the command that may change (``tensor_model_parallel_size``), or ``["all"]``;
             of a recipe all that keep the format of checkpoints, if not given.
