@@ -53,9 +53,10 @@ COMMANDS_HEAD = """\
 # Commands
 
 `nest-megatron COMMAND --help` says what each takes. `--json` prints every figure for programs. `-`
-as an output is standard output. A file that nest-megatron has not written is replaced with
-`--force` only, and so is one that appears while the command runs. `eval "$(nest-megatron completion
-bash)"` completes commands, settings and names (zsh and fish as well).
+as an output is standard output, but for pictures, traces and folders. A file that nest-megatron has
+not written is replaced with `--force` only, and so is one that appears while the command runs.
+`eval "$(nest-megatron completion bash)"` completes commands, settings and names (zsh and fish as
+well).
 """
 EXIT_CODES = """\
 With 1 `plan` says which bytes are missing, and the nearest change that fits; `estimate` ends with 0
