@@ -280,9 +280,11 @@ def _with_model_as_flags(settings: Sequence[Setting]) -> Sequence[Setting]:
     words = [s.value or "" for s in settings if s.key == "flags"]
     for setting in fields:
         name = setting.key.removeprefix("model.").replace("_", "-")
-        words.append(shlex.join([f"--{name}", setting.value or ""]))
-    others = [s for s in settings if s not in fields and s.key != "flags"]
-    return [*others, Setting(key="flags", value=" ".join(words))]
+        words.append(shlex.join([f"--{name}", f"{setting.value}"]).removesuffix(" true"))
+    return [
+        *(s for s in settings if s not in fields and s.key != "flags"),
+        Setting(key="flags", value=" ".join(words)),
+    ]
 
 
 def _with_undivided_levels(overrides: Sequence[Setting]) -> Sequence[Setting]:

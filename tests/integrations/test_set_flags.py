@@ -66,6 +66,9 @@ def test_settings_of_one_flag_are_written_into_the_command() -> None:
 def test_fields_of_the_model_are_its_flags() -> None:
     found = read(VOCABULARY, "model.num_layers=8", "model.ffn_hidden_size=2048")
     assert (found.values["num_layers"], found.values["ffn_hidden_size"]) == (8, 2048)
+    found = read(VOCABULARY, "model.qk_layernorm=true")
+    assert found.values["qk_layernorm"] is True
+    assert found.argv[-1] == "--qk-layernorm"
 
 
 def test_a_padded_vocabulary_gives_way_to_another_one() -> None:
@@ -87,7 +90,10 @@ def test_a_padded_vocabulary_gives_way_to_another_one() -> None:
             ("flags=--tensor-model-parallel-size=4", "parallel.tensor_model_parallel_size=2"),
             "--tensor-model-parallel-size=4 is set, too",
         ),
-        ((VOCABULARY, "model.swiglu_limit=3"), "no flag of Megatron-LM says it"),
+        (
+            (VOCABULARY, "model.swiglu_limit=3"),
+            "model.swiglu_limit = '3': no flag of Megatron-LM says it",
+        ),
         ((VOCABULARY, "model.num_query_groups=4"), "Give its flags, with those that they need"),
         (("flags=--vocab-size",), "expected one argument"),
         ((VOCABULARY, "train.fp8_recipe=mxfp8"), "the command computes in 16 bits"),

@@ -348,7 +348,7 @@ def _destination(option: Option, composed: Settings, version: str) -> str:
     if f"model.{name}" in composed.given:
         raise UserInputError(
             f"model.{name}",
-            option.value,
+            composed.given[f"model.{name}"],
             "no flag of Megatron-LM says it",
             "Give the flags that do with --set.",
         )
