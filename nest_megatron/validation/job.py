@@ -92,8 +92,13 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
         raise RefusedRowError("number of GPUs not stated")
     recipe = NO_SETTINGS if as_planned else settings_of(row)
     words = {} if as_planned else {**tuned.words, **stated_in(row, WORDS)}
-    own = {**recipe.flags, **tuned.own, **stated_in(row, FORMATS), **words}
-    stated = {**_beside_fsdp(row, rule.target), **own}
+    stated = {
+        **_beside_fsdp(row, rule.target),
+        **recipe.flags,
+        **tuned.own,
+        **stated_in(row, FORMATS),
+        **words,
+    }
     fused = rule.target.flags(row.get("gpu", ""), Precision.BF16).get("attention_backend")
     machine = machine_of(
         row.get("gpu", ""),
@@ -126,9 +131,10 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
         **stated_in(row, TRAITS),
     )
     settings, packs = with_packs(row, settings, spec.seq_length)
-    partition = partition_of(row, spec, grid.dims) if recipe.certain else None
-    if rule.balances_weights:
-        partition = balanced_stages(spec, grid.dims.pipeline_model_parallel_size)
+    dims = grid.dims
+    partition = partition_of(row, spec, dims) if recipe.certain else None
+    if rule.balances_weights and dims.virtual_pipeline_model_parallel_size == 1:
+        partition = balanced_stages(spec, dims.pipeline_model_parallel_size)
     return RowJob(
         spec=spec,
         cluster=machine.cluster,

@@ -101,6 +101,14 @@ def test_what_a_prediction_depends_on_is_part_of_its_key(name: str) -> None:
     assert keeping.predict(other) == Predictor().predict(other)
 
 
+def test_virtual_stages_of_nanotron_are_even() -> None:
+    """It has none; a row that states them is predicted all the same."""
+    row = {**ROW, "framework": "nanotron v0.5", "vp": "2", "recompute": ""}
+    job = job_of(row, ModelBook.load())
+    assert job.partition is None
+    assert Predictor().predict(job).layout.dims.virtual_pipeline_model_parallel_size == 2
+
+
 def test_a_row_with_fewer_micro_batches_than_ranks_is_refused() -> None:
     cells = {"framework": "Megatron-LM", "vp": "2", "gbs": "2", "mbs": "1"}
     row = {**ROW, **cells, "iter_time_s": "1", "source": "s"}
