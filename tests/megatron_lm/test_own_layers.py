@@ -27,7 +27,7 @@ LAYOUT = shlex.split(
 )
 LATENT = shlex.split(
     "--multi-latent-attention --kv-lora-rank 16 --q-lora-rank 24 --qk-head-dim 16 "
-    "--qk-pos-emb-head-dim 8 --v-head-dim 16 --position-embedding-type rope --normalization RMSNorm"
+    "--qk-pos-emb-head-dim 8 --v-head-dim 16 --position-embedding-type rope"
 )
 MODELS = {
     "dense": DENSE,
