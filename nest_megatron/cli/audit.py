@@ -61,7 +61,11 @@ def history(
 
     They are kept in your data folder, or in the file that NEST_MEGATRON_HISTORY names.
     """
-    if context.invoked_subcommand is not None:
+    if (behind := context.invoked_subcommand) is not None:
+        for each in context.command.params:
+            if (value := context.params[str(each.name)]) not in (None, False):
+                fix = f"Leave it out, or put it behind {behind}."
+                raise UserInputError(each.opts[0], value, "it is of the list of runs", fix)
         return
     kept = store.read()
     moment = None if since is None else moment_of(since)

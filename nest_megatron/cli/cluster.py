@@ -18,7 +18,6 @@ from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.cluster.topology import host_file
 from nest_megatron.config.catalogue import named_cluster
 from nest_megatron.config.launch import MixedGpus
-from nest_megatron.errors import UserInputError
 from nest_megatron.files import is_standard_output, require_new, write_text
 from nest_megatron.plain import to_plain
 from nest_megatron.profile import network as profiles
@@ -196,7 +195,12 @@ def network() -> None:
     metavar="NAME",
     shell_complete=completing_catalogue("cluster"),
 )
-@option("--out", "Write the cluster with its measured network here.", OUTPUT)
+@option(
+    "--out",
+    "Write the cluster with its measured network here.",
+    OUTPUT,
+    needs="--cluster with a name of the catalogue or a file",
+)
 @option("--profile", "Write the samples and their fit to this file.", OUTPUT)
 @json_option
 def network_import(
@@ -216,13 +220,6 @@ def network_import(
     from nest_megatron.report.catalogue_tables import levels_table, profile_lines
     from nest_megatron.report.terminal import notes_report
 
-    if out is not None and cluster is None:
-        raise UserInputError(
-            "--out",
-            str(out),
-            "a cluster needs the accelerator and the levels of one that is described",
-            "Add --cluster with a name of the catalogue or a file.",
-        )
     measured = read_measurements(paths, None if kind is None else CollectiveKind(kind))
     described = None if cluster is None else named_cluster(cluster)
     found = fit_network(measured, described)

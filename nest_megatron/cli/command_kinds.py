@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from nest_megatron.cli.complete import complete_override, completing, freed_names
 from nest_megatron.errors import UserInputError, nearest
@@ -26,12 +28,12 @@ class NamedPath(click.Path):
         """The path; ``UserInputError`` for an empty text, which would be the current folder."""
         if value != "" or param is None:
             return super().convert(value, param, ctx)
+        what = _typed_name(param)
         if isinstance(param, click.Argument):
-            what = (param.metavar or "").strip("[].")
             raise UserInputError(what, "", "it is empty", "Name a file.")
         if isinstance(self, OutputFile):
-            raise _unnamed(param.opts[0])
-        raise UserInputError(param.opts[0], "", "it is empty", "Name one, or leave it out.")
+            raise _unnamed(what)
+        raise UserInputError(what, "", "it is empty", "Name one, or leave it out.")
 
 
 class OutputFile(NamedPath):
@@ -39,6 +41,19 @@ class OutputFile(NamedPath):
 
     def __init__(self) -> None:
         super().__init__(path_type=Path, allow_dash=True)
+
+
+def _typed_name(param: click.Parameter) -> str:
+    """What a user types for a parameter, as the help has it."""
+    return param.opts[-1] if isinstance(param, click.Option) else (param.metavar or "").strip("[].")
+
+
+def _refuse(context: click.Context, param: click.Parameter, limit: str, fix: str) -> None:
+    """Refuse a parameter with what was typed for it; nothing of several was typed."""
+    value = context.params[str(param.name)]
+    text = shlex.join(map(str, value)) if isinstance(value, tuple) else str(value)
+    if text:
+        raise UserInputError(_typed_name(param), None if value is True else text, limit, fix)
 
 
 def _unnamed(what: str) -> UserInputError:
@@ -70,6 +85,21 @@ class Duration(click.types.FloatParamType):
             "it must be above 0 and finite",
             f"Write for example {dimension_of(self.field).example}.",
         )
+
+
+class Option(click.Option):
+    """An option that is refused where it would change nothing.
+
+    Args:
+        needs: the option that it goes with, and what is said of it.
+        excludes: what changes nothing where this option is, and why.
+    """
+
+    def __init__(
+        self, *args: Any, needs: str = "", excludes: tuple[str, str] = ("", ""), **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        self.needs, self.excludes = needs, excludes
 
 
 class Examples(click.Command):
@@ -110,11 +140,14 @@ class Command(Examples):
             raise UserInputError(
                 "--from", text, "the words behind -- are a command too", "Leave one of the two out."
             )
-        ctx.params["from_command"] = words or ctx.params["from_command"]
+        if words:
+            ctx.params["from_command"] = words
+            ctx.set_parameter_source("from_command", ParameterSource.COMMANDLINE)
         return rest
 
     def invoke(self, context: click.Context) -> Any:
-        """Check the outputs, then run."""
+        """Check the options and the outputs, then run."""
+        self._refuse_without_effect(context)
         context.meta[_FORCE] = context.params.pop("force", None)
         outputs, inputs = self._files(context)
         written: dict[Path, str] = {}
@@ -136,6 +169,23 @@ class Command(Examples):
             raise UserInputError(printed[0], "-", limit, "Name a file, or leave --json out.")
         with reserved_standard_output():
             return super().invoke(context)
+
+    def _refuse_without_effect(self, context: click.Context) -> None:
+        """Refuse options that would change nothing without another one, or with it."""
+        typed = {
+            _typed_name(each): each
+            for each in self.params
+            if context.get_parameter_source(str(each.name)) is ParameterSource.COMMANDLINE
+        }
+        for name, each in typed.items():
+            if isinstance(each, Option):
+                needed, (others, why) = each.needs.partition(" ")[0], each.excludes
+                if needed and needed not in typed:
+                    _refuse(context, each, f"it goes with {needed}", f"Add {each.needs}.")
+                for other in others.split():
+                    if other in typed:
+                        limit = f"with {name}, {why}"
+                        _refuse(context, typed[other], limit, "Leave one of the two out.")
 
     def _files(self, context: click.Context) -> tuple[list[tuple[str, Path]], list[Path]]:
         """Files that the arguments name: outputs with their options, and inputs."""
@@ -205,6 +255,7 @@ NEXT = " \\\n      "
 PATH = NamedPath(path_type=Path)
 OUTPUT = OutputFile()
 FOLDER = NamedPath(file_okay=False, path_type=Path)
+_COMMAND = "--from with your command"
 
 
 def option(names: str, about: str, kind: Any = None, **more: Any) -> Decorator[Any]:
@@ -214,14 +265,14 @@ def option(names: str, about: str, kind: Any = None, **more: Any) -> Decorator[A
         names: its flag, and behind it the name of its parameter where that is another.
         about: its help.
         kind: the type of its value.
-        more: as for ``click.option``.
+        more: as for ``Option``.
     """
-    return click.option(*names.split(), help=about, type=kind, **more)
+    return click.option(*names.split(), cls=Option, help=about, type=kind, **more)
 
 
-def flag(names: str, about: str) -> Decorator[Any]:
+def flag(names: str, about: str, **more: Any) -> Decorator[Any]:
     """An option without a value."""
-    return option(names, about, is_flag=True)
+    return option(names, about, is_flag=True, **more)
 
 
 #: Settings of a job, and the folder of the user's own files.
@@ -246,16 +297,19 @@ free_option = option(
     metavar="NAMES",
     default="",
     shell_complete=completing(freed_names),
+    needs=_COMMAND,
 )
 strict_option = flag(
     "--strict",
     "With --from: refuse flags that Megatron-LM does not have; by default they are passed on.",
+    needs=_COMMAND,
 )
 version_option = option(
     "--megatron-version",
     "With --from: the Megatron-LM release of the command (0.19); by default that of target=, "
     "else of the checkout that the script lies in, else the newest stable one.",
     metavar="RELEASE",
+    needs=_COMMAND,
 )
 set_option = option(
     "--set flags",

@@ -44,6 +44,8 @@ from nest_megatron.plain import to_plain
 from nest_megatron.report.charts import check_picture
 from nest_megatron.report.console import say, show, show_json, show_or_json
 
+_MODULE = "--module NAME; a model's own sizes are train.micro_batch_size and train.seq_length"
+
 
 @command(
     "nest-megatron extract model=llama3_70b parallel.tensor_model_parallel_size=8",
@@ -80,22 +82,30 @@ from nest_megatron.report.console import say, show, show_json, show_or_json
 @flag(
     "--closed-form",
     "Use the planner's own formulas (of Transformer Engine's layers); needs no torch.",
+    excludes=("--implementation", "no layer is built"),
 )
 @option(
     "--module",
     "A model of your own: NAME takes nothing and returns a torch.nn.Module.",
     metavar="PACKAGE.MODULE:NAME",
+    excludes=(
+        "KEY=VALUE --layer --implementation --unfused --from --megatron-version --closed-form "
+        "--config-dir",
+        "there are no settings and none of Megatron's layers",
+    ),
 )
 @option(
     "--input inputs",
     "With --module: the shape of an input. Repeatable, once for each input.",
     multiple=True,
+    needs=_MODULE,
     metavar="[KEYWORD=]1,2048",
 )
 @option(
     "--dtype dtypes",
     "With --module: the number type of all inputs, or of each. [default: float32]",
     multiple=True,
+    needs=_MODULE,
     metavar="TYPE",
 )
 @option("--draw", "Write a picture (.svg or .png) of each layer that is printed.", OUTPUT)
@@ -126,21 +136,6 @@ def extract(
     if draw is not None:  # before the work, not after it
         check_picture(draw, "--draw")
         require_folder(draw, "--draw")
-    if module is not None and (overrides or closed_form):
-        raise UserInputError(
-            "--module",
-            " ".join(overrides) or "--closed-form",
-            "a module of your own has no settings and no formulas",
-            "Leave them out; what --module names builds the model as you want it.",
-        )
-    if module is None and (inputs or dtypes):
-        raise UserInputError(
-            "--input" if inputs else "--dtype",
-            ", ".join(inputs or dtypes),
-            "it goes with --module",
-            "Add --module, or leave it out: a model's own sizes are train.micro_batch_size and "
-            "train.seq_length.",
-        )
     if module is not None:
         _extract_module(module, inputs, dtypes, draw, as_json=as_json)
         return

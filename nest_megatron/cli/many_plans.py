@@ -152,7 +152,6 @@ class WhatIfOptions(CommandOptions):
 
 def run_whatif(options: WhatIfOptions) -> int:
     """Plan each change of a job, and print one row a change."""
-    options.require_command()
     words, command = list(options.overrides), options.command()
     path = Path(words.pop(0)) if words and command is None else None
     if command is None and (path is None or ("=" in path.name and not path.exists())):

@@ -55,7 +55,11 @@ from nest_megatron.tuning import LAUNCHERS
 @free_option
 @version_option
 @strict_option
-@flag("-m --multirun", "Plan every combination of a,b values.")
+@flag(
+    "-m --multirun",
+    "Plan every combination of a,b values.",
+    excludes=("--from --shortlist --full", "a job of settings is planned, a row for each plan"),
+)
 @flag(
     "--shortlist",
     "List the plans that could be the fastest, and what to measure to tell them apart.",
@@ -64,17 +68,23 @@ from nest_megatron.tuning import LAUNCHERS
     "--for-nodes",
     "Plan for each of these numbers of nodes (120..128 or 96..128:8), in one table.",
     metavar="RANGE",
+    excludes=(
+        "--for-gpus --multirun --html --shortlist --full",
+        "the table has a row for each plan, and has no page",
+    ),
 )
 @option(
     "--hosts",
     "A file of the job's hosts, a line of HOST GROUP... each (rack, row): plan for their "
     "place in the network, and compare with neighbouring hosts.",
     PATH,
+    excludes=("--for-nodes --for-gpus --multirun", "one job runs on the hosts of a file"),
 )
 @option(
     "--write-hostfile hostfile",
     "With --hosts: write the hosts in the order of ranks, for the launcher.",
     OUTPUT,
+    needs="--hosts FILE",
 )
 @option(
     "--launcher",
@@ -82,12 +92,14 @@ from nest_megatron.tuning import LAUNCHERS
     click.Choice([each.value for each in Launcher]),
     default=Launcher.SRUN.value,
     show_default=True,
+    needs="--write-hostfile FILE",
 )
 @option(
     "--for-gpus",
     "Plan for each of these numbers of GPUs (64..4096 by doubling, or 64..512:64): time, "
     "cost, and how well the job scales.",
     metavar="RANGE",
+    excludes=("--multirun --shortlist --full", "the table has a row for each plan"),
 )
 @option("--html", "Write the report as an HTML page.", OUTPUT)
 @full_option
@@ -231,7 +243,16 @@ def whatif(**options: Any) -> int:
     metavar="KEY=VALUE",
 )
 @option("--out", "The folder of the runs; by default a new one in this folder.", FOLDER)
-@option("--resume", "Continue the runs of this folder.", FOLDER)
+@option(
+    "--resume",
+    "Continue the runs of this folder.",
+    FOLDER,
+    excludes=(
+        "KEY=VALUE --from --out --config-dir --set --free --megatron-version --budget "
+        "--iterations --run-timeout --launcher --launcher-option --dry-run",
+        "a tuning goes on as it was begun",
+    ),
+)
 @flag("--dry-run", "Print what would run and for how long; start nothing.")
 @json_option
 def tune(**options: Any) -> int:

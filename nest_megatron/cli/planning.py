@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -162,18 +162,6 @@ class CommandOptions:
         free = tuple(name for name in self.free.split(",") if name.strip())
         return TypedCommand(text=text, free=free, version=self.megatron_version, strict=self.strict)
 
-    def require_command(self) -> None:
-        """Refuse options that go with --from alone."""
-        for option, given in (
-            ("--free", self.free),
-            ("--strict", self.strict),
-            ("--megatron-version", self.megatron_version),
-        ):
-            if given and self.from_command is None:
-                raise UserInputError(
-                    option, given, "it goes with --from", "Add --from with your command."
-                )
-
 
 @frozen
 class EstimateOptions(CommandOptions):
@@ -204,38 +192,7 @@ class PlanOptions(CommandOptions):
     def settings(self) -> tuple[tuple[Setting, ...], tuple[Setting, ...]]:
         """Settings of the job, or of the sweep, and of the launcher that runs it."""
         overrides, launcher = split_launcher(self.overrides)
-        settings = parse(overrides)
-        self.require_command()
-        if self.hostfile is not None and self.hosts is None:
-            raise UserInputError(
-                "--write-hostfile",
-                str(self.hostfile),
-                "it holds the hosts of --hosts in the order of ranks",
-                "Add --hosts FILE.",
-            )
-        for option, other, limit in self._mixed():
-            raise UserInputError(option, other, limit, "Leave one of the two out.")
-        return settings, launcher
-
-    def _mixed(self) -> Iterator[tuple[str, str, str]]:
-        """Options that do not go together, and why."""
-        tables = {
-            "--for-nodes": self.for_nodes is not None,
-            "--for-gpus": self.for_gpus is not None,
-            "--multirun": self.multirun,
-        }
-        named = [name for name, is_set in tables.items() if is_set]
-        if self.hosts is not None and named:
-            yield "--hosts", named[0], "one job runs on the hosts of a file"
-        if self.html is not None and self.for_nodes is not None:
-            yield "--html", "--for-nodes", "a table of plans for numbers of nodes has no page"
-        if self.multirun and self.from_command is not None:
-            yield "--multirun", "--from", "a command is planned by itself"
-        for name in named[1:]:
-            yield name, named[0], "the table is of one job"
-        for name, is_set in (("--shortlist", self.shortlist), ("--full", self.full)):
-            if is_set and named:
-                yield name, named[0], "a table has one row for each plan"
+        return parse(overrides), launcher
 
 
 def run_plan(options: PlanOptions) -> int:
@@ -275,7 +232,6 @@ def run_plan(options: PlanOptions) -> int:
 
 def run_estimate(options: EstimateOptions) -> int:
     """Price one layout and print the prediction."""
-    options.require_command()
     composed = composed_settings(parse(options.overrides), options.config_dir)
     command = options.command()
     found = estimate_job(composed) if command is None else estimate_typed(command, composed)

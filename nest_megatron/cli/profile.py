@@ -89,6 +89,7 @@ Shape = tuple[object, ...]
     "Time only what decides between the plan and the runners-up that could be faster.",
     PATH,
     metavar="PLAN.YAML",
+    excludes=("KEY=VALUE --config-dir", "the plan says what is timed"),
 )
 @option(
     "--max-seconds",
@@ -136,10 +137,13 @@ def profile(
     if for_plan is None:
         request = request_of_settings(overrides, config_dir)
     else:
-        request = request_of_plan(for_plan, overrides)
+        request = request_of_plan(for_plan)
     require_megatron("profile")
     here = ranks()
     times_network = collectives and here.size > 1
+    if network_out is not None and not times_network:
+        limit = "no network is timed in one process, or with --no-collectives"
+        raise UserInputError("--network-out", str(network_out), limit, "Leave it out.")
     if times_network:
         require_least_squares("profile", "; --no-collectives times the layers alone")
     measuring = measuring_here(here, implementation, on_cpu=on_cpu)

@@ -171,12 +171,8 @@ def request_of_settings(overrides: Sequence[str], config_dir: Path | None) -> Pr
     return ProfileRequest(spec=spec, precision=precision, layouts=layouts)
 
 
-def request_of_plan(path: Path, overrides: Sequence[str]) -> ProfileRequest:
+def request_of_plan(path: Path) -> ProfileRequest:
     """What decides between a plan and those of its runners-up that could be the fastest."""
-    if overrides:
-        raise UserInputError(
-            "--for", " ".join(overrides), "the plan says what is timed", "Leave the settings out."
-        )
     plan = load_plan(path).record
     _require_timed(plan.model, plan.train.precision)
     numbers = undecided(plan)

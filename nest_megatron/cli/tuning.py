@@ -168,13 +168,6 @@ def _require_time(runs: Sequence[NextRun], request: TuneRequest) -> None:
 
 
 def _dry_run(options: TuneOptions) -> int:
-    if options.resume is not None:
-        raise UserInputError(
-            "--dry-run",
-            None,
-            "it shows the runs of a tuning that is not begun, and --resume goes on with one",
-            "Leave one of them out.",
-        )
     request = options.request()
     job = _read(request, options.begun_s)
     known = Known(ranked=job.ranked, iterations=request.iterations, num_steps=job.num_steps)
@@ -192,15 +185,6 @@ def _dry_run(options: TuneOptions) -> int:
 def _session(options: TuneOptions) -> AbstractContextManager[Session]:
     """The folder of the runs: a new one, or one that is gone on with."""
     if options.resume is not None:
-        given = {"--from": options.from_command, "--out": options.out}
-        for name, value in given.items():
-            if value is not None:
-                raise UserInputError(
-                    name,
-                    str(value),
-                    "a tuning goes on with what it was begun with",
-                    "Leave it out.",
-                )
         require_tune(options.resume.absolute())
         return resumed_session(options.resume.absolute())
     folder = options.out or Path(f"nest-tune-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")

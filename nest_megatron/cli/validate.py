@@ -64,7 +64,11 @@ def validate(paths: tuple[Path, ...], **options: Any) -> int:
     "nest-megatron calibrate comm_collectives.csv --no-cross-validation",
 )
 @click.argument("paths", nargs=-1, type=PATH, metavar="[FILE.CSV]...")
-@flag("--site", "Learn from this site's own runs (`nest-megatron history`).")
+@flag(
+    "--site",
+    "Learn from this site's own runs (`nest-megatron history`).",
+    excludes=("FILE.CSV --cross-validation", "the history alone is read"),
+)
 @option(
     "--out",
     "Write the constants into this catalogue (hydra_configs); with --site, the file to write.",
@@ -85,15 +89,11 @@ def calibrate(
     left out of it. With --site it learns from this site's own runs and keeps the constants as
     prior; later plans on the same kind of cluster use the result (docs/uncertainty.md).
     """
-    if site == bool(paths):
-        raise UserInputError(
-            "calibrate",
-            " ".join(map(str, paths)) or None,
-            "--site reads the history, and no tables" if site else "no table is given",
-            "Leave one of the two out." if site else "Name tables of measured runs, or --site.",
-        )
     if site:
         return calibrate_site(out, force=forced(), as_json=as_json)
+    if not paths:
+        fix = "Name tables of measured runs, or --site."
+        raise UserInputError("calibrate", None, "no table is given", fix)
     work = ("tools.calibration.command", "calibrate FILE.CSV")
     require_checkout(*work)
     limit = "constants are fitted by SciPy, which is not installed"

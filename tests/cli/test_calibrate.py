@@ -82,7 +82,7 @@ def test_small_collectives_alone_teach_nothing_of_links(tmp_path: Path) -> None:
 def test_what_is_calibrated_is_asked_for() -> None:
     assert run("calibrate").err.startswith("error: calibrate: no table is given")
     both = run("calibrate", "--site", "x.csv")
-    assert both.err.startswith("error: calibrate = x.csv: --site reads the history")
+    assert both.err.startswith("error: FILE.CSV = x.csv: with --site, the history")
 
 
 def test_rows_without_a_time_teach_nothing(tmp_path: Path) -> None:

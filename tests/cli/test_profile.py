@@ -176,7 +176,7 @@ def test_what_decides_between_plans_is_timed_alone(model: str, tmp_path: Path) -
     assert done.code == 0, done.err
     found = done.json()
     differing = {
-        command.shape_of(task) for task in request_of_plan(plan, ()).tasks(flash_attention=False)
+        command.shape_of(task) for task in request_of_plan(plan).tasks(flash_attention=False)
     }
     assert {tuple(t[name] for name in ("piece", *SHAPE)) for t in found["measured"]} == differing
     assert f"Timing {len(differing)} shapes of layers in which the plan and " in done.err

@@ -40,7 +40,7 @@ def test_what_was_measured_for_a_decision_is_what_the_next_plan_rests_on(
     job = (f"model={model}", "cluster=dgx_h100", "cluster.num_gpus=8")
     job += ("train.global_batch_size=16", f"out={out}")
     assert run("plan", *job, "--shortlist").code == 0
-    asked = request_of_plan(out, ())
+    asked = request_of_plan(out)
     shapes = {command.shape_of(task) for task in asked.tasks(flash_attention=False)}
     with stand_in_gpu():
         done = run("profile", "--for", str(out), "--max-seconds", "3600", "--json")

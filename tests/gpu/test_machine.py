@@ -251,7 +251,7 @@ def planned(folder: Path, *words: str) -> Path:
 def test_two_ranks_time_layers_and_nccl(tmp_path: Path) -> None:
     """Each collective's time is known from its bytes."""
     plan, out = planned(tmp_path), tmp_path / "network.yaml"
-    asked = request_of_plan(plan, ())
+    asked = request_of_plan(plan)
     shapes = {shape_of(task) for task in asked.tasks(flash_attention=False)}
     done = on_two_gpus(
         tmp_path, "--for", str(plan), "--max-seconds", "60", "--network-out", str(out)
@@ -282,7 +282,7 @@ def test_two_ranks_time_layers_and_nccl(tmp_path: Path) -> None:
 def test_where_no_layer_differs_the_network_is_timed_alone(tmp_path: Path) -> None:
     one = ("parallel.tensor_model_parallel_size=1", "train.micro_batch_size=1")
     plan = planned(tmp_path, *one)
-    names = request_of_plan(plan, ()).names
+    names = request_of_plan(plan).names
     done = on_two_gpus(tmp_path, "--for", str(plan), "--max-seconds", "5")
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stderr.split())

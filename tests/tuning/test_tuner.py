@@ -68,7 +68,7 @@ def test_runs_that_would_be_ended_before_their_end_are_not_begun() -> None:
 
 def test_a_dry_run_starts_no_run_of_a_tuning_that_goes_on(tmp_path: Path) -> None:
     done = run("tune", "--resume", str(tmp_path), "--dry-run")
-    assert (done.code, "Leave one of them out." in done.err) == (2, True)
+    assert (done.code, "Leave one of the two out." in done.err) == (2, True)
 
 
 @pytest.mark.parametrize(
