@@ -102,9 +102,9 @@ def layout_string(spec: TransformerSpec, partition: StagePartition) -> str:
         )
     chunks = map(partition.chunk, range(partition.num_chunks))
     if spec.hybrid_layer_pattern:
-        layers, depths = _hybrid_symbols(spec)
+        layers, slash, depths = spec.hybrid_layer_pattern.replace("|", "").partition("/")
         stages = (layers[max(chunk.start - 1, 0) : chunk.stop - 1] for chunk in chunks)
-        return "|".join(stages) + depths
+        return f"{'|'.join(stages)}{slash}{depths}"
     *inner, last = (_compact("".join(units[chunk.start : chunk.stop])) for chunk in chunks)
     return _repeated(inner) + last
 
@@ -147,12 +147,12 @@ def _parse_pattern(text: str, spec: TransformerSpec, pp: int) -> StagePartition:
             f"its {len(stages)} stages are not a multiple of the {pp} ranks",
             "Cut as many stages with |.",
         )
-    symbols, depths = _hybrid_symbols(spec)
-    if text.replace("|", "") != symbols + depths:
+    whole = spec.hybrid_layer_pattern.replace("|", "")
+    if text.replace("|", "") != whole:
         raise UserInputError(
             "hybrid_layer_pattern",
             text,
-            f"its layers must be {symbols + depths}",
+            f"its layers must be {whole}",
             "Cut this very model.",
         )
     return _partition(spec, pp, list(map(len, stages)))
@@ -162,12 +162,6 @@ def _partition(spec: TransformerSpec, pp: int, layers: Sequence[int]) -> StagePa
     """So many layers in each virtual stage, behind the embedding and before MTP and the head."""
     boundaries = (0, *(1 + end for end in accumulate(layers[:-1])), spec.num_units)
     return StagePartition(boundaries=boundaries, pipeline_model_parallel_size=pp)
-
-
-def _hybrid_symbols(spec: TransformerSpec) -> tuple[str, str]:
-    """The symbols of a hybrid model's layers, and those behind the first ``/`` with it."""
-    layers, slash, depths = spec.hybrid_layer_pattern.replace("|", "").partition("/")
-    return layers, slash + depths
 
 
 def expand_layout(text: str) -> tuple[str, ...]:

@@ -291,6 +291,7 @@ BROKEN = {
         dims(pp=2, vpp=2),
     ),
     "adapters_over_tp": request(changed(LLAMA, adapters=Adapters(dim=6)), dims(tp=4)),
+    "hybrid_latent_attention": request(changed(HYBRID, hybrid_layer_pattern="M-M+-M-M")),
     "hybrid_virtual_stages": request(HYBRID, dims(pp=2, vpp=2)),
     "hybrid_stages": request(
         HYBRID,

@@ -157,6 +157,14 @@ def test_0_16_cuts_evenly_and_recomputes_no_whole_layers(
     assert not {rule.id for rule, _ in check(_request("0.20", **fields))} - {"activation_flag"}
 
 
+@pytest.mark.parametrize(("version", "known"), [("0.17", False), ("0.18", False), ("0.19", True)])
+def test_latent_attention_is_a_symbol_since_0_19(version: str, known: bool) -> None:
+    pattern = HYBRID.hybrid_layer_pattern.replace("*", "+")
+    latent = dataclasses.replace(HYBRID, hybrid_layer_pattern=pattern)
+    found = {rule.id for rule, _ in check(dataclasses.replace(_request(version), spec=latent))}
+    assert ("hybrid_latent_attention" not in found) is known
+
+
 def test_mtp_layers_of_a_hybrid_model_lie_beside_the_head() -> None:
     apart = dataclasses.replace(UNEVEN, boundaries=(0, 2, 5, 10, 11))
     assert "mtp_stage" in {rule.id for rule, _ in check(_request("0.20", partition=apart))}

@@ -77,6 +77,7 @@ LATER = {
     "encoder",
     "encoder_stages",
     "encoder_zero",
+    "hybrid_latent_attention",
     "hybrid_recompute",
     "norm_under_sequence_parallel",
     "sparse_attention",

@@ -295,6 +295,15 @@ DEGREE_RULES = (
         reason=_ATTENTION,
     ),
     Rule(
+        "hybrid_latent_attention",
+        "ssm/mamba_hybrid_layer_allocation.py Symbols",
+        lambda spec: "+" not in spec.hybrid_layer_pattern,
+        "hybrid_layer_pattern",
+        "Megatron-LM {version} has no layer of latent attention (+) in a hybrid model",
+        "Use Megatron-LM 0.19.",
+        until="0.18",
+    ),
+    Rule(
         "mamba_groups",
         "ssm/mamba_mixer.py:227-247, ssm/mamba_context_parallel.py:91-117 (at build)",
         lambda spec: (
