@@ -219,10 +219,14 @@ def test_a_pinned_file_is_signed_and_not_pinned_anew(signed: Path, tmp_path: Pat
     assert "Pinned to" not in done.out
 
 
-def test_a_key_that_is_there_stays(tmp_path: Path) -> None:
+def test_a_key_that_is_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = run("keygen", "--out", str(tmp_path / "a.pub"), "--no-password")
     assert named.code == 2
-    assert f"Name it {tmp_path / 'a.key'}." in named.err
+    assert f"Name it {tmp_path / 'reviewer.key'}." in named.err
+    monkeypatch.chdir(tmp_path)
+    printed = run("keygen", "--out", "-", "--no-password")
+    assert (printed.code, printed.out) == (2, "")
+    assert "error: --out = -: a secret key has a file of its own" in printed.err
     assert not list(tmp_path.iterdir())  # neither key in the other's place
     key, public = tmp_path / "a.key", tmp_path / "a.pub"
     assert run("keygen", "--out", str(key), "--no-password").code == 0

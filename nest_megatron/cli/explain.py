@@ -42,12 +42,12 @@ def keygen(out: Path, *, no_password: bool, as_json: bool) -> None:
     from nest_megatron import minisign
 
     public = out.with_suffix(PUBLIC_SUFFIX)
-    if public == out:
+    if public == out or is_standard_output(out):
         raise UserInputError(
             "--out",
             str(out),
-            "the public key takes this name",
-            f"Name it {out.with_suffix('.key')}.",
+            "a secret key has a file of its own, and the public key takes NAME.pub",
+            f"Name it {out.parent / 'reviewer.key'}.",
         )
     check_output("--out", public, force=forced())
     password = "" if no_password else ask_password("Password of the new key", confirm=True)

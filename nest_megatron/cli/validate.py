@@ -92,8 +92,9 @@ def calibrate(
     if site:
         return calibrate_site(out, force=forced(), as_json=as_json)
     if not paths:
-        fix = "Name tables of measured runs, or --site."
-        raise UserInputError("calibrate", None, "no table is given", fix)
+        raise UserInputError(
+            "calibrate", None, "no table is given", "Name tables of measured runs, or --site."
+        )
     work = ("tools.calibration.command", "calibrate FILE.CSV")
     require_checkout(*work)
     limit = "constants are fitted by SciPy, which is not installed"
