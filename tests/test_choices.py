@@ -113,6 +113,11 @@ def test_nest_keep_is_search_keep() -> None:
     assert (setting.key, setting.value) == ("search.keep", "[all]")
 
 
+def test_a_launch_has_the_short_names_of_settings() -> None:
+    found = read_words(["+nest=auto", "nest.gpus=64", "nest.max_seconds=5"]).job
+    assert [str(each) for each in found] == ["cluster.num_gpus=64", "search.max_seconds=5"]
+
+
 def test_a_dispatcher_is_chosen_only_where_its_package_is_known() -> None:
     assert planned().layout.execution.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL
     found = planned("search.packages=[hybrid_ep]").layout.execution

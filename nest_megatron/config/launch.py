@@ -8,6 +8,7 @@ from typing import Any
 
 from nest_megatron.config.defaults import naming_defaults, with_defaults
 from nest_megatron.config.overrides import (
+    SHORT_KEYS,
     Setting,
     choice,
     parse,
@@ -27,12 +28,6 @@ from nest_megatron.layout.policy import OnMismatch
 from nest_megatron.plain import Name, frozen
 
 TOKEN = re.compile(r"^(\+\+?nest=|\+{0,2}nest\.)")
-
-
-_TUNE = (
-    "In the place of this command type nest-megatron tune --from '<this command without +nest>'; "
-    "in an allocation of Slurm its runs are steps of it."
-)
 
 
 class Mode(Name):
@@ -64,8 +59,7 @@ class LaunchWords:
 
 def split_words(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Our own words of a command line, and the script's."""
-    ours = [word for word in argv if TOKEN.match(word)]
-    return ours, [word for word in argv if not TOKEN.match(word)]
+    return [w for w in argv if TOKEN.match(w)], [w for w in argv if not TOKEN.match(w)]
 
 
 def read_words(words: Iterable[str]) -> LaunchWords:
@@ -80,15 +74,15 @@ def read_words(words: Iterable[str]) -> LaunchWords:
                     "+nest",
                     name,
                     "a rank of a job that has started cannot start others on its GPUs",
-                    _TUNE,
+                    "In the place of this command type nest-megatron tune --from '<this command "
+                    "without +nest>'; in an allocation of Slurm its runs are steps of it.",
                 )
             mode = choice("+nest", name, Mode)
             continue
         text = text.removeprefix("nest.")
         key, equals, value = text.partition("=")
         if equals and key == "keep":  # short for search.keep, beside free
-            names = "[all]" if value == "all" else value
-            job.append(_job_setting(f"search.keep={names}"))
+            job.append(_job_setting(f"search.keep={'[all]' if value == 'all' else value}"))
         elif equals and key in launch_keys():
             key = "watch.steps" if key == "watch" else key
             refuse_resolvers(f"nest.{key}", value)
@@ -98,13 +92,14 @@ def read_words(words: Iterable[str]) -> LaunchWords:
     refuse_sweeps([s for s in job if s.key != "out"])
     if mode is Mode.OFF:
         return LaunchWords(mode=mode, job=tuple(job), launch=tuple(launch))
-    own = with_defaults(launch, of_launch=True)
-    return LaunchWords(mode=mode, job=with_defaults(job), launch=own)
+    return LaunchWords(
+        mode=mode, job=with_defaults(job), launch=with_defaults(launch, of_launch=True)
+    )
 
 
 def _job_setting(text: str) -> Setting:
     key, equals, value = text.partition("=")
-    name = key.lstrip("~")
+    name = SHORT_KEYS.get(name := key.lstrip("~"), name)
     section = name.partition(".")[0]
 
     def wrong(limit: str, fix: str) -> UserInputError:
@@ -114,13 +109,15 @@ def _job_setting(text: str) -> Setting:
         raise wrong("the model and the batch are the training job's own", "Change its own flag.")
     known = (*section_keys(), *launch_keys())
     if section != "cluster" and name not in known:
-        typed = (*known, "cluster", "cluster.num_gpus")
-        words = [f"nest.{each}" for each in typed if not each.startswith("train.")]
+        words = [
+            f"nest.{each}"
+            for each in (*known, "cluster", "cluster.num_gpus")
+            if not each.startswith("train.")
+        ]
         raise wrong("there is no such setting", nearest(f"nest.{name}", words, count=2))
     if not equals and not key.startswith("~"):
         raise wrong("it has no value", f"Write nest.{key}=VALUE.")
-    (setting,) = parse([text])
-    return setting
+    return parse([text])[0]
 
 
 #: Settings that a mode has no use for, with the reason and the fix.
@@ -154,8 +151,9 @@ def read_launch(words: LaunchWords) -> LaunchConfig:
             try:
                 OmegaConf.update(config, setting.key, _value(setting))
             except OmegaConfBaseException as error:
-                what, limit = f"nest.{setting.key}", type_limit(error)
-                raise UserInputError(what, setting.value, limit, "Correct the value.") from error
+                raise UserInputError(
+                    f"nest.{setting.key}", setting.value, type_limit(error), "Correct the value."
+                ) from error
         launch = OmegaConf.to_object(config)
         assert isinstance(launch, LaunchConfig)
         _check(launch)
@@ -168,8 +166,7 @@ def read_launch(words: LaunchWords) -> LaunchConfig:
 def _value(setting: Setting) -> Any:
     """A value by Hydra's grammar, without its unit; one name for ``free`` is a list of one."""
     value = typed_value(setting, f"nest.{setting.key}")
-    is_list = setting.key in ("free", "may_differ")
-    return [value] if is_list and isinstance(value, str) else value
+    return [value] if isinstance(value, str) and setting.key in ("free", "may_differ") else value
 
 
 def _check(launch: LaunchConfig) -> None:
