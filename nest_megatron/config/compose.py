@@ -280,6 +280,13 @@ def _with_model_as_flags(settings: Sequence[Setting]) -> Sequence[Setting]:
     words = [s.value or "" for s in settings if s.key == "flags"]
     for setting in fields:
         name = setting.key.removeprefix("model.").replace("_", "-")
+        if setting.value in ("false", "False"):
+            raise UserInputError(
+                setting.key,
+                setting.value,
+                "a command says it by the absence of a flag, or by one that turns it off",
+                f"Drop --{name}, or use --set.",
+            )
         words.append(shlex.join([f"--{name}", f"{setting.value}"]).removesuffix(" true"))
     return [
         *(s for s in settings if s not in fields and s.key != "flags"),
@@ -305,9 +312,11 @@ def _with_undivided_levels(overrides: Sequence[Setting]) -> Sequence[Setting]:
     name, size = of_plan.name, of_plan.num_gpus
     if name not in catalogue_names("cluster") or catalogue_cluster(name, size) != of_plan:
         return overrides
-    sized = Setting(key="cluster.num_gpus", value=str(size))
-    kept = (setting for setting in overrides if setting.key != "cluster")
-    return [Setting(key="cluster", value=name), sized, *kept]
+    return [
+        Setting(key="cluster", value=name),
+        Setting(key="cluster.num_gpus", value=str(size)),
+        *(setting for setting in overrides if setting.key != "cluster"),
+    ]
 
 
 def _keep_left_bandwidth(

@@ -94,6 +94,14 @@ def test_a_padded_vocabulary_gives_way_to_another_one() -> None:
             (VOCABULARY, "model.swiglu_limit=3"),
             "model.swiglu_limit = '3': no flag of Megatron-LM says it",
         ),
+        (
+            (VOCABULARY, "model.qk_layernorm=false"),
+            "model.qk_layernorm = 'false': a command says it by the absence of a flag",
+        ),
+        (
+            (VOCABULARY, "model.add_bias_linear=False"),
+            "model.add_bias_linear = 'False': a command says it by the absence",
+        ),
         ((VOCABULARY, "model.num_query_groups=4"), "Give its flags, with those that they need"),
         (("flags=--vocab-size",), "expected one argument"),
         ((VOCABULARY, "train.fp8_recipe=mxfp8"), "the command computes in 16 bits"),

@@ -344,11 +344,11 @@ def _flags_to_set(command: ReadCommand, composed: Settings) -> Iterator[tuple[st
 def _destination(option: Option, composed: Settings, version: str) -> str:
     if option.dest is not None:
         return option.dest
-    name = option.flag.removeprefix("--").replace("-", "_")
-    if f"model.{name}" in composed.given:
+    key = f"model.{option.flag.removeprefix('--').replace('-', '_')}"
+    if key in composed.given:
         raise UserInputError(
-            f"model.{name}",
-            composed.given[f"model.{name}"],
+            key,
+            composed.given[key],
             "no flag of Megatron-LM says it",
             "Give the flags that do with --set.",
         )
