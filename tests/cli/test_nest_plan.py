@@ -63,6 +63,7 @@ def test_nothing_fits() -> None:
     [
         ("research.zro=false", "research.zero"),
         ("research.memory=our", "one of paper, ours"),
+        ("research.optimizer=sgd", "Add research.memory=paper."),
         ("research.schedule=interleaved", "one of 1f1b, gpipe"),
         ("parallel.zero_stage=1", "the recurrence does not know it"),
         ("parallel.tensor_model_parallel_size=3", "no strategy fits"),

@@ -100,8 +100,9 @@ class ResearchJob:
     times: LayerTimes | None = None
 
     def __post_init__(self) -> None:
-        what, fix = "train.global_batch_size", "Give the sequences of one step."
-        require_at_least(what, self.global_batch_size, 1, fix)
+        require_at_least(
+            "train.global_batch_size", self.global_batch_size, 1, "Give the sequences of one step."
+        )
 
 
 _PREFIX = "research."
@@ -146,6 +147,13 @@ def split_research(texts: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
             raise UserInputError(path, value, limit, fix)
         require_known(path, value.lower(), words)
         found[key] = words[value.lower()]
+    if "optimizer" in found and found.get("memory") is not MemoryRule.PAPER:
+        raise UserInputError(
+            "research.optimizer",
+            None,
+            "it is of the paper's memory rule",
+            "Add research.memory=paper.",
+        )
     return job, found
 
 
@@ -160,21 +168,24 @@ def research_job(
     read = {"search.backend", *(f"search.max_{name}" for name in _FIXED)}
     for key in sorted(composed.given):
         if key == "out" or (key.startswith("search.") and key not in read):
-            fix = "Leave it out; --json prints the plan for programs."
-            raise UserInputError(key, None, _UNKNOWN, fix)
+            raise UserInputError(
+                key, None, _UNKNOWN, "Leave it out; --json prints the plan for programs."
+            )
     request = request_of(composed, SearchSpace())
-    limits = {name: getattr(composed.search, f"max_{name}") for name in _FIXED}
-    choices = ResearchChoices(
-        **chosen,
-        fixed=_fixed(composed),
-        limits={name: value for name, value in limits.items() if value is not None},
-    )
     job = ResearchJob(
         spec=request.spec,
         cluster=request.cluster,
         settings=request.settings,
         global_batch_size=request.global_batch_size,
-        choices=choices,
+        choices=ResearchChoices(
+            **chosen,
+            fixed=_fixed(composed),
+            limits={
+                name: limit
+                for name in _FIXED
+                if (limit := getattr(composed.search, f"max_{name}")) is not None
+            },
+        ),
         times=request.times,
     )
     return job, request.notes
@@ -185,8 +196,12 @@ def _fixed(settings: Settings) -> dict[str, int]:
     for name, value in stated_values(settings.parallel).items():
         what = f"parallel.{name}"
         if name not in _FIXED:
-            fix = f"Leave it out; {', '.join(_FIXED)} can be fixed, and research.* be set."
-            raise UserInputError(what, value, _UNKNOWN, fix)
+            raise UserInputError(
+                what,
+                value,
+                _UNKNOWN,
+                f"Leave it out; {', '.join(_FIXED)} can be fixed, and research.* be set.",
+            )
         require_at_least(what, value, 1, "Use 1 or more.")
     return fixed_degrees(settings)
 
