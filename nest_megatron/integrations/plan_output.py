@@ -83,8 +83,7 @@ def pin_plan(
         load_arguments(release)  # refuses a release that is not recorded
     table = TableText(text, str(path)).table() if is_table(text) else None
     plans = [plan_file.load(text, str(path))] if table is None else [p for _, p in table.planned()]
-    made_for = plans[0].provenance
-    if release is None and made_for.framework == MEGATRON_LM:
+    if release is None and (made_for := plans[0].provenance).framework == MEGATRON_LM:
         release = made_for.framework_version
     for plan in plans:
         if not plan.predicted.fits:
@@ -94,7 +93,10 @@ def pin_plan(
                 "it is not predicted to fit in memory",
                 "Pin a plan that fits.",
             )
-        launchable_request(plan, release)
+        if not launchable_request(plan, release)[1] and release is not None:
+            raise UserInputError(
+                "--release", release, "the plan is not for Megatron-LM", "Leave it out."
+            )
     pin = Pin(
         created=now(),
         by=by or user_name(),
@@ -102,9 +104,9 @@ def pin_plan(
         nest_megatron_version=__version__,
         megatron_lm=release,
     )
-    if table is not None:
-        return PinnedTable(pin=pin, table=table)
-    return PinnedPlan(pin=pin, plan=plans[0])
+    return (
+        PinnedPlan(pin=pin, plan=plans[0]) if table is None else PinnedTable(pin=pin, table=table)
+    )
 
 
 def user_name() -> str:

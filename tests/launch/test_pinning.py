@@ -198,6 +198,15 @@ def test_a_pin_keeps_the_release_that_the_plan_was_made_for(tmp_path: Path) -> N
         require_same_job(pinned, job_of(pinned, megatron_lm="0.16"))
 
 
+@pytest.mark.parametrize("target", ["nemo_2.7", "megatron_bridge_0.6"])
+def test_a_plan_of_another_framework_is_pinned_for_no_release(target: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    assert run("plan", *SMALL, f"target={target}", f"out={path}").code == 0
+    done = run("pin", str(path), "--release", "0.19")
+    assert done.err.startswith("error: --release = 0.19: the plan is not for Megatron-LM.")
+    assert run("pin", str(path)).code == 0
+
+
 def test_a_plan_that_was_made_for_no_framework_says_so(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     assert run("plan", *SMALL, f"out={path}").code == 0

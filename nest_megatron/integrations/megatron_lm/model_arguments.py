@@ -142,8 +142,7 @@ def _pattern_and_shares(values: Values) -> str:
     even = pattern_from_ratios(int(layers), *shares)
     if pattern is None:
         return even
-    strange = set(pattern) - set("M*-E")
-    if strange:
+    if strange := set(pattern) - set("M*-E"):
         raise UserInputError(
             "--hybrid-override-pattern",
             pattern,

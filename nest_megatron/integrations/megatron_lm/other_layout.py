@@ -311,8 +311,7 @@ class PlannedJob:
         config, own = composed.parallel, self._plan.layout.without_stages()
         given = fixed_degrees(composed)
         micro = given.pop("micro_batch_size", own.micro_batch_size)
-        stages = self._stages(composed, given)
-        if stages:
+        if stages := self._stages(composed, given):
             given[_VPP] = stages.num_chunks // stages.pipeline_model_parallel_size
         dims = self._dims(given, read_rank_order(config))
         splits_sequence = config.sequence_parallel
