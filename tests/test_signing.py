@@ -185,6 +185,15 @@ def test_each_reason_has_its_exit_code(signed: Path, tmp_path: Path) -> None:
     assert verified(signed, str(tmp_path)).code == 2  # a folder without keys
 
 
+def test_an_empty_key_trusts_nobody(signed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a variable that is not set, and not the keys of the current folder."""
+    monkeypatch.chdir(signed.parent)
+    assert verified(signed, ".").code == 0
+    done = verified(signed, "")
+    assert done.code == 2
+    assert "error: --key = '': it holds no key" in done.err
+
+
 def test_a_pinned_plan_is_signed_again_as_it_is(signed: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_bytes(signed.read_bytes())

@@ -349,11 +349,15 @@ def read_signers(named: Iterable[str], owners: Collection[int] | None = None) ->
         if owners is not None:
             for each in dict.fromkeys((path, *files)):
                 require_unwritable(each, "launch.signers", owners)
-        if not files:
+        if not files or name == "":
             raise UserInputError(
-                "--key", name, f"it holds no key (*{PUBLIC_SUFFIX})", "Copy public keys into it."
+                "--key",
+                name,
+                f"it holds no key (*{PUBLIC_SUFFIX})",
+                "Name a public key, or a folder that holds some.",
             )
-        for each in files:
-            key = minisign.read_public(read_text(each, "--key"), str(each))
-            found.append(Signer(source=str(each), key=key))
+        found += [
+            Signer(source=str(each), key=minisign.read_public(read_text(each, "--key"), str(each)))
+            for each in files
+        ]
     return found
