@@ -377,8 +377,8 @@ def explanation(
         ) not in plan.notes:
             yield f"\n{said}"
     if pin:
-        said = f" ({pin.note})" if pin.note else ""
-        yield f"\nPinned {pin.created} by {pin.by}{said}, for {pinned_for(plan, pin.megatron_lm)}."
+        said = f" ({one_line(pin.note)})" if pin.note else ""
+        yield f"\n{pin_note(pin)[:-1]}{said}, for {pinned_for(plan, pin.megatron_lm)}."
 
 
 def launched_report(

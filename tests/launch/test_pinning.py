@@ -198,6 +198,14 @@ def test_a_pin_keeps_the_release_that_the_plan_was_made_for(tmp_path: Path) -> N
         require_same_job(pinned, job_of(pinned, megatron_lm="0.16"))
 
 
+def test_a_reviewer_and_a_remark_take_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    assert run("plan", *SMALL, f"out={path}").code == 0
+    assert run("pin", str(path), "--by", "eve\nby ada", "--note", "x\n(by ada)").code == 0
+    line = next(each for each in run("explain", str(path)).out.splitlines() if "Pinned" in each)
+    assert r"by eve\nby ada (x\n(by ada))" in line
+
+
 @pytest.mark.parametrize("target", ["nemo_2.7", "megatron_bridge_0.6"])
 def test_a_plan_of_another_framework_is_pinned_for_no_release(target: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
