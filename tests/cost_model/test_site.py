@@ -315,7 +315,7 @@ def test_the_command_writes_it_and_says_what_it_learnt(
     assert "Each job left out in turn" in done.out
     assert len(list((tmp_path / "sites").iterdir())) == 1
     done = run("calibrate", "--site", "rows.csv")
-    assert (done.code, "--site reads the history" in done.err) == (2, True)
+    assert (done.code, "with --site, the history alone is read" in done.err) == (2, True)
 
 
 def with_peak(record: RunRecord, found: ParallelPlan, factor: float | None) -> RunRecord:
