@@ -17,7 +17,7 @@ import nest_megatron
 from nest_megatron.config.catalogue import named_cluster, named_model, read_cluster, read_spec
 from nest_megatron.config.compose import compose
 from nest_megatron.config.keywords import compose_keywords
-from nest_megatron.config.overrides import parse, read_counts
+from nest_megatron.config.overrides import SHORT_KEYS, parse, read_counts
 from nest_megatron.errors import NestError, UserInputError, require_known, shortened
 from nest_megatron.integrations.dry_run import names_script
 from nest_megatron.integrations.megatron_lm.parser import tokens
@@ -122,8 +122,8 @@ class Task:
             "train.global_batch_size": self.global_batch_size.strip(),
         }
         lines = (line.partition("=") for line in self.settings.splitlines() if line.strip())
-        others = {key.strip(): value.strip() for key, _, value in lines}
-        return {key: value for key, value in {**sizes, **others}.items() if value}
+        sizes |= {key.strip(): value.strip() for key, _, value in lines}
+        return {key: value for key, value in sizes.items() if value}
 
     def answer(
         self,
@@ -325,6 +325,7 @@ def _mistakes(
     lines = []
     for line in filter(None, map(str.strip, form.settings.splitlines())):
         key, _, value = (part.strip() for part in line.partition("="))
+        key = SHORT_KEYS.get(key, key)
         if not value or key in (MODEL.lower(), CLUSTER.lower(), "out"):
             yield UserInputError(
                 SETTINGS,

@@ -160,6 +160,7 @@ def test_settings_without_a_section_are_taken_and_changes_are_given_once() -> No
         ({"num_gpus": "8,16"}, GPUS, "it is one number"),
         ({"settings": "model=llama3_70b"}, SETTINGS, "section.key=value"),
         ({"settings": "cluster.num_gpus=16"}, SETTINGS, "given twice"),
+        ({"settings": "gpus=16"}, SETTINGS, "given twice"),
         ({"settings": "parallel.tensor=8"}, SETTINGS, "no such setting"),
         ({"num_gpus": "some"}, GPUS, "some"),
         ({"num_gpus": "8..4", "work": Work.SIZES}, GPUS, "8..4"),
