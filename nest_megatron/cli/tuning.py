@@ -162,7 +162,7 @@ def _require_time(runs: Sequence[NextRun], request: TuneRequest) -> None:
             "--run-timeout",
             f"{request.run_timeout_s / 60:g}min",
             f"a run is expected to take {format_duration(longest)}",
-            f"Give --run-timeout {minutes}min, or fewer steps than --iterations "
+            f"Begin a tuning with --run-timeout {minutes}min, or fewer steps than --iterations "
             f"{request.iterations}.",
         )
 

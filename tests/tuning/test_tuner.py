@@ -62,7 +62,7 @@ def test_runs_that_would_be_ended_before_their_end_are_not_begun() -> None:
     words = ("cluster=dgx_h100", "cluster.num_gpus=16", "--dry-run", "--run-timeout", "1min")
     done = run("tune", "--from", typed, *words)
     assert (done.code, "a run is expected to take" in done.err) == (2, True)
-    minutes = done.err.partition("Give --run-timeout ")[2].partition("min")[0]
+    minutes = done.err.partition("Begin a tuning with --run-timeout ")[2].partition("min")[0]
     assert run("tune", "--from", typed, *words[:-1], f"{minutes}min").code == 0
 
 
