@@ -58,7 +58,7 @@ from nest_megatron.tuning import LAUNCHERS
 @flag(
     "-m --multirun",
     "Plan every combination of a,b values.",
-    excludes=("--from --shortlist --full", "a job of settings is planned, a row for each plan"),
+    excludes=("--from --shortlist --full", "the table has a row for each job of settings"),
 )
 @flag(
     "--shortlist",
