@@ -51,6 +51,13 @@ def exit_code_of(error: BaseException) -> int:
     return NestError.exit_code if isinstance(error, OSError) else FaultError.exit_code
 
 
+def interruption_of(error: BaseException | None) -> KeyboardInterrupt | None:
+    """What an error came of: while a class was made, or a library set its state back."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 def error_line(error: BaseException, most: int | None = None) -> str:
     r"""The kind of an error, and so much of its first line.
 

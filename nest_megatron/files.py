@@ -42,18 +42,6 @@ def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
     write_bytes(path, text.encode("utf-8", errors="backslashreplace"), mode=mode)
 
 
-def require_new(path: Path, what: str) -> None:
-    """Refuse a file that is there already, whoever wrote it.
-
-    Raises:
-        UserInputError: naming it.
-    """
-    if not is_standard_output(path) and os.path.lexists(expanded(path, what)):
-        raise _refused(
-            what, path, "this file exists", "Name another, or add --force to replace it."
-        )
-
-
 def write_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> None:
     """Write a file in one step: readers see the old file or the new one.
 

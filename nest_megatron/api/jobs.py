@@ -32,7 +32,14 @@ from nest_megatron.config.request import request_of
 from nest_megatron.config.schema import PlanConfig
 from nest_megatron.config.space import estimate_layout
 from nest_megatron.documents import read_json
-from nest_megatron.errors import BAD_INPUT, ENDED_EARLY, NOTHING_FITS, OK, UserInputError
+from nest_megatron.errors import (
+    BAD_INPUT,
+    ENDED_EARLY,
+    NOTHING_FITS,
+    OK,
+    UserInputError,
+    interruption_of,
+)
 from nest_megatron.files import expanded, write_text
 from nest_megatron.integrations.megatron_lm.attach import require_launchable_model, with_launch
 from nest_megatron.integrations.plan_job import RecipeJob, TypedCommand
@@ -86,8 +93,7 @@ def plan_job(
         request = job_of_settings(settings, **how)
     else:
         request = dataclasses.replace(source_job.request(settings), **how)
-    found = require_plan(find_plan(request, on_progress), request.notes)
-    return Plan(record=with_launch(found))
+    return Plan(record=with_launch(require_plan(find_plan(request, on_progress), request.notes)))
 
 
 def estimate_job(settings: Settings) -> Plan:
@@ -221,10 +227,11 @@ def sweep_job(
         values += [] if command is None else [command_content(command, composed)]
         values += [] if source_job is None else [to_plain(source_job)]
     except UserInputError as error:  # its result is the error, and is never kept
+        if interruption_of(error):
+            raise
         values = [str(error), *map(str, settings)]
     text = json.dumps([__version__, *values], sort_keys=True, default=str)
-    key = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return dataclasses.replace(job, key=key)
+    return dataclasses.replace(job, key=hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 @contextlib.contextmanager
@@ -402,6 +409,8 @@ def outcome(plan: Callable[[Seconds], Plan]) -> Result:
     try:
         found = plan(time.monotonic())
     except UserInputError as error:
+        if interruption_of(error):
+            raise
         return {"error": error_fields(error)}
     except WITHOUT_PLAN as error:
         return error.document()

@@ -163,8 +163,7 @@ class Plan(Shown):
             )
         if not layout_only:
             return list(launch.argv)
-        release = planned_release(self.record)
-        return parallel_argv(launch_request(self.record, version=release))
+        return parallel_argv(launch_request(self.record, version=planned_release(self.record)))
 
     def apply(self, recipe: Any) -> tuple[Change, ...]:
         """Write the plan into a recipe of NeMo or a configuration of Megatron-Bridge, in place.

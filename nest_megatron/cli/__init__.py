@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nest_megatron.caching import rare_garbage_collection
-from nest_megatron.errors import BAD_INPUT, INTERRUPTED, OK, OUR_FAULT, PROGRAM
+from nest_megatron.errors import (
+    BAD_INPUT,
+    INTERRUPTED,
+    OK,
+    OUR_FAULT,
+    PROGRAM,
+    interruption_of,
+)
 from nest_megatron.printing import print_to_stderr
 
 if TYPE_CHECKING:
@@ -45,7 +52,7 @@ def main(argv: Sequence[str] | None = None, *, begun_s: Seconds | None = None) -
     except KeyboardInterrupt as error:
         return _interrupted(error)
     except Exception as error:  # noqa: BLE001 - no user should see a traceback
-        if interruption := _interruption_of(error):
+        if interruption := interruption_of(error):
             return _interrupted(interruption)
         if isinstance(error, ImportError):  # of a package that is missing, or that is broken
             print_to_stderr(f"error: {error}. `pip install {PROGRAM}` installs all that it needs.")
@@ -55,13 +62,6 @@ def main(argv: Sequence[str] | None = None, *, begun_s: Seconds | None = None) -
         with contextlib.suppress(Exception):  # of standard error that cannot be written to
             return report(error, arguments)
         return OUR_FAULT
-
-
-def _interruption_of(error: BaseException | None) -> KeyboardInterrupt | None:
-    """What an error came of: while a class was made, or a library set its state back."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 def _interrupted(error: KeyboardInterrupt) -> int:
@@ -87,7 +87,7 @@ def _run(arguments: list[str], begun_s: Seconds) -> int:
     try:
         code = cli.main(args=arguments, prog_name=PROGRAM, standalone_mode=False, obj=begun_s)
     except NestError as error:
-        if _interruption_of(error):
+        if interruption_of(error):
             raise
         print_error(error, as_json=as_json)
         return error.exit_code

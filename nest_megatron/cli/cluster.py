@@ -18,7 +18,8 @@ from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.cluster.topology import host_file
 from nest_megatron.config.catalogue import named_cluster
 from nest_megatron.config.launch import MixedGpus
-from nest_megatron.files import is_standard_output, require_new, write_text
+from nest_megatron.errors import UserInputError
+from nest_megatron.files import expanded, is_standard_output, write_text
 from nest_megatron.plain import to_plain
 from nest_megatron.profile import network as profiles
 from nest_megatron.profile.network_import import cluster_text, fit_network, read_measurements
@@ -61,8 +62,10 @@ def cluster_new(*, name: str | None, out: Path | None) -> None:
         raise click.UsageError("Missing argument 'NAME', or --out FILE.")
     path = Path(f"{name}.yaml") if out is None else out
     text = cluster_template("mine" if name is None and is_standard_output(path) else name, path)
-    if not forced():
-        require_new(path, "--out" if out is not None else "NAME")
+    what = "--out" if out is not None else "NAME"
+    if not (forced() or is_standard_output(path)) and os.path.lexists(expanded(path, what)):
+        fix = "Name another, or add --force to replace it."
+        raise UserInputError(what, str(path), "this file exists", fix)
     write_text(path, text)
     if not is_standard_output(path):
         say(f"Wrote {path}. Change what is marked CHANGE in it; its head says how to plan on it.")

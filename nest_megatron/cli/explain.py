@@ -97,8 +97,7 @@ def verify(path: Path, *, keys: tuple[str, ...], signature: Path | None, as_json
     pin = signed.pinned.pin if signed else read_pinned(path).pin
     if as_json:
         signer = signed and {"key": signed.signer.key_name, "source": signed.signer.source}
-        comment = signed and signed.comment
-        show_json({"pinned": to_plain(pin), "signer": signer, "comment": comment})
+        show_json({"pinned": to_plain(pin), "signer": signer, "comment": signed and signed.comment})
         return
     say(one_line(f"{path} is as {pin.by} pinned it at {pin.created}."))
     if signed is None:

@@ -132,8 +132,7 @@ def run_scaling(options: PlanOptions, gpus: str) -> int:
     if options.html:
         page = scaling_table(found.rows).page("One job on several numbers of GPUs", job, found.rows)
         write_text(options.html, page)
-    code = swept_jobs.exit_code()
-    return OK if found.plans() else code
+    return OK if found.plans() else swept_jobs.exit_code()
 
 
 @frozen

@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from nest_megatron.api.jobs import SweepJob, opened, read_result, write_result
+from nest_megatron.api.jobs import (
+    SweepJob,
+    opened,
+    outcome,
+    read_result,
+    sweep_job,
+    write_result,
+)
+from nest_megatron.config.compose import Settings
+from nest_megatron.errors import UserInputError
 from nest_megatron.layout import plan_file
 from nest_megatron.report.plan_rows import PlanRow, sweep_chart, to_csv, to_parquet
 from tests.cli.runs import (
@@ -224,3 +233,18 @@ def test_a_result_that_cannot_be_read_counts_as_none(tmp_path: Path, text: str) 
     (file,) = tmp_path.rglob("job.json")
     file.write_text(text, encoding="utf-8", errors="surrogatepass")
     assert read_result(tmp_path, job) is None
+
+
+def test_an_interruption_of_which_a_library_makes_an_error_is_no_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """OmegaConf makes one of it while a job is composed."""
+
+    def interrupted(*_: object) -> Settings:
+        raise UserInputError("cluster", None, "it cannot be read", "") from KeyboardInterrupt()
+
+    monkeypatch.setattr(SweepJob, "composed", interrupted)
+    with pytest.raises(UserInputError):
+        sweep_job((), ())
+    with pytest.raises(UserInputError):
+        outcome(interrupted)  # type: ignore[arg-type]
