@@ -45,8 +45,8 @@ Hydra ([hydra_configs/plan.yaml](../hydra_configs/plan.yaml) is the primary conf
 clusters` or a file; their fields are those of the catalogue's files ([adding.md](adding.md)), so
 `cluster.num_gpus=64` sets one. `gpus`, `memory` and `max_seconds` are short for
 `cluster.num_gpus`, `cluster.accelerator.memory_bytes` and `search.max_seconds`. `null` stands for
-what is searched, or for the default that the last column names. In a training job settings have
-`nest.` before them and no short names; [launching.md](launching.md#words) lists them.
+what is searched, or for the default that the last column names. In a training job the same settings
+have `nest.` before them; [launching.md](launching.md#words) lists them.
 """
 COMMANDS_HEAD = """\
 <!-- Written by `python docs/make_reference.py` from the commands' own help. -->

@@ -386,8 +386,7 @@ def _tell(own: RankTasks, found: Timed, network_out: Path | None, *, as_json: bo
     if measured and written:
         say(f"The network was timed in {found.network_s:.0f} s.")
         table = [levels_table(measured.fits)] if measured.fits else []
-        notes = notes_report((*measured.notes, *measured.fit_notes))
-        show(profile_lines(measured), *table, notes)
+        show(profile_lines(measured), *table, notes_report((*measured.notes, *measured.fit_notes)))
         network.write(measured, written)
         say(f"The network is in {written}; `nest-megatron network import {written} --cluster NAME")
         say("--out measured.yaml` makes a cluster of it.")

@@ -99,7 +99,8 @@ def read_words(words: Iterable[str]) -> LaunchWords:
 
 def _job_setting(text: str) -> Setting:
     key, equals, value = text.partition("=")
-    name = SHORT_KEYS.get(name := key.lstrip("~"), name)
+    name = key.lstrip("~")
+    name = SHORT_KEYS.get(name, name)
     section = name.partition(".")[0]
 
     def wrong(limit: str, fix: str) -> UserInputError:

@@ -28,6 +28,7 @@ from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import (
+    DEFAULT_MODULES,
     NO_RECOMPUTE,
     Recompute,
     RecomputeGranularity,
@@ -125,7 +126,7 @@ def read_recompute(parallel: ParallelConfig) -> Recompute | None:
     )
     names = parallel.recompute_modules
     if names is None and granularity is RecomputeGranularity.SELECTIVE:
-        names = ("core_attn",)  # Megatron's default
+        names = DEFAULT_MODULES
     wanted = {choice("parallel.recompute_modules", name, RecomputeModule) for name in names or ()}
     return Recompute(
         granularity=granularity,

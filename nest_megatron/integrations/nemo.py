@@ -30,8 +30,9 @@ from nest_megatron.integrations.fields import (
     value_or,
 )
 from nest_megatron.integrations.megatron_lm.attach import is_blackwell
+from nest_megatron.integrations.megatron_lm.layout_arguments import OVERLAPS
 from nest_megatron.integrations.megatron_lm.rendezvous import within
-from nest_megatron.integrations.recipe import OVERLAPS, memory_fields
+from nest_megatron.integrations.recipe import memory_fields
 from nest_megatron.integrations.recipe_plan import (
     PlannedRecipe,
     layout_fields,

@@ -39,6 +39,7 @@ from nest_megatron.integrations.fields import (
     value_or,
 )
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
+    OVERLAPS,
     flag_of,
     naming_fields,
     read_recompute,
@@ -73,8 +74,6 @@ from nest_megatron.model.spec import LATENT_SIZES, ModelFamily, TransformerSpec
 
 #: What every plan takes back (``field_mapping``), so that it weighs on no plan's memory.
 TAKEN_BACK = "defer_embedding_wgrad_compute"
-#: What replicas exchange during the passes.
-OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
 #: Items that no choice of a layout is made of by itself.
 _NOT_FIXED = (
     *RECOMPUTE_ARGUMENTS,
@@ -247,12 +246,12 @@ class Recipe(Configuration, ABC):
         for item, value in stated.items():
             if item.endswith("_parallel_size") and value not in (None, 1):
                 self.whole(self.items[item])
-        sharded = {
-            **stated,
+        fsdp = {
             "use_megatron_fsdp": self.uses_fsdp,
             "use_torch_fsdp2": self.find("dist.use_torch_fsdp2") is True,
-            "megatron_fsdp_version": self.find(f"{self.ddp}.megatron_fsdp_version"),
         }
+        of_fsdp = self.find(f"{self.ddp}.megatron_fsdp_version")
+        sharded = {**stated, **fsdp, "megatron_fsdp_version": of_fsdp}
         packs, needs = packs_sequences(data), self.requirements(spec)
         if (size := packed_sequence_size(data)) is not None and not family.packs:
             raise UserInputError(
@@ -324,7 +323,7 @@ class Recipe(Configuration, ABC):
                 **self.arguments(),
                 **overlaps,
                 **graphs,
-                **{name: sharded[name] for name in ("use_megatron_fsdp", "use_torch_fsdp2")},
+                **fsdp,
             },
             recompute=recompute,
             zero=read_zero(sharded) or ZeroStage.NONE,

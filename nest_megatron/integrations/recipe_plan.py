@@ -35,12 +35,12 @@ from nest_megatron.cost_model.memory import replicas
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.fields import ABSENT, FIELDS, FieldValue, changes, set_fields
 from nest_megatron.integrations.megatron_lm.attach import OF_THE_COMMAND_LINE, launch_request
-from nest_megatron.integrations.megatron_lm.layout_arguments import partition_of_values
+from nest_megatron.integrations.megatron_lm.layout_arguments import OVERLAPS, partition_of_values
 from nest_megatron.integrations.megatron_lm.planning import job_request, plan_to_launch
 from nest_megatron.integrations.megatron_lm.search_space import for_optimizer, free_parameters
 from nest_megatron.integrations.megatron_lm.write import planned_values
 from nest_megatron.integrations.plan_job import with_origin
-from nest_megatron.integrations.recipe import OVERLAPS, TAKEN_BACK, Recipe
+from nest_megatron.integrations.recipe import TAKEN_BACK, Recipe
 from nest_megatron.integrations.restore import differs_by_rank, finetuning_fields
 from nest_megatron.layout.diff import Change, plan_values, reason
 from nest_megatron.layout.plan import ParallelPlan

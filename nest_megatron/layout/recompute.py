@@ -14,6 +14,8 @@ RECOMPUTE_ARGUMENTS = (
     "recompute_num_layers",
     "recompute_modules",
 )
+#: What selective recomputation is of where nothing says it.
+DEFAULT_MODULES = ("core_attn",)
 
 
 class RecomputeGranularity(Name):

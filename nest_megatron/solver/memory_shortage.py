@@ -125,9 +125,10 @@ def _least_capacity(
     solve: StageSolver, stages: StageProblems, recompute: Recompute, low: Bytes, high: Bytes
 ) -> Bytes | None:
     """Smallest capacity above a lower bound, up to ``high``, with which some partition fits."""
+    problem = stages.problem(recompute)
 
     def enough(capacity: Bytes) -> bool:
-        return _has_partition(solve, stages.problem(recompute)._replace(capacity_bytes=capacity))
+        return _has_partition(solve, problem._replace(capacity_bytes=capacity))
 
     if not enough(high):
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nest_megatron.catalogue_files import catalogue_entry
-from tools.calibration.parameters import AT_PRIOR, CONSTANTS, PARAMETERS, Parameter
+from tools.calibration.parameters import _NOT_FITTED, AT_PRIOR, CONSTANTS, PARAMETERS, Parameter
 
 ENTRIES = {
     **catalogue_entry("calibration", "devices"),
@@ -29,6 +29,7 @@ def test_a_fit_without_a_constant_loses_a_tenth_of_a_point(parameter: Parameter)
 
 def test_the_others_stay_where_separate_measurements_put_them() -> None:
     assert {p.key for p in PARAMETERS}.isdisjoint(AT_PRIOR)
+    assert AT_PRIOR.keys() == _NOT_FITTED
     for parameter in CONSTANTS:
         if parameter.key in AT_PRIOR:
             assert ENTRIES[parameter.owner]["values"][parameter.name] == parameter.prior

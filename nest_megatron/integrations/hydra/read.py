@@ -182,8 +182,8 @@ def _scheme(peft: Any) -> Any:
     """What an application calls its adapters: NeMo 1 and Megatron-Bridge each in their own way."""
     if not isinstance(peft, Mapping):
         return peft
-    names = ("peft_scheme", "scheme", "_target_")
-    return next((peft[name] for name in names if peft.get(name) is not None), None)
+    schemes = map(peft.get, ("peft_scheme", "scheme", "_target_"))
+    return next((scheme for scheme in schemes if scheme is not None), None)
 
 
 def _require(values: Mapping[str, Any], name: str, view: AppView) -> None:

@@ -17,6 +17,7 @@ from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.execution_rules import EXECUTION_ARGUMENTS
 from nest_megatron.layout.recompute import (
+    DEFAULT_MODULES,
     RECOMPUTE_ARGUMENTS,
     Recompute,
     RecomputeGranularity,
@@ -43,6 +44,8 @@ STAGE_OPTIONS = (
 )
 #: Arguments that state the recomputation.
 RECOMPUTE = (*RECOMPUTE_ARGUMENTS, "recompute_activations", "moe_layer_recompute")
+#: What replicas exchange during the passes.
+OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
 #: Arguments that a plan may set; what a user gives of them stays fixed.
 PARALLEL_ARGUMENTS = (
     "tensor_model_parallel_size",
@@ -60,8 +63,7 @@ PARALLEL_ARGUMENTS = (
     "use_megatron_fsdp",
     "use_torch_fsdp2",
     "data_parallel_sharding_strategy",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
+    *OVERLAPS,
     *(name for names in EXECUTION_ARGUMENTS.values() for name in names),
 )
 
@@ -141,7 +143,7 @@ def read_recompute(values: Values) -> Recompute | None:
     granularity = values.get("recompute_granularity")
     if values.get("recompute_activations"):
         granularity = "selective"
-    modules = list(values.get("recompute_modules") or ["core_attn"])
+    modules = list(values.get("recompute_modules") or DEFAULT_MODULES)
     if values.get("moe_layer_recompute"):
         granularity, modules = "selective", [*modules, "moe"]
     if granularity is None:

@@ -16,6 +16,7 @@ from nest_megatron.integrations.megatron_lm.attach import (
     layout_request,
 )
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
+    OVERLAPS,
     Values,
     flag_error,
     flag_of,
@@ -145,8 +146,7 @@ def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Varian
     grid = replace(grid, execution=allowed_execution(asked, grid))
     settings, traits = request.settings, request.settings.traits
     reduces, gathers = (  # True, or of a recipe the number of replicas from which on it is
-        values.get(name) in range(1, dims.data_parallel_size + 1)
-        for name in ("overlap_grad_reduce", "overlap_param_gather")
+        values.get(name) in range(1, dims.data_parallel_size + 1) for name in OVERLAPS
     )
     if "cost.dp_overlap" not in composed.given:  # what is overlapped hides, and no more
         if not (reduces or grid.zero.is_fsdp):  # which does by itself (megatron_fsdp.py:277)
