@@ -135,7 +135,7 @@ def job_text(name: str) -> tuple[str, str]:
         ("memory", predicted.peak_memory_bytes, predicted.capacity_bytes),
         ("search", search.certificate, search.gap_percent, search.candidates, search.bounded),
         ("solved", search.solved, search.stage_nodes, search.simulations),
-        ("infeasible", *sorted(search.infeasible.items()), *sorted(search.illegal.items())),
+        ("infeasible", *sorted(search.infeasible.items()), *search.illegal),
         *(("offer", offer) for offer in plan.offers),
     ]
     if (likely := plan.uncertainty) is not None:

@@ -54,7 +54,7 @@ class SearchRecord:
     bounded: int
     infeasible: Mapping[str, int]
     solved: int
-    illegal: Mapping[str, int]
+    illegal: tuple[str, ...]
     stage_nodes: int
     simulations: int
     seconds: float

@@ -318,7 +318,7 @@ def record_without_search() -> SearchRecord:
         bounded=0,
         infeasible={},
         solved=1,
-        illegal={},
+        illegal=(),
         stage_nodes=0,
         simulations=1,
         seconds=0.0,

@@ -66,7 +66,7 @@ def refuse_if_nothing_is_legal(request: Request, result: SearchResult, deadline:
         return
     broken = binding_rules(request, deadline.passed)
     rules = "; ".join(f"{rule.what} = {rule.value}: {rule.limit}" for rule in broken)
-    rules = rules or "; ".join(sorted(result.illegal)) or "nothing divides the GPUs"
+    rules = rules or "; ".join(result.illegal) or "nothing divides the GPUs"
     advice = _advice_on_fixed(request, deadline)
     if not advice and all(rule.what != "global_batch_size" for rule in broken):
         advice = " ".join(rule.fix for rule in broken)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
@@ -55,7 +54,7 @@ class GridSpace(Caching):
         space: what may be chosen.
 
     Attributes:
-        illegal: combinations that the space or a rule of Megatron refused, by reason, so far.
+        illegal: reasons for which the space or a rule of Megatron refused a combination so far.
     """
 
     def __init__(self, model: CostModel, global_batch_size: int, space: SearchSpace) -> None:
@@ -63,7 +62,7 @@ class GridSpace(Caching):
         self.global_batch_size = global_batch_size
         self.space = space
         self.batch_unit = space.batch_unit or global_batch_size
-        self.illegal: Counter[str] = Counter()
+        self.illegal: set[str] = set()
         known = known_facts(model, space, global_batch_size)
         self.steps = search_steps(known, rulebook.RULES)
         pipelines = ("world_size", "tp", "ep", "etp", "pp", "vpp")
@@ -77,12 +76,6 @@ class GridSpace(Caching):
         names = {name for rule in virtual.rules for name in rule.names if name != once}
         read = {each for name in names for each in sources(name)} - {"vpp"}
         self._virtual_key = facts_reader([once, *(n for n in virtual.names if n in read)])
-
-    def with_own_counts(self) -> GridSpace:
-        """The same space with separate counts; what is worked out of it is shared."""
-        same = copy.copy(self)
-        same.illegal = Counter()
-        return same
 
     def shards(self) -> Iterator[PartialLayout]:
         """Grids with one pipeline stage that stand for all with the same shard of a layer."""
@@ -100,24 +93,24 @@ class GridSpace(Caching):
                         yield shard
 
     def _allows(self, step: str, facts: Mapping[str, Any]) -> bool:
-        """Whether no rule refuses what a step decides; the reason of the first one is counted."""
+        """Whether no rule refuses what a step decides; the reason of the first one is noted."""
         reason = self.steps[step].refusal(facts)
         if reason:
-            self.illegal[reason] += 1
+            self.illegal.add(reason)
         return reason is None
 
     def _has_executions(self, grid: PartialLayout) -> bool:
         """Whether Megatron executes layers there, with some recomputation."""
         has_some = bool(self.executions.fastest(grid))
         if not has_some:
-            self.illegal["the execution of layers goes with the layout"] += 1
+            self.illegal.add("the execution of layers goes with the layout")
         return has_some
 
     def _values(self, name: str, number: int) -> list[int]:
         """Values of a degree that divide a number; a fixed one that does not is noted."""
         values = self.space.values(name, number, self.model.cluster)
         if not values and name in self.space.fixed:
-            self.illegal[f"{name}={self.space.fixed[name]} divides what is left of the GPUs"] += 1
+            self.illegal.add(f"{name}={self.space.fixed[name]} divides what is left of the GPUs")
         return values
 
     def _degrees(self, world: int) -> Iterator[dict[str, Any]]:
@@ -213,7 +206,7 @@ class GridSpace(Caching):
             if self.space.allows("data_parallel_size", ranks // pp, self.model.cluster):
                 yield found
             else:
-                self.illegal["data_parallel_size is within its limits"] += 1
+                self.illegal.add("data_parallel_size is within its limits")
 
     def families(self, grid: PartialLayout) -> Iterator[PartialLayout]:
         """Virtual stages, ZeRO stages and executions of a grid that Megatron accepts."""

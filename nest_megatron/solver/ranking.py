@@ -113,7 +113,7 @@ class SearchResult:
             then counts no more.
         infeasible: those that cannot fit, by reason.
         solved: those whose best stage partition was computed.
-        illegal: combinations of degrees that Megatron refuses, by rule.
+        illegal: what refuses some combinations of degrees: rules of Megatron, or the space.
         nodes, simulations: work of the stage solver.
     """
 
@@ -127,7 +127,7 @@ class SearchResult:
     bounded: int
     infeasible: dict[str, int]
     solved: int
-    illegal: dict[str, int]
+    illegal: tuple[str, ...]
     nodes: int
     simulations: int
 

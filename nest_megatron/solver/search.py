@@ -116,8 +116,7 @@ class Search(Caching):
             self.memory = MemoryBounds(self.model, self.grids)
             self.lower_bounds: dict[PartialLayout, StageSolution] = {}  # in any memory
         else:
-            self.grids = like.grids.with_own_counts()
-            self.bounds, self.memory = like.bounds, like.memory
+            self.grids, self.bounds, self.memory = like.grids, like.bounds, like.memory
             self.lower_bounds = like.lower_bounds
         self.peaks = limit or PeakLimit(self.model)
         self.most_bytes = max(map(self.peaks.at_most, space.zero_stages), default=0)
@@ -148,8 +147,7 @@ class Search(Caching):
         self.enumerated = self._enumerate()
         drained = self.enumerated and self._drain()
         if self.is_first and not (drained or (self.solved and self.best)):
-            grids, solve = self.grids.with_own_counts(), self.solve_stages
-            self._keep_any(first_plan(grids, self.memory, self.peaks, solve))
+            self._keep_any(first_plan(self.grids, self.memory, self.peaks, self.solve_stages))
         return self._result(present, drained=drained)
 
     def _price_present(self) -> SolvedLayout | None:
@@ -229,7 +227,7 @@ class Search(Caching):
             bounded=self.candidates - known if drained else 0,
             infeasible=dict(self.infeasible),
             solved=self.solved,
-            illegal=dict(self.grids.illegal),
+            illegal=tuple(sorted(self.grids.illegal)),
             nodes=self.nodes,
             simulations=self.simulations,
         )
@@ -237,8 +235,8 @@ class Search(Caching):
     def _open_bound(self) -> Ticks:
         """No plan that is still to be looked at is faster."""
         if not self.enumerated:
-            grids = self.grids.with_own_counts()
-            bounds = (self._least_of(self.bounds.outside_experts, s) for s in grids.shards())
+            shards = self.grids.shards()
+            bounds = (self._least_of(self.bounds.outside_experts, each) for each in shards)
             return min(bounds, default=self.bounds.floor)
         return self.heap[0].bound if self.heap else NO_THRESHOLD
 
