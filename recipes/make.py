@@ -73,7 +73,7 @@ class Job:
         if self.nemo:
             yield Recipe(job=self, framework=NEMO, name=self.nemo, target="nemo_2.7")
         if self.bridge:
-            target = "megatron_bridge_0.3"
+            target = "megatron_bridge_0.6"
             yield Recipe(job=self, framework=BRIDGE, name=self.bridge, target=target)
 
 

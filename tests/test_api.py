@@ -334,6 +334,18 @@ def test_gemma_3_is_planned_where_it_is_built() -> None:
         nest_megatron.plan(**staged, virtual_pipeline_model_parallel_size=2)
 
 
+@pytest.mark.parametrize("target", ["megatron_bridge_0.4", "megatron_bridge"])
+def test_hybrid_models_of_megatron_bridge_have_no_virtual_stages(target: str) -> None:
+    job = {"model": "nemotron_h_8b", "cluster": "dgx_h100", **JOB, "target": target}
+    staged = {**job, "pipeline_model_parallel_size": 2}
+    assert nest_megatron.plan(**staged).layout.dims.virtual_pipeline_model_parallel_size == 1
+    with pytest.raises(UserInputError, match=r"Megatron-Bridge 0\.\d takes no virtual stages"):
+        nest_megatron.plan(**staged, virtual_pipeline_model_parallel_size=2)
+    assert nest_megatron.plan(
+        **{**staged, "target": "megatron_lm"}, virtual_pipeline_model_parallel_size=2
+    )
+
+
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [

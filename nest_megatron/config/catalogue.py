@@ -86,8 +86,7 @@ def read_cluster(settings: Settings, num_gpus: int | None = None) -> Cluster:
         )
     cluster = cluster_from_mapping(settings.cluster, num_gpus=num_gpus)
     if settings.checks.plausibility:
-        batch = settings.train.global_batch_size
-        require_plausible(None, cluster, batch, typed=settings.given)
+        require_plausible(None, cluster, settings.train.global_batch_size, typed=settings.given)
     return cluster
 
 

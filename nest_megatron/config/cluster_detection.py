@@ -237,8 +237,7 @@ def _seen_cluster(cluster: Cluster, hosts: Sequence[Host]) -> tuple[Cluster, tup
     if depth and cluster.gpus_per_host is None:
         topology = topology.only([level.name for level in found.cluster.levels])
         placed = on_hosts(found.cluster, tuple(topology.groups.values()))
-        spread = describe_groups(tuple(groups.values()), names)
-        seen = (*seen, f"{spread}: {source}")
+        seen = (*seen, f"{describe_groups(tuple(groups.values()), names)}: {source}")
     assumed = "; ".join((*found.assumed, *found.notes))
     fix = "Name yours with nest.cluster (nest-megatron cluster discover writes one)."
     return placed, (f"Seen: {'; '.join(seen)}.", f"Assumed: {assumed}. {fix}")
@@ -279,8 +278,10 @@ def processes_per_host(environment: Mapping[str, str]) -> int | None:
 
 def number_said(environment: Mapping[str, str], *names: str) -> int | None:
     """The number in the first of these variables that holds one."""
-    said = (environment.get(name, "") for name in names)
-    return next((int(text) for text in said if text.isdigit()), None)
+    for name in names:
+        if (text := environment.get(name, "")).isdigit():
+            return int(text)
+    return None
 
 
 @frozen
@@ -390,7 +391,6 @@ def discovered(
         if shared
         else []
     )
-    unused = unused_outputs(sources, hosts, topology)
     return DiscoveredCluster(
         cluster=replace(
             found.cluster,
@@ -405,7 +405,7 @@ def discovered(
         assumed=(*found.assumed, *taken),
         notes=(
             *(*notes, *found.notes, *_differences(sources, hosts, stand_in)),
-            *(*unused, *sources.unseen),
+            *(*unused_outputs(sources, hosts, topology), *sources.unseen),
         ),
         accelerator=accelerator,
     )

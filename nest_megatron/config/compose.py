@@ -167,8 +167,8 @@ def _numbered(setting: Setting, config: DictConfig) -> Setting:
     levels = (config.cluster or {}).get("levels") or ()
     names = [str(each.get("name")) for each in levels if isinstance(each, Mapping)]
     require_known(setting.key, found[1], names, "the cluster has no such network level")
-    rest = setting.key[found.end() :]
-    return dataclasses.replace(setting, key=f"cluster.levels.{names.index(found[1])}.{rest}")
+    key = f"cluster.levels.{names.index(found[1])}.{setting.key[found.end() :]}"
+    return dataclasses.replace(setting, key=key)
 
 
 def _update(config: DictConfig, setting: Setting) -> None:
@@ -191,8 +191,7 @@ def _update(config: DictConfig, setting: Setting) -> None:
             parent, _, name = key.rpartition(".")
             del OmegaConf.select(config, parent)[name]
         else:
-            value = typed_value(setting, key)
-            OmegaConf.update(config, key, value, force_add=group in GROUPS)
+            OmegaConf.update(config, key, typed_value(setting, key), force_add=group in GROUPS)
 
 
 def _is_accelerator(setting: Setting) -> bool:
@@ -425,8 +424,7 @@ def _model_file(path: Path, notes: list[str]) -> Fields:
         raise _bad_file("model", path, "it is not a JSON object")
     if _OF_HUGGING_FACE.isdisjoint(parsed):
         return read_mapping("model", path)  # JSON is YAML
-    generic = path.stem in ("config", "")
-    name = path.resolve().parent.name if generic else path.stem
+    name = path.resolve().parent.name if path.stem in ("config", "") else path.stem
     return _of_hugging_face(parsed, name, str(path), notes)
 
 
@@ -437,8 +435,9 @@ def _of_hugging_face(parsed: Fields, name: str, where: str, notes: list[str]) ->
     read = read_hf_model(parsed, name)
     notes += read.notes
     if read.unread:
-        unread = ", ".join(read.unread)
-        notes.append(f"Not read of {where}: {unread}; the model is planned without.")
+        notes.append(
+            f"Not read of {where}: {', '.join(read.unread)}; the model is planned without."
+        )
     return record_fields(read.spec)
 
 

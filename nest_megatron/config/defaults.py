@@ -86,8 +86,9 @@ def _read(path: Path) -> Iterator[Setting]:
         refuse_resolvers(f"nest.{name}", value, f"Write the value itself ({where}).")
         key = "watch.steps" if name == "watch" else name
         is_special = isinstance(value, str) and not _PLAIN.fullmatch(value)
-        typed = quoted(value) if is_special else value_text(value)
-        yield Setting(key=key, value=typed, origin=where)
+        yield Setting(
+            key=key, value=quoted(value) if is_special else value_text(value), origin=where
+        )
 
 
 def _check(name: str, value: object, where: str) -> None:

@@ -296,8 +296,8 @@ def fields_of(target: Target) -> frozenset[str] | None:
     """
     if target in MEGATRON_LM:
         return None
-    lacks = NEMO_LACKS if target is NEMO else {}
-    return frozenset(knob.name for knob in KNOBS) - {*lacks, *OF_THE_JOB}
+    names = {knob.name for knob in KNOBS} - {*OF_THE_JOB}
+    return frozenset(names.difference(NEMO_LACKS) if target is NEMO else names)
 
 
 def installed_packages() -> tuple[str, ...]:

@@ -189,7 +189,7 @@ def attention_of(spec: TransformerSpec, target: Target) -> tuple[TransformerSpec
         The model, and a note where that is other work than the model's own.
     """
     size = spec.attention_chunk_size
-    if size is None or target.fitted == "nemo":
+    if size is None or target is NEMO:
         return spec, []
     note = (
         f"{target.framework} has no attention in chunks: layers of {spec.name} that attend within "
@@ -208,17 +208,24 @@ def buildable_degrees(
 
     Source: ``gemma2.Gemma2Model``, ``gemma3.Gemma3Config.configure_model``,
     ``llama4_utils.Llama4SelfAttention`` of ``nemo.collections.llm.gpt.model``; Megatron-Bridge's
-    ``Gemma2DotProductAttention`` and ``OLMoESelfAttention``.
+    ``Gemma2DotProductAttention``, ``OLMoESelfAttention``, ``HybridModelProvider.provide``,
+    ``Qwen25VLModel`` and ``Qwen3VLModel``.
     """
     virtual, context = "virtual_pipeline_model_parallel_size", "context_parallel_size"
     refused = {}
-    if target.fitted == "nemo":
+    if target is NEMO:
         if spec.variant.norm_placement is NormPlacement.SANDWICH:
             refused = {virtual: "takes no virtual stages", context: "splits no sequence"}
         if spec.attention_chunk_size is not None:
             refused[context] = "cuts chunks from the part of a sequence on one rank"
     elif spec.variant.qk_norm_full_width:
         refused["tensor_model_parallel_size"] = "norms all heads of queries and keys on every rank"
+    if spec.hybrid_layer_pattern and target not in MEGATRON_LM:
+        refused[virtual] = "takes no virtual stages"
+    if spec.vision is not None and not spec.has_split_encoder:
+        refused[context] = "splits no sequence"
+        if spec.vision.deepstack_layers:
+            refused[virtual] = "tells its layers of no virtual stage"
     if spec.variant.attn_logit_softcapping is not None:
         refused[context] = "keeps all scores and splits no sequence"
     for name, why in refused.items():
@@ -267,7 +274,7 @@ def require_all_gpus(settings: Settings, who: str) -> None:
 
 def builds_mtp_beside_layer(spec: TransformerSpec, target: Target) -> bool:
     """Whether its framework builds MTP layers of the last stage's layers, as NeMo does."""
-    return target.fitted == "nemo" and spec.num_mtp_layers > 0
+    return target is NEMO and spec.num_mtp_layers > 0
 
 
 def space_of_frozen_weights(

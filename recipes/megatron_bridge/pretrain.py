@@ -31,6 +31,7 @@ def planned(name: str, cluster: str) -> tuple[Any, ParallelPlan, tuple[Change, .
     recipes = importlib.import_module("megatron.bridge.recipes")
     cfg = getattr(recipes, f"{name}_pretrain_config")()
     if cfg.tokenizer.tokenizer_type == "NullTokenizer":  # a stand-in, of fewer tokens
+        cfg.tokenizer.use_tokenizer_vocab_size = False
         cfg.model.vocab_size = plan.model.vocab_size
     return cfg, plan, apply_plan(cfg, plan, free=("global_batch_size", "seq_length"))
 

@@ -11,9 +11,11 @@ import pytest
 
 from nest_megatron.config.compose import compose
 from nest_megatron.config.schema import with_values
+from nest_megatron.config.space import buildable_degrees
 from nest_megatron.config.train import with_images
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.target_defaults import target_named
 from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.recompute import (
@@ -82,6 +84,19 @@ def test_a_published_file_has_the_parameters_of_its_weights() -> None:
     read = read_hf_model(QWEN25_VL_7B, "q")
     assert read.unread == ()
     assert "alone" not in " ".join(read.notes)
+
+
+@pytest.mark.parametrize(
+    ("deepstack_layers", "name"), [(0, "context"), (3, "context"), (3, "virtual_pipeline_model")]
+)
+def test_what_megatron_bridge_cannot_divide_is_refused(deepstack_layers: int, name: str) -> None:
+    spec, degree = qwen(), f"{name}_parallel_size"
+    vision = dataclasses.replace(spec.vision, deepstack_layers=deepstack_layers)
+    spec = dataclasses.replace(spec, vision=vision)
+    bridge = target_named("megatron_bridge")
+    assert buildable_degrees(spec, bridge, {})[degree] == 1
+    with pytest.raises(UserInputError, match=rf"parallel\.{degree} = 2: the class of"):
+        buildable_degrees(spec, bridge, {degree: 2})
 
 
 def test_a_misspelt_field_of_the_encoder_is_refused() -> None:
