@@ -20,7 +20,6 @@ from nest_megatron import minisign
 from nest_megatron.errors import UserInputError
 from nest_megatron.planner.pins import (
     read_signers,
-    sign_pinned,
     signature_path,
     verify_pinned,
 )
@@ -313,10 +312,20 @@ def test_what_was_reviewed_is_what_is_signed(
         return read(*args)
 
     monkeypatch.setattr(minisign, "read_secret", swapping)
-    sign_pinned(plan, signed.parent / "reviewer.key", pytest.fail)
+    assert run("pin", str(plan), "--sign", str(signed.parent / "reviewer.key")).code == 0
     assert verified(plan, str(signed.parent / "reviewer.pub")).code == 15
     plan.write_bytes(content)
     assert verified(plan, str(signed.parent / "reviewer.pub")).code == 0
+
+
+def test_a_plan_that_cannot_be_signed_is_not_written(signed: Path, tmp_path: Path) -> None:
+    plan, wrong = tmp_path / "plan.yaml", signed.parent / "reviewer.pub"
+    assert run("plan", *SMALL, f"out={plan}").code == 0
+    kept = plan.read_bytes()
+    for more in ((), ("--out", str(tmp_path / "pinned.yaml"))):
+        assert run("pin", str(plan), "--sign", str(wrong), *more).code == 2
+    assert plan.read_bytes() == kept
+    assert list(tmp_path.iterdir()) == [plan]
 
 
 def test_a_damaged_key_signs_nothing() -> None:

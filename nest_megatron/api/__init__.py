@@ -270,7 +270,8 @@ def plan_table(
         nodes: numbers of nodes.
 
     Raises:
-        UserInputError: if there is no plan for any of them, or a setting is wrong.
+        NothingFitsError, SearchEndedError: if there is no plan for any of them.
+        UserInputError: for a wrong setting, or where no layout is legal.
 
     >>> table = plan_table(
     ...     model="llama3_8b", cluster="dgx_h100", nodes=[2, 3], global_batch_size=96

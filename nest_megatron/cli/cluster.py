@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import click
 
-from nest_megatron.cli.command_kinds import NEXT, OUTPUT, PATH, forced, group, json_option, option
+from nest_megatron.cli.command_kinds import (
+    NEXT,
+    OUTPUT,
+    PATH,
+    flag,
+    forced,
+    group,
+    json_option,
+    option,
+)
 from nest_megatron.cli.complete import completing_catalogue
 from nest_megatron.cluster import sources
 from nest_megatron.cluster.hosts import this_host
@@ -24,6 +31,8 @@ from nest_megatron.plain import to_plain
 from nest_megatron.profile import network as profiles
 from nest_megatron.profile.network_import import cluster_text, fit_network, read_measurements
 from nest_megatron.report.console import say, show, show_json, show_or_json
+
+_ONE_SOURCE = "one source names the hosts"
 
 
 @group(
@@ -60,8 +69,9 @@ def cluster_new(*, name: str | None, out: Path | None) -> None:
 
     if name is None and out is None:
         raise click.UsageError("Missing argument 'NAME', or --out FILE.")
-    path = Path(f"{name}.yaml") if out is None else out
-    text = cluster_template("mine" if name is None and is_standard_output(path) else name, path)
+    named = Path(f"{name or 'mine'}.yaml")
+    path = named if out is None else out
+    text = cluster_template(name, named if is_standard_output(path) else path)
     what = "--out" if out is not None else "NAME"
     if not (forced() or is_standard_output(path)) and os.path.lexists(expanded(path, what)):
         fix = "Name another, or add --force to replace it."
@@ -78,9 +88,11 @@ def cluster_new(*, name: str | None, out: Path | None) -> None:
     "--out site.yaml --hosts-out hosts.txt",
     "nest-megatron cluster discover --hosts racks.txt --cluster dgx_h100 --json",
 )
-@option("--slurm source", "The hosts of this Slurm allocation.", flag_value="slurm")
-@option("--kubernetes source", "What kubectl shows.", flag_value="kubernetes")
-@option("--local source", "This host alone.", flag_value="local")
+@flag(
+    "--slurm", "The hosts of this Slurm allocation.", excludes=("--kubernetes --local", _ONE_SOURCE)
+)
+@flag("--kubernetes", "What kubectl shows.", excludes=("--local", _ONE_SOURCE))
+@flag("--local", "This host alone.")
 @option(
     "--read outputs",
     "The saved output of a program: cluster report, scontrol show topology or node, "
@@ -106,9 +118,11 @@ def cluster_new(*, name: str | None, out: Path | None) -> None:
 @option("--hosts-out", "Write the hosts and their groups here.", OUTPUT)
 @json_option
 def cluster_discover(
-    source: str | None,
     outputs: tuple[Path, ...],
     *,
+    slurm: bool,
+    kubernetes: bool,
+    local: bool,
     hosts: Path | None,
     base: str | None,
     mixed_gpus: str,
@@ -123,14 +137,14 @@ def cluster_discover(
     """
     from nest_megatron.config.cluster_detection import discovered
 
-    if source is None and not outputs and hosts is None:
-        source = "slurm" if "SLURM_JOB_ID" in os.environ else "local"
-    read: dict[str, Callable[[], sources.Sources]] = {
-        "slurm": partial(sources.slurm_job, os.environ),
-        "kubernetes": sources.kubernetes_nodes,
-        "local": lambda: sources.Sources(hosts=(this_host(),)),
-    }
-    given = sources.Sources() if source is None else read[source]()
+    if not (slurm or kubernetes or local or outputs or hosts):
+        slurm = "SLURM_JOB_ID" in os.environ
+        local = not slurm
+    given = sources.Sources(hosts=(this_host(),)) if local else sources.Sources()
+    if slurm:
+        given = sources.slurm_job(os.environ)
+    if kubernetes:
+        given = sources.kubernetes_nodes()
     for path in outputs:
         given = given.joined(sources.saved_output(path))
     found = discovered(

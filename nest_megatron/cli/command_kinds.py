@@ -28,12 +28,8 @@ class NamedPath(click.Path):
         """The path; ``UserInputError`` for an empty text, which would be the current folder."""
         if value != "" or param is None:
             return super().convert(value, param, ctx)
-        what = _typed_name(param)
-        if isinstance(param, click.Argument):
-            raise UserInputError(what, "", "it is empty", "Name a file.")
-        if isinstance(self, OutputFile):
-            raise _unnamed(what)
-        raise UserInputError(what, "", "it is empty", "Name one, or leave it out.")
+        fix = "Name one." if param.required else "Name one, or leave it out."
+        raise UserInputError(_typed_name(param), "", "it is empty", fix)
 
 
 class OutputFile(NamedPath):
@@ -54,10 +50,6 @@ def _refuse(context: click.Context, param: click.Parameter, limit: str, fix: str
     text = shlex.join(map(str, value)) if isinstance(value, tuple) else str(value)
     if text:
         raise UserInputError(_typed_name(param), None if value is True else text, limit, fix)
-
-
-def _unnamed(what: str) -> UserInputError:
-    return UserInputError(what, "", "it is empty", "Say where to write, or leave it out.")
 
 
 class Duration(click.types.FloatParamType):
@@ -199,7 +191,7 @@ class Command(Examples):
             elif parameter.name == "overrides":
                 pairs = [str(text).lstrip("+").partition("=")[::2] for text in values]
                 if ("out", "") in pairs:
-                    raise _unnamed("out")
+                    raise UserInputError("out", "", "it is empty", "Name one, or leave it out.")
                 named = {key: Path(value.strip("'\"")) for key, value in pairs if value}
                 out = named.pop("out", None)
                 is_folder = context.params.get("multirun") or context.params.get("for_gpus")

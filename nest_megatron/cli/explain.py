@@ -17,14 +17,16 @@ from nest_megatron.planner.pins import (
     PinnedPlan,
     PinnedTable,
     is_pinned,
+    parse_pinned,
+    pin_signature,
     pinned_for,
+    pinned_text,
     plan_text,
     read_pinned,
     read_signers,
     read_table,
-    sign_pinned,
+    signature_path,
     verify_pinned,
-    write_pinned,
 )
 from nest_megatron.printing import one_line
 from nest_megatron.report.console import say, show_json, show_or_json
@@ -222,10 +224,10 @@ def pin(
     if key is not None and is_printed:
         limit = "the signature lies beside the pinned plan, and --out - makes no file"
         raise UserInputError("--sign", str(key), limit, "Name a file with --out.")
-    text = plan_text(read_bytes(path, "plan"), path)
-    made_now = key is None or out is not None or not is_pinned(text)
+    content = read_bytes(path, "plan")
+    made_now = key is None or out is not None or not is_pinned(plan_text(content, path))
     if not made_now:
-        pinned: PinnedPlan | PinnedTable = read_pinned(path)
+        pinned: PinnedPlan | PinnedTable = parse_pinned(content, path)
         for name, given in (("--by", by), ("--note", note), ("--release", release)):
             if given:
                 raise UserInputError(
@@ -236,9 +238,14 @@ def pin(
                 )
     else:
         pinned = pin_plan(path, by=by, note=note, release=release)
-        write_pinned(pinned, target)
+        content = pinned_text(pinned).encode()
+    signed = "" if key is None else pin_signature(content, path, key, ask_password)
+    if made_now:
+        write_text(target, content.decode())
+    signature = signature_path(target) if signed else None
+    if signature:
+        write_text(signature, signed)
     made = pinned.pin
-    signature = None if key is None else sign_pinned(target, key, ask_password)
     if as_json:
         show_json(
             {"pinned": str(target), "signature": signature and str(signature), **to_plain(made)}

@@ -38,7 +38,7 @@ from nest_megatron.layout.plan import ParallelPlan, script_words
 from nest_megatron.plain import frozen, to_plain
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import command_lines, progress, say, show, show_json
-from nest_megatron.report.failure import WITHOUT_PLAN, print_without_plan
+from nest_megatron.report.failure import WITHOUT_PLAN
 from nest_megatron.report.memory_words import plan_verdict
 from nest_megatron.report.terminal import changes_table
 from nest_megatron.units import Seconds, format_seconds
@@ -209,20 +209,17 @@ def run_plan(options: PlanOptions) -> int:
     placement = None if options.hosts is None else placed(composed, options.hosts)
     composed = composed if placement is None else placement.composed
     command = options.command()
-    try:
-        found, parts = _planned(composed, options, command)
-        if placement is not None:
-            compared = placement.compared(
-                found.record, lambda packed: _planned(packed, options, command)[0].record
-            )
-            notes = (*found.record.notes, placement.note, compared)  # in its file, too
-            record = dataclasses.replace(found.record, notes=notes)
-            found = dataclasses.replace(found, record=record)
-        _tell(found, composed, options, parts)
-        if options.html:
-            found.explain().write_html(options.html, force=True)  # checked before
-    except WITHOUT_PLAN as error:
-        return print_without_plan(error, as_json=options.as_json)
+    found, parts = _planned(composed, options, command)
+    if placement is not None:
+        compared = placement.compared(
+            found.record, lambda packed: _planned(packed, options, command)[0].record
+        )
+        notes = (*found.record.notes, placement.note, compared)  # in its file, too
+        record = dataclasses.replace(found.record, notes=notes)
+        found = dataclasses.replace(found, record=record)
+    _tell(found, composed, options, parts)
+    if options.html:
+        found.explain().write_html(options.html, force=True)  # checked before
     if placement and options.hostfile:
         words = placement.write(options.hostfile, Launcher(options.launcher))
         if not options.as_json:

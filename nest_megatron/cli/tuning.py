@@ -20,7 +20,6 @@ from nest_megatron.layout import plan_file
 from nest_megatron.plain import frozen
 from nest_megatron.printing import print_to_stderr
 from nest_megatron.report.console import print_notes, progress, say, show, show_json
-from nest_megatron.report.failure import WITHOUT_PLAN, print_without_plan
 from nest_megatron.tuning.job import TunedJob, read_tuned
 from nest_megatron.tuning.launchers import launcher_named, read_options
 from nest_megatron.tuning.report import (
@@ -96,13 +95,10 @@ class TuneOptions(CommandOptions):
 
 def run_tune(options: TuneOptions) -> int:
     """Tune a job, or say what that would take."""
-    try:
-        if options.dry_run:
-            return _dry_run(options)
-        with _session(options) as session:
-            return _tuned(session, options)
-    except WITHOUT_PLAN as error:
-        return print_without_plan(error, as_json=options.as_json)
+    if options.dry_run:
+        return _dry_run(options)
+    with _session(options) as session:
+        return _tuned(session, options)
 
 
 def _tuned(session: Session, options: TuneOptions) -> int:

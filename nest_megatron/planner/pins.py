@@ -271,26 +271,21 @@ def signature_path(path: Path) -> Path:
     return path.with_name(path.name + minisign.SUFFIX)
 
 
-def sign_pinned(path: Path, key_path: Path, ask_password: Callable[[], str]) -> Path:
-    """Sign a pinned file, and write its signature next to it.
-
-    Returns:
-        The signature's file.
+def pin_signature(
+    content: bytes, path: Path, key_path: Path, ask_password: Callable[[], str]
+) -> str:
+    """The signature of a pinned file's bytes, as the text of the file next to it.
 
     Raises:
         UserInputError: if the plan is not pinned, or the key cannot be read.
     """
-    content = read_bytes(path, "plan")
     pinned = parse_pinned(content, path)
     key = minisign.read_secret(read_text(key_path, "--sign"), ask_password, str(key_path))
     comment = (
         f"pinned plan of {pinned.plan.model.name}\tby:{pinned.pin.by}\tat:{pinned.pin.created}"
     )
     in_ascii = comment.encode("ascii", "backslashreplace").decode()
-    signature = minisign.sign(content, key, re.sub(r"[^\t -~]", " ", in_ascii))
-    target = signature_path(path)
-    write_text(target, minisign.file_text(signature))
-    return target
+    return minisign.file_text(minisign.sign(content, key, re.sub(r"[^\t -~]", " ", in_ascii)))
 
 
 def verify_pinned(

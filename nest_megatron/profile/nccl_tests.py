@@ -64,6 +64,7 @@ _RANK = re.compile(
 _VERSION = re.compile(r"#\s*nccl-tests version (\S+).*nccl-library=(\d{1,18})|NCCL version (\S+)")
 _HEAD = re.compile(r"#\s+size\s+count\s+type\b")
 _FOOT = re.compile(r"#\s*Out of bounds values\s*:\s*(\d{1,18})")
+_FIX = "Give the output of nccl-tests as it was printed, whole runs only."
 
 
 class Reading(NamedTuple):
@@ -144,12 +145,12 @@ class _Log:
         for self._number, raw in enumerate(text.splitlines(), start=1):
             tag = _TAG.match(raw)
             if tag is None or tag[1] != "stderr":
-                self._line = raw if tag is None else raw[tag.end() :]
+                self._line = _TAG.sub("", raw)
                 self._take()
         self._require_closed()
         if not self._tables:
             limit = "no table of nccl-tests is in it (# size count type ...)"
-            raise self._wrong(limit, "the whole file")
+            raise ProfileError("measurements", self._name, limit, _FIX)
         note = f"{self._name}: {self._empty} rows of no bytes tell nothing and are left out."
         return Reading(
             devices=tuple(self._devices),
@@ -339,7 +340,7 @@ class _Log:
             f"{self._name}, line {self._number}",
             self._line.strip() if value is None else value,
             limit,
-            "Give the output of nccl-tests as it was printed, whole runs only.",
+            _FIX,
         )
 
 

@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nest_megatron.documents import parse_json
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.files import (
     MAX_BYTES,
     append_line,
@@ -257,12 +258,7 @@ def new_session(folder: Path, request: TuneRequest) -> Iterator[Session]:
         UserInputError: if the folder has one, or another process holds it.
     """
     require_folder(folder, "--out")
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise UserInputError(
-            "--out", str(folder), f"it cannot be made: {error.strerror or error}", "Name another."
-        ) from error
+    folder.mkdir(exist_ok=True)
     with _held(folder):
         if any(path.name not in (_LOCK, _HOLDER) for path in folder.iterdir()):
             raise UserInputError(
@@ -272,7 +268,13 @@ def new_session(folder: Path, request: TuneRequest) -> Iterator[Session]:
                 f"Name another folder, or go on with --resume {folder}.",
             )
         _append(folder, to_plain(request))
-        yield Session(folder, request, {})
+        session = Session(folder, request, {})
+        try:
+            yield session
+        except NestError:
+            if not session.trials:  # there is nothing to go on with
+                shutil.rmtree(folder)
+            raise
 
 
 @contextlib.contextmanager

@@ -87,6 +87,8 @@ def test_a_new_cluster_has_the_name_that_was_given(tmp_path: Path) -> None:
     assert run("clusters", str(out), "--json").json()["name"] == "123"
     printed = run("cluster", "new", "--out", "-")
     assert 'name: "mine"' in printed.out
+    assert "cluster=./mine.yaml" in printed.out
+    assert "cluster=./a.yaml" in run("cluster", "new", "a", "--out", "-").out
     for wrong in (("../x",), ("a b",), ("--out", str(tmp_path / "a b.yaml")), ()):
         assert run("cluster", "new", *wrong).code == 2
     link = tmp_path / "link.yaml"

@@ -86,6 +86,11 @@ PAIRS = {
         "--network-out",
         "one process",
     ),
+    "two sources of hosts": (
+        ("cluster", "discover", "--local", "--slurm"),
+        "--local",
+        "--slurm",
+    ),
     "filter of one run": (("history", "--model", "a", "show", "0123"), "--model", "behind show"),
 }
 

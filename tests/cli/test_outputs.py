@@ -377,6 +377,7 @@ def test_a_pinned_plan_on_standard_output_is_no_file(plan: Path, tmp_path: Path)
         (("plan", *SMALL, "--config-dir", ""), "--config-dir"),
         (("whatif", "{plan}", "gpus=8,16", "--out", ""), "--out"),
         (("profile", *SMALL, "--for", ""), "--for"),
+        (("keygen", "--out", ""), "--out"),
     ],
 )
 def test_an_empty_path_is_not_the_current_folder(
@@ -390,6 +391,7 @@ def test_an_empty_path_is_not_the_current_folder(
     done = run(*(str(plan) if word == "{plan}" else word for word in words))
     assert done.code == BAD_INPUT
     assert done.err.startswith(f"error: {named} = '': it is empty")
+    assert ("or leave it out" in done.err) == (words[0] not in ("explain", "keygen"))
     assert not [*tmp_path.iterdir()]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nest_megatron import load_plan
-from nest_megatron.errors import PlanFileError, UserInputError
+from nest_megatron.errors import NOTHING_FITS, PlanFileError, UserInputError
 from nest_megatron.integrations.megatron_lm import checkpoint
 from nest_megatron.integrations.megatron_lm.checkpoint import checkpoint_of_plan
 from nest_megatron.layout import plan_file
@@ -160,8 +160,7 @@ def test_a_table_is_no_plan(path: Path) -> None:
         (["--for-gpus", "8..16", "--full"], "--full"),
         (["-m", "train.global_batch_size=64,128", "--full"], "--full"),
         (["--for-nodes", "2..4", "-m"], "--multirun"),
-        (["--for-nodes", "127", "train.global_batch_size=64"], "no layout is legal"),
-        (["--for-nodes", "1", "model=gpt3_175b"], "GiB.\n"),
+        (["--for-nodes", "127", "train.global_batch_size=64"], "is legal for llama3_8b"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(words: list[str], said: str) -> None:
@@ -173,3 +172,12 @@ def test_what_cannot_be_planned_is_refused(words: list[str], said: str) -> None:
 def test_the_text_is_read_as_it_was_written(path: Path) -> None:
     text = path.read_text("utf-8")
     assert plan_table.dump(TableText(text, "it").table()) == text
+
+
+def test_where_no_number_of_nodes_fits_the_most_of_them_are_told(tmp_path: Path) -> None:
+    out = tmp_path / "table.yaml"
+    done = run("plan", *JOB, BATCH, "model.num_layers=400", "--for-nodes", "1..2", f"out={out}")
+    assert (done.code, done.err) == (NOTHING_FITS, "")
+    assert "No plan is predicted to fit in memory." in done.out
+    assert "No number of nodes has a plan; this is about 2." in " ".join(done.out.split())
+    assert not out.exists()

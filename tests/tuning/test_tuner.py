@@ -57,13 +57,16 @@ def tuned(folder: Path, launcher: Answered, **asked: object) -> Tuned:
         return tuner(session, launcher, **asked).run()
 
 
-def test_runs_that_would_be_ended_before_their_end_are_not_begun() -> None:
+def test_runs_that_would_be_ended_before_their_end_are_not_begun(tmp_path: Path) -> None:
     typed = command("--use-distributed-optimizer")
     words = ("cluster=dgx_h100", "cluster.num_gpus=16", "--dry-run", "--run-timeout", "1min")
     done = run("tune", "--from", typed, *words)
     assert (done.code, "a run is expected to take" in done.err) == (2, True)
     minutes = done.err.partition("Begin a tuning with --run-timeout ")[2].partition("min")[0]
     assert run("tune", "--from", typed, *words[:-1], f"{minutes}min").code == 0
+    runs = tmp_path / "runs"
+    assert run("tune", "--from", typed, *words[:2], *words[3:], "--out", str(runs)).code == 2
+    assert not runs.exists()
 
 
 def test_a_dry_run_starts_no_run_of_a_tuning_that_goes_on(tmp_path: Path) -> None:

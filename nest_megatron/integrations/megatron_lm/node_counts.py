@@ -32,7 +32,6 @@ from nest_megatron.report.failure import WITHOUT_PLAN, require_plan
 from nest_megatron.solver.space import DEGREES
 from nest_megatron.units import Seconds, format_seconds
 
-_WHAT = "--for-nodes"
 #: Why a checkpoint loads on no other number of replicas without a flag.
 _WHY = {
     "ddp_bucket_size": "the optimizer's state lies by bucket, and their size follows the replicas",
@@ -70,9 +69,9 @@ def settings_for_nodes(composed: Settings, counts: Sequence[int]) -> Settings:
     most = max(counts) * gpus_per_host(cluster)
     if "cluster.num_gpus" in composed.given and cluster.num_gpus < most:
         raise UserInputError(
-            _WHAT,
-            _words(counts),
-            f"{max(counts)} nodes have {most} GPUs, and cluster.num_gpus={cluster.num_gpus}",
+            "--for-nodes",
+            max(counts),
+            f"they have {most} GPUs, and cluster.num_gpus={cluster.num_gpus}",
             f"Leave cluster.num_gpus out, or raise it to {most}.",
         )
     fields = {**(composed.cluster or {}), "num_gpus": most}
@@ -171,7 +170,8 @@ def plan_for_nodes(job: TableJob, counts: Sequence[int]) -> PlanTable:
     idle, the one with the shortest step with the most nodes.
 
     Raises:
-        UserInputError: if there is no plan for any of them.
+        NothingFitsError, SearchEndedError: if there is no plan for any of them.
+        UserInputError: if none has, and no layout of the most nodes is legal.
     """
     alone = [_plan_entry(job, nodes, None) for nodes in sorted(counts, reverse=True)]
     # what all plans may load: one checkpoint of each layout, that of the most nodes first
@@ -183,13 +183,10 @@ def plan_for_nodes(job: TableJob, counts: Sequence[int]) -> PlanTable:
             candidates.setdefault(layout, loads)
     tables = [(loads, _plans_that_load(job, alone, loads)) for loads in candidates.values()]
     if not tables:
-        entry, _ = alone[0]
-        raise UserInputError(
-            _WHAT,
-            _words(counts),
-            f"there is no plan for any of them; for {entry.num_nodes}: {entry.told.rstrip('.')}",
-            "Give numbers of nodes that the batch divides over and the model fits on.",
-        )
+        most = alone[0][0]
+        asked = job.request_for(most.num_gpus, None)
+        about = f"No number of nodes has a plan; this is about {most.num_nodes}."
+        job.plan(replace(asked, remedies=True, notes=(*asked.notes, about)), None)
     loads, found = max(tables, key=lambda each: _worth(each[1]))
     return PlanTable(
         entries=_entries_with_advice(found, _best_below(job, found, loads)),
@@ -262,10 +259,6 @@ def _notes(job: TableJob, loads: Resharding) -> Iterator[str]:
     for name, value in loads.needed.items():
         flag = f"--{name.replace('_', '-')}{'' if value is True else f' {value}'}"
         yield f"Launch all of them with {flag}: {_WHY[name]}; without it no other number loads."
-
-
-def _words(counts: Sequence[int]) -> str:
-    return f"{min(counts)}..{max(counts)}" if len(counts) > 1 else str(counts[0])
 
 
 def _entries_with_advice(
