@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import pydoc
 import re
 import subprocess
 import sys
@@ -67,6 +68,11 @@ def test_the_public_names_are_frozen() -> None:
         assert name in dir(nest_megatron)
     with pytest.raises(AttributeError, match="no attribute 'plam'"):
         _ = nest_megatron.plam
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name != "__version__"])
+def test_help_shows_each_public_name(name: str) -> None:
+    assert name in pydoc.render_doc(getattr(nest_megatron, name))
 
 
 def test_a_search_says_how_far_it_is_and_is_ended_by_what_that_raises() -> None:

@@ -38,6 +38,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import with_launch
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import Progress
+from nest_megatron.planner.pins import read_plan
 from nest_megatron.units import Seconds
 
 if TYPE_CHECKING:
@@ -366,7 +367,5 @@ def load_plan(path: StrPath) -> Plan:
     >>> load_plan("recipes/mixtral_8x7b_dgx_h100_64.yaml").layout.num_gpus
     64
     """
-    from nest_megatron.planner.pins import read_plan
-
     record, pin = read_plan(path_of("path", path))
     return Plan(record=record, pin=pin)

@@ -26,18 +26,17 @@ from nest_megatron.layout.layout import Layout
 from nest_megatron.layout.plan import ParallelPlan, SearchRecord
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import frozen, to_plain
+from nest_megatron.planner import plan_table
+from nest_megatron.planner.pins import Pin
+from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.console import Shown
-from nest_megatron.report.plan_rows import scaling_document, scaling_table
+from nest_megatron.report.plan_rows import PlanRow, scaling_document, scaling_table
 from nest_megatron.units import Seconds, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from nest_megatron.integrations.megatron_lm.other_layout import Versus, WhyNot
-    from nest_megatron.planner import plan_table
-    from nest_megatron.planner.pins import Pin
-    from nest_megatron.profile.lookup import LayerTimes
-    from nest_megatron.report.plan_rows import PlanRow
 
 
 def output_file(path: StrPath, *, force: bool) -> Path:
@@ -262,9 +261,7 @@ class PlanTable(Shown):
 
     def save(self, path: StrPath, *, force: bool = False) -> None:
         """Write the file that ``nest-megatron pin`` freezes; arguments as of ``Plan.save``."""
-        from nest_megatron.planner.plan_table import dump
-
-        write_text(output_file(path, force=force), dump(self.record))
+        write_text(output_file(path, force=force), plan_table.dump(self.record))
 
     def to_dict(self) -> dict[str, Any]:
         """The table as numbers, text, lists and dicts: what ``--json`` prints."""
