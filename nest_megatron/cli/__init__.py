@@ -89,10 +89,6 @@ def _run(arguments: list[str], begun_s: Seconds) -> int:
     except NestError as error:
         if interruption_of(error):
             raise
-        from nest_megatron.report.failure import WITHOUT_PLAN, print_without_plan
-
-        if isinstance(error, WITHOUT_PLAN):
-            return print_without_plan(error, as_json=as_json)
         print_error(error, as_json=as_json)
         return error.exit_code
     except click.exceptions.NoArgsIsHelpError as error:

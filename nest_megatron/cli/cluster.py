@@ -30,9 +30,14 @@ from nest_megatron.files import expanded, is_standard_output, write_text
 from nest_megatron.plain import to_plain
 from nest_megatron.profile import network as profiles
 from nest_megatron.profile.network_import import cluster_text, fit_network, read_measurements
-from nest_megatron.report.console import say, show, show_json, show_or_json
+from nest_megatron.report.console import say, say_written, show, show_json, show_or_json
 
 _ONE_SOURCE = "one source names the hosts"
+
+
+def _file_for(path: Path, name: str) -> Path:
+    """The file of which a text says how to plan on it: ``NAME.yaml`` where the text is printed."""
+    return Path(f"{name}.yaml") if is_standard_output(path) else path
 
 
 @group(
@@ -69,9 +74,8 @@ def cluster_new(*, name: str | None, out: Path | None) -> None:
 
     if name is None and out is None:
         raise click.UsageError("Missing argument 'NAME', or --out FILE.")
-    named = Path(f"{name or 'mine'}.yaml")
-    path = named if out is None else out
-    text = cluster_template(name, named if is_standard_output(path) else path)
+    path = Path(f"{name}.yaml") if out is None else out
+    text = cluster_template(name, _file_for(path, name or "mine"))
     what = "--out" if out is not None else "NAME"
     if not (forced() or is_standard_output(path)) and os.path.lexists(expanded(path, what)):
         fix = "Name another, or add --force to replace it."
@@ -177,12 +181,12 @@ def cluster_discover(
                 for line in lines:
                     say(f"  {line}")
     if out is not None:
-        write_text(out, found.text(out))
+        write_text(out, found.text(_file_for(out, found.cluster.name)))
     if hosts_out is not None:
         names = [host.name for host in found.hosts]
         write_text(hosts_out, host_file(found.topology, names))
-    for name in () if as_json else written:
-        say(f"Wrote {name}.")
+    if not as_json:
+        say_written(out, hosts_out)
 
 
 @group(
@@ -255,11 +259,12 @@ def network_import(
         table = levels_table(found.profile.fits, described)
         show(profile_lines(found.profile), table, notes_report(found.notes))
     if out is not None and found.cluster is not None and cluster is not None:
-        write_text(out, cluster_text(found.cluster, cluster, out))
+        file = _file_for(out, found.cluster.name)
+        write_text(out, cluster_text(found.cluster, cluster, file))
     if profile is not None:
         profiles.write(found.profile, profile)
-    for path in () if as_json else written:
-        say(f"Wrote {path}.")
+    if not as_json:
+        say_written(out, profile)
 
 
 @network.subcommand("show", "nest-megatron network show network.yaml")

@@ -42,7 +42,7 @@ from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
 from nest_megatron.report.charts import check_picture
-from nest_megatron.report.console import say, show, show_json, show_or_json
+from nest_megatron.report.console import say_written, show, show_json, show_or_json
 
 _MODULE = "--module NAME; a model's own sizes are train.micro_batch_size and train.seq_length"
 
@@ -179,7 +179,7 @@ def extract(
 
         draw_layer(traced.graph, path, _title(spec, shard, kind))
         if not as_json:
-            say(f"Wrote {path}.")
+            say_written(path)
 
 
 def _extract_module(
@@ -202,7 +202,7 @@ def _extract_module(
 
         draw_chain(graph, draw)
         if not as_json:
-            say(f"Wrote {draw}.")
+            say_written(draw)
 
 
 def _layer(

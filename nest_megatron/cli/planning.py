@@ -85,7 +85,8 @@ class Placement:
     def write(self, path: Path, launcher: Launcher) -> str:
         """Write the launcher's file, and say how it is read."""
         write_text(path, launch_file(launcher, self.hosts, self.per_host))
-        return launch_file_words(launcher, str(path), self.hosts, self.per_host)
+        name = "FILE" if is_standard_output(path) else shlex.quote(str(path))
+        return launch_file_words(launcher, name, self.hosts, self.per_host)
 
 
 def placed(composed: Settings, path: Path) -> Placement:
@@ -223,7 +224,7 @@ def run_plan(options: PlanOptions) -> int:
     if placement and options.hostfile:
         words = placement.write(options.hostfile, Launcher(options.launcher))
         if not options.as_json:
-            say(f"Wrote {options.hostfile}; it is read by\n  {words}")
+            say(f"Wrote the host file, which is read by\n  {words}")
     return ENDED_EARLY if found.search.may_be_far_off else OK
 
 

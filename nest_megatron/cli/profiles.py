@@ -13,7 +13,14 @@ from nest_megatron.errors import BAD_INPUT, OK, ProfileError
 from nest_megatron.plain import to_plain
 from nest_megatron.profile import store
 from nest_megatron.profile.records import LayerProfile, fingerprint_of
-from nest_megatron.report.console import error_fields, say, show, show_json, show_or_json
+from nest_megatron.report.console import (
+    error_fields,
+    say,
+    say_written,
+    show,
+    show_json,
+    show_or_json,
+)
 
 
 @group(
@@ -86,7 +93,8 @@ def export_profile(name: str, *, out: Path, as_json: bool) -> None:
     if as_json:
         show_json({"exported": profile.name, "out": str(out)})
     else:
-        say(f"{profile.name} is written to {out}; `nest-megatron profiles import` takes it in.")
+        say_written(out)
+        say("`nest-megatron profiles import` takes it in.")
 
 
 @profiles.subcommand("import", "nest-megatron profiles import profile.yaml --name from_ada")

@@ -26,7 +26,7 @@ from nest_megatron.errors import OK, UserInputError
 from nest_megatron.files import check_output, warn_once
 from nest_megatron.history.store import VARIABLE, history_file, read
 from nest_megatron.packages import import_from_checkout, require_checkout, require_package
-from nest_megatron.report.console import say, show, show_json
+from nest_megatron.report.console import say_written, show, show_json
 from nest_megatron.report.site import site_report
 from nest_megatron.units import counted
 
@@ -150,7 +150,7 @@ def calibrate_site(out: Path | None, *, force: bool | None, as_json: bool) -> in
         return OK
     for each, path in zip(found, paths, strict=True):
         show(site_report(Site(each, path.stem), unseen_errors(each)))
-        say(f"Wrote {path}.")
+        say_written(path)
     return OK
 
 

@@ -262,7 +262,7 @@ class _Log:
         expected = count * _TYPE_BYTES[type_name] * (num_ranks if kind in _COUNTED else 1)
         if size != expected:
             raise self._wrong(
-                f"{count} elements of {type_name} in a {kind} of {num_ranks} ranks are {expected} "
+                f"{count} elements of {type_name} in {kind} of {num_ranks} ranks are {expected} "
                 f"bytes, not {size}"
             )
         return size
@@ -286,7 +286,7 @@ class _Log:
         rounding = _rounding(words[2]) + factor * _rounding(words[1])
         if abs(bus - factor * algorithm) > rounding + _SHARE * bus:
             raise self._wrong(
-                f"a {kind} of {num_ranks} ranks has busbw = {factor:.3f} algbw, not {words[2]} "
+                f"{kind} of {num_ranks} ranks has busbw = {factor:.3f} algbw, not {words[2]} "
                 f"with {words[1]}"
             )
 

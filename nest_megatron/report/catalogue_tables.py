@@ -200,7 +200,7 @@ def cluster_details(cluster: Cluster) -> RenderableType:
         *word_columns("Share reached"),
         rows=levels,
     )
-    sources = [(level.name, level.source) for level in cluster.levels if level.source]
+    sources = ((level.name, level.source) for level in cluster.levels)
     return Group(Text(cluster.name, style="bold"), pairs(rows.items()), table, pairs(sources))
 
 

@@ -15,9 +15,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.errors import UserInputError, shortened
+from nest_megatron.files import is_standard_output
 from nest_megatron.printing import cleaned, one_line, print_cleaned, print_to_stderr
 from nest_megatron.units import format_seconds
 
@@ -134,6 +136,13 @@ def say(text: str = "") -> None:
         print_cleaned(text)
 
 
+def say_written(*paths: Path | None) -> None:
+    """Name the files that were written; standard output is none."""
+    for path in paths:
+        if not (path is None or is_standard_output(path)):
+            say(f"Wrote {path}.")
+
+
 def print_notes(notes: Iterable[str]) -> None:
     """Print sentences on standard error, one a line."""
     for note in notes:
@@ -203,10 +212,13 @@ def prepare_streams() -> None:
 
 
 def print_error(error: Exception, *, as_json: bool) -> None:
-    """Print a user's mistake: two lines on standard error, or one JSON document.
+    """Print why there is no plan, or a user's mistake: two lines on standard error, or as JSON.
 
     On standard error too where standard output cannot take the document, or holds the result.
     """
+    if hasattr(error, "document"):
+        show_or_json(error.document, error.report, as_json=as_json)
+        return
     if as_json and not _is_over.get():
         with contextlib.suppress(UserInputError):
             show_json({"error": error_fields(error)})

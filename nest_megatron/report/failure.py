@@ -111,14 +111,6 @@ def require_plan(found: Found | NoPlan | EndedEarly, notes: Sequence[str] = ()) 
     return found
 
 
-def print_without_plan(error: NothingFitsError | SearchEndedError, *, as_json: bool) -> int:
-    """Print why there is no plan; the exit code."""
-    from nest_megatron.report.console import show, show_json
-
-    show_json(error.document()) if as_json else show(*error.report())
-    return error.exit_code
-
-
 def is_first_of_host() -> bool:
     """Whether this is the rank that speaks for its host where ranks do not know of each other."""
     return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
@@ -143,13 +135,12 @@ def end(error: Exception, speaks: Callable[[], bool] = is_first_of_host) -> NoRe
 
 
 def _print(error: Exception) -> None:
-    from nest_megatron.report.console import print_error, show
+    from nest_megatron.report.console import print_error
 
     stops = f"nest: rank {os.environ.get('RANK', '0')} stops before training"
-    if isinstance(error, WITHOUT_PLAN):
-        show(*error.report())
-    elif isinstance(error, NestError):
-        print_to_stderr(f"{stops}.")
+    if isinstance(error, NestError):
+        if not isinstance(error, WITHOUT_PLAN):
+            print_to_stderr(f"{stops}.")
         print_error(error, as_json=False)
     else:
         why = "a bug of nest-megatron, or a Megatron-LM that it does not know"

@@ -123,11 +123,12 @@ def figure(value: float | None, digits: int = 1, *, signed: bool = False) -> str
 
 
 def pairs(rows: Iterable[Pair], style: str = "cyan") -> RenderableType:
-    """Names, in a style, beside what is said of them."""
+    """Names, in a style, beside what is said of them; names of nothing are left out."""
     columns = *name_columns("", style=style), *word_columns("")
     table = Table.grid(*columns, padding=(0, 2, 0, 0))
     for name, value in rows:
-        table.add_row(name, Text(value) if isinstance(value, str) else value)
+        if value:
+            table.add_row(name, Text(value) if isinstance(value, str) else value)
     return indented(table)
 
 

@@ -15,7 +15,7 @@ from nest_megatron.errors import OK
 from nest_megatron.files import write_text
 from nest_megatron.packages import import_from_checkout, require_checkout
 from nest_megatron.report.charts import check_matplotlib
-from nest_megatron.report.console import say, show_or_json
+from nest_megatron.report.console import say_written, show_or_json
 from nest_megatron.report.tables import EdgelessTable, figure, figure_columns, name_columns
 from nest_megatron.validation.assess import Assessor
 from nest_megatron.validation.models import ModelBook
@@ -65,8 +65,8 @@ def run_validate(
     if rows is not None:
         write_text(rows, csv_text([_csv_row(e.file, *pair) for e in judged for pair in e.pairs]))
         written.append(rows)
-    for path in () if as_json else written:
-        say(f"Wrote {path}.")
+    if not as_json:
+        say_written(*written)
     return OK
 
 
@@ -128,8 +128,9 @@ _LEGEND = f"""
 as planned: degrees, batch and precision as the row says (and recomputation and
 sharding where it states them), every other setting as the planner would assume
 or choose. as stated: with all that the row says, or the recipe behind it.
-rows: predicted of all. MAPE, med, p90, mem: errors in per cent of what was
-measured (mean size, median with sign, 90th percentile; mean size for memory).
+rows: predicted of all; --rows FILE has each, and why others are refused.
+MAPE, med, p90, mem: errors in per cent of what was measured (mean size, median
+with sign, 90th percentile; mean size for memory).
 regret: of jobs in several layouts, by how many per cent our choice was slower
 than the best layout (mean, and largest). pairs: per cent of the pairs of
 layouts of one job, measured more than {100 * NOISE:g} % apart, in the right order.

@@ -127,10 +127,11 @@ def number(row: Row, column: str) -> float | None:
     if not text:
         return None
     try:
-        value = math.prod(float(factor) for factor in text.replace(",", "").split("*"))
+        plain = re.sub(r",(?=\d{3}(?!\d))", "", text)  # of thousands: a decimal comma is none
+        value = math.prod(map(float, plain.split("*")))
     except ValueError:
         value = math.nan
-    if not math.isfinite(value) or value < 0:
+    if not 0 <= value < math.inf:
         raise RefusedRowError("a number cannot be read", f"{column} = {text!r}")
     return value
 

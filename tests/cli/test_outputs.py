@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -443,3 +444,22 @@ def test_a_plan_that_cannot_be_written_is_printed(
     assert "--tensor-model-parallel-size" in done.out
     assert "Name a place where there is space" in done.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_text_on_standard_output_is_called_no_file(tmp_path: Path) -> None:
+    racks = tmp_path / "racks.txt"
+    racks.write_text("n1 a\nn2 a\n")
+    listed = ("--hosts", str(racks))
+    commands = (
+        ("cluster", "discover", *listed, "--cluster", "dgx_h100", "--out"),
+        ("cluster", "discover", *listed, "--cluster", "dgx_h100", "--hosts-out"),
+        ("network", "import", str(NODE), "--cluster", "dgx_h100", "--out"),
+        ("network", "import", str(NODE), "--profile"),
+        ("nest", "solve", str(LLAMA2), "--out"),
+        ("plan", *SMALL[:2], "train.global_batch_size=64", *LIMITS, *listed, "--write-hostfile"),
+    )
+    for words in commands:
+        done = run(*words, "-")
+        assert done.code == 0
+        assert done.out
+        assert not re.search(r"Wrote -|=\./-|=- | - ", done.out + done.err), words

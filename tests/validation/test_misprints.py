@@ -47,7 +47,7 @@ def test_misprints_are_refused_or_predicted(name: str) -> None:
 
 
 @pytest.mark.parametrize("column", ["seq", "layers", "hidden", "heads", "ffn", "vocab", "kv_heads"])
-@pytest.mark.parametrize("text", ["abc", "-4096", "nan", "8192 or 4096", "1.5"])
+@pytest.mark.parametrize("text", ["abc", "-4096", "nan", "8192 or 4096", "1.5", "4,5", "4,0960"])
 def test_a_size_that_cannot_be_read_is_not_taken_as_absent(column: str, text: str) -> None:
     file = read_rows(DATA / "throughput.csv")
     row = {**file.rows[0], "model": "Llama 3.1 8B", column: text}

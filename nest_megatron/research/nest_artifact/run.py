@@ -12,7 +12,7 @@ from rich.text import Text
 
 from nest_megatron.errors import NOTHING_FITS, OK, UserInputError
 from nest_megatron.plain import to_plain
-from nest_megatron.report.console import say, show, show_json
+from nest_megatron.report.console import say, say_written, show, show_json
 from nest_megatron.report.tables import EdgelessTable, figure_columns, name_columns
 from nest_megatron.report.terminal import notes_report
 from nest_megatron.research.nest_artifact.files import (
@@ -53,7 +53,7 @@ def run_solve(path: Path, *, out: Path | None, without: Sequence[str], as_json: 
     if out is not None:
         write_placement(out, instance, found.placement, found.price.time)
         if not as_json:
-            say(f"Wrote {out}.")
+            say_written(out)
     return OK
 
 
