@@ -200,8 +200,8 @@ def cluster_details(cluster: Cluster) -> RenderableType:
         *word_columns("Share reached"),
         rows=levels,
     )
-    sources = ((level.name, level.source) for level in cluster.levels)
-    return Group(Text(cluster.name, style="bold"), pairs(rows.items()), table, pairs(sources))
+    sources = pairs((level.name, level.source) for level in cluster.levels)
+    return Group(Text(cluster.name, style="bold"), pairs(rows.items()), table, sources)
 
 
 def _shares(level: NetworkLevel) -> Iterator[Pair]:

@@ -138,8 +138,8 @@ def say(text: str = "") -> None:
 
 def say_written(*paths: Path | None) -> None:
     """Name the files that were written; standard output is none."""
-    for path in paths:
-        if not (path is None or is_standard_output(path)):
+    for path in filter(None, paths):
+        if not is_standard_output(path):
             say(f"Wrote {path}.")
 
 
@@ -216,7 +216,7 @@ def print_error(error: Exception, *, as_json: bool) -> None:
 
     On standard error too where standard output cannot take the document, or holds the result.
     """
-    if hasattr(error, "document"):
+    if hasattr(error, "document") and hasattr(error, "report"):
         show_or_json(error.document, error.report, as_json=as_json)
         return
     if as_json and not _is_over.get():
