@@ -216,8 +216,9 @@ def print_error(error: Exception, *, as_json: bool) -> None:
 
     On standard error too where standard output cannot take the document, or holds the result.
     """
-    if hasattr(error, "document") and hasattr(error, "report"):
-        show_or_json(error.document, error.report, as_json=as_json)
+    told: Any = error
+    if hasattr(told, "report"):
+        show_or_json(told.document, told.report, as_json=as_json)
         return
     if as_json and not _is_over.get():
         with contextlib.suppress(UserInputError):
