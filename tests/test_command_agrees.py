@@ -34,6 +34,8 @@ FSDP = (
 FSDP2 = f"{DENSE} --use-torch-fsdp2 --no-gradient-accumulation-fusion"
 INSTANCES = f"{EXPERTS} --num-distributed-optimizer-instances 2"
 OVERLAPPED = f"{EXPERTS} --overlap-moe-expert-parallel-comm"
+#: Megatron refuses this overlap in graphs of whole layers.
+OVERLAPPED_IN_GRAPHS = f"{OVERLAPPED} --cuda-graph-impl transformer_engine --te-rng-tracker"
 
 
 def planned(command: str, *free: str, **settings: object) -> nest_megatron.Plan:
@@ -65,6 +67,7 @@ def launched(argv: list[str]) -> list[str]:
         (FSDP2, ("all",)),
         (INSTANCES, ("all",)),
         (OVERLAPPED, ("all",)),
+        (OVERLAPPED_IN_GRAPHS, ()),
     ],
 )
 def test_the_written_command_is_priced_as_its_plan(flags: str, free: tuple[str, ...]) -> None:

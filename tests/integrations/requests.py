@@ -17,7 +17,7 @@ from nest_megatron.layout.recompute import (
 from nest_megatron.layout.rulebook import RULES
 from nest_megatron.layout.rulebook.facts import Facts, LaunchRequest, release_number
 from nest_megatron.layout.stage_layout import StagePartition, parse_layout, uniform_partition
-from nest_megatron.layout.zero import ZeroStage
+from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.encoder import Adapters, EncoderSpec
 from nest_megatron.model.execution import (
     ContextTraffic,
@@ -232,7 +232,10 @@ BROKEN = {
         **OVERLAP,
     ),
     "expert_overlap_fsdp": carried(
-        MIXTRAL, dims(dp=4, ep=4), {"zero": ZeroStage.WEIGHTS}, **OVERLAP
+        MIXTRAL,
+        dims(dp=4, ep=4),
+        {"zero": ZeroStage.OPTIMIZER, "sharding": DataParallelSharding.MEGATRON_FSDP},
+        **OVERLAP,
     ),
     "delayed_wgrad": carried(
         MIXTRAL,
@@ -345,6 +348,12 @@ BROKEN = {
         LLAMA, dims(dp=4), zero=ZeroStage.GRADIENTS, gradient_bytes=2, version="0.15"
     ),
     "fsdp_experts": request(MIXTRAL, dims(dp=4, ep=4), zero=ZeroStage.GRADIENTS, version="0.15"),
+    "torch_fsdp_experts": request(
+        MIXTRAL,
+        dims(dp=4, ep=4),
+        zero=ZeroStage.WEIGHTS,
+        sharding=DataParallelSharding.TORCH_FSDP2,
+    ),
     "fsdp_meta_device": request(
         changed(LLAMA, position_embedding_type="learned_absolute"),
         dims(dp=8),

@@ -139,6 +139,16 @@ def test_flags_that_megatron_refuses_together_are_refused(rule: Rule) -> None:
             assert rule.keeps(Facts(options=rest, version=version))
 
 
+def test_a_capacity_of_expert_ranks_needs_fused_operations_with_hybridep_alone() -> None:
+    """Since 0.19 NCCL EP, and since 0.20 grouped tensors, do without."""
+    options = {"moe_expert_rank_capacity_factor": 1.5, "moe_flex_dispatcher_backend": "hybridep"}
+    with pytest.raises(UserInputError, match="Add --use-transformer-engine-op-fuser"):
+        require_options(options, "0.19")
+    require_options({**options, "moe_flex_dispatcher_backend": "ncclep"}, "0.19")
+    tensors = dict.fromkeys(("moe_use_grouped_tensor", "moe_grouped_gemm", "num_experts"), 8)
+    require_options({**options, **tensors}, "0.20")
+
+
 def test_options_of_a_running_job_are_members_of_enumerations() -> None:
     """As Megatron's own parser makes them of the names of modules."""
     module = enum.Enum("CudaGraphModule", ("attn", "moe", "moe_router"))

@@ -278,6 +278,14 @@ SHARDING_RULES = (
         value="zero_name",
     ),
     Rule(
+        "torch_fsdp_experts",
+        "args:610",
+        lambda uses_torch_fsdp2, ep: not uses_torch_fsdp2 or ep == 1,
+        "expert_model_parallel_size",
+        "--use-torch-fsdp2 has no expert parallelism",
+        "Use 1, or another data-parallel sharding.",
+    ),
+    Rule(
         "fsdp_experts",
         "0.15 megatron_fsdp.py:238 (run)",
         lambda is_fsdp, uses_torch_fsdp2, ep: not is_fsdp or uses_torch_fsdp2 or ep == 1,

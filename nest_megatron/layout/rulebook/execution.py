@@ -226,7 +226,7 @@ EXECUTION_RULES = (
         "expert_overlap_fsdp",
         _OVERLAP,
         "model_chunk_schedule_plan.py (run)",
-        lambda is_fsdp: not is_fsdp,
+        lambda uses_megatron_fsdp: not uses_megatron_fsdp,
         "before 0.18 its schedule calls no layer's forward, where Megatron-FSDP gathers weights",
         until="0.17",
     ),

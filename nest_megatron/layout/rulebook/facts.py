@@ -337,12 +337,6 @@ DERIVED: Mapping[str, Callable[..., Any]] = {
     "recomputes_experts": lambda recomputes_layers, modules: (
         recomputes_layers or RecomputeModule.MOE in modules
     ),
-    "overlaps_fsdp": lambda uses_megatron_fsdp, release: (
-        release >= (0, 18) or not uses_megatron_fsdp
-    ),
-    "hides_experts": lambda one_expert_rank, pp, vpp, recomputes_experts, overlaps_fsdp: (
-        overlaps_fsdp and not one_expert_rank and not recomputes_experts and (pp == 1 or vpp > 1)
-    ),
     "kept_modules": kept_modules,
     "recipe": lambda precision, fp8_recipe: {
         Precision.FP8: fp8_recipe,

@@ -15,7 +15,6 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.documents import packaged
 from nest_megatron.layout.cuda_graphs import Flags
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.layout.recompute import RecomputeModule
 from nest_megatron.layout.rulebook.devices import (
     AWARE,
     ELEMENTWISE_OPTIMIZERS,
@@ -286,22 +285,22 @@ OPTION_RULES = (
     ),
     _option(
         "overlap_moe_expert_parallel_comm",
-        "tc:1858, model_chunk_schedule_plan.py (0.20 combined_1f1b.py:68 allows FSDP)",
-        lambda hides_experts: hides_experts,
-        "it needs expert parallelism, virtual stages, no full recomputation and, before 0.18, no "
-        "Megatron-FSDP, whose weights its schedule does not gather",
+        "tc:1858-1901",
+        lambda execution: execution.overlap_moe_expert_parallel_comm,
+        "it needs expert parallelism, virtual stages, no recomputed experts, graphs of neither "
+        "experts nor whole layers and, before 0.18, no Megatron-FSDP",
     ),
     _option(
         "delay_wgrad_compute",
         "tc:1872",
-        lambda hides_experts: hides_experts,
+        lambda execution: execution.delay_wgrad_compute,
         "it goes with --overlap-moe-expert-parallel-comm",
     ),
     _option(
         "moe_shared_expert_overlap",
-        "tc:1234",
-        lambda modules: RecomputeModule.SHARED_EXPERTS not in modules,
-        "the layout recomputes shared experts",
+        "tc:1090, tc:1232, tc:1886",
+        lambda execution: execution.moe_shared_expert_overlap,
+        "the layout recomputes shared experts, or overlaps the all-to-all with more",
     ),
     *(
         _option(
@@ -534,6 +533,7 @@ def contradicted(
         version=version,
         options=options,
         sharding=plan.layout.sharding,
+        execution=plan.layout.execution,
         batch_schedule=plan.train.batch_schedule,
     )
     return {rule.what: found.limit for rule, found in violations(request.facts, OPTION_RULES)}
