@@ -206,7 +206,7 @@ def _number(line: bytes) -> str:
 
 def _unreadable(kind: str, name: str) -> UserInputError:
     limit = f"it is no {kind} in minisign's format"
-    return UserInputError(kind, name, limit, "Name a file that minisign or nest-megatron wrote.")
+    return UserInputError(kind, name, limit, f"Name a {kind} that minisign or nest-megatron wrote.")
 
 
 def _package() -> Any:

@@ -132,3 +132,18 @@ def test_wishes_that_cannot_be_met_are_named(command: str, words: list[str], sai
     assert (done.code, done.out) == (2, "")
     assert said in done.err
     assert "profile." in done.err.splitlines()[0]
+
+
+def test_what_is_to_be_measured_is_named_as_it_was_typed(tmp_path: Path) -> None:
+    model = tmp_path / "mine.yaml"
+    fields = "seq_length: 64, ffn_hidden_size: 64, num_attention_heads: 2, vocab_size: 99"
+    model.write_text(f"{{name: mine, num_layers: 2, hidden_size: 64, {fields}}}\n")
+    words = (f"model={model}", "train.seq_length=64", "cluster=dgx_h100", "profile.mode=require")
+    fix = run("plan", *words, "--json").json()["error"]["fix"]
+    assert fix.endswith(f"{' '.join(words[:3])} train.precision=bf16")
+    command = (
+        "pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 "
+        "--max-position-embeddings 64 --vocab-size 100 --bf16 --tokenizer-type NullTokenizer"
+    )
+    done = run("plan", "--from", command, "cluster.num_gpus=8", *words[2:])
+    assert "--from <your script and its flags>" in done.err
