@@ -199,6 +199,9 @@ def read_tuned(
         NothingFitsError: if no plan is predicted to fit in memory.
         UserInputError: for a command that cannot be read or planned.
     """
+    if composed.out is not None:
+        limit = "the plan is written into the folder of the runs"
+        raise UserInputError("out", composed.out, limit, "Name that folder with --out.")
     names = tuple(name for name in started.free.split(",") if name.strip())
     typed = TypedCommand(text=started.command, free=names, version=started.megatron_version)
     job, request = read_request(typed, composed)

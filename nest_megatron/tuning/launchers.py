@@ -44,14 +44,6 @@ Launcher = Callable[[RunCommand, Seconds, Path], Ended]
 
 def run_locally(command: RunCommand, timeout_s: Seconds, output: Path) -> Ended:
     """Run a child process on this host: torchrun of one host, or ``srun`` and its like."""
-    if command.num_nodes > 1 and not command.starts_ranks:
-        hosts = command.num_nodes
-        raise UserInputError(
-            "--launcher",
-            "local",
-            f"the command starts ranks on this host alone, and the job has {hosts} hosts",
-            "Inside a Slurm allocation give --launcher srun; elsewhere --launcher submitit.",
-        )
     launcher = command.launcher
     if command.is_torchrun and not meets(launcher):
         launcher = (*launcher, "--standalone")  # two jobs on one host do not meet
@@ -172,7 +164,8 @@ def launcher_named(name: str, options: Sequence[str], command: RunCommand) -> La
         options: ``key=value``, for submitit and NeMo-Run.
 
     Raises:
-        UserInputError: for an unknown one, or one whose package is not installed.
+        UserInputError: for an unknown one, one whose package is not installed, or one that does
+            not start the command's ranks here.
     """
     found = read_options(name, options)
     if name == "auto":
@@ -190,7 +183,18 @@ def launcher_named(name: str, options: Sequence[str], command: RunCommand) -> La
         return partial(run_by_submitit, options=found, cluster=cluster)
     if name == "nemo_run":
         return partial(run_by_nemo_run, executor=str(found["executor"]))
-    return run_as_step if name == "srun" else run_locally
+    if name == "srun":
+        step_words(command, os.environ)  # refuses what is in no allocation
+        return run_as_step
+    if command.num_nodes > 1 and not command.starts_ranks:
+        hosts = command.num_nodes
+        raise UserInputError(
+            "--launcher",
+            name,
+            f"the command starts ranks on this host alone, and the job has {hosts} hosts",
+            "Inside a Slurm allocation give --launcher srun; elsewhere --launcher submitit.",
+        )
+    return run_locally
 
 
 def read_options(name: str, options: Sequence[str]) -> dict[str, Any]:

@@ -195,7 +195,7 @@ def next_run(known: Known, budget: int) -> NextRun | str:
     if not ran:
         return NextRun(plans[0], 0.0, known.run_s(plans[0]))
     if known.steps_s and len(shortlist([each.step for each in plans], SURE).plans) == 1:
-        return f"one plan is as fast as the fastest with a chance of {SURE:.0%}"
+        return f"one plan is as fast as the fastest with a chance of {100 * SURE:.0f} %"
     runs = [
         NextRun(each, (1 - each.out_of_memory) * gain, known.run_s(each))
         for each, gain in zip(plans, run_gains([each.step for each in plans]), strict=True)

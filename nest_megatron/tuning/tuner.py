@@ -12,7 +12,6 @@ from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.files import write_text
 from nest_megatron.history.store import append
 from nest_megatron.layout import plan_file
-from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.plain import frozen
 from nest_megatron.planner import describe_grid
 from nest_megatron.solver.ranking import SolvedLayout
@@ -114,6 +113,7 @@ class Tuner:
 
     def _run(self, run: NextRun) -> None:
         number, candidate = len(self.session.trials) + 1, run.candidate
+        request, path = self.session.request, self.session.path
         layout = candidate_words(candidate)
         prior = next(e for e in self.job.ranked.candidates if e.solved == candidate.solved)
         trial = Trial(
@@ -124,29 +124,26 @@ class Tuner:
             state=State.STARTED,
         )
         self.session.folder.joinpath(trial.folder).mkdir(exist_ok=True)
-        plan_file.write(self.job.ranked.plan(candidate), self.session.path(trial, _PLAN))
+        plan_file.write(self.job.ranked.plan(candidate), path(trial, _PLAN))
         try:
             plan = self.job.plan(candidate)
         except NestError as error:
             failed = dataclasses.replace(trial, state=State.FAILED, failure=Failure.REFUSED)
             self._ended(dataclasses.replace(failed, reason=str(error)))
             return
-        plan_file.write(plan, self.session.path(trial, _PLAN))
+        plan_file.write(plan, path(trial, _PLAN))
         trial = dataclasses.replace(trial, plan=plan_file.checksum(plan))
+        history, output = path(trial, _HISTORY), path(trial, _OUTPUT)
+        command = self.job.command(plan, path(trial, "pinned.yaml"), request.iterations, history)
+        launch = self.launcher_of(command)
+        write_text(path(trial, "command.txt"), f"{shlex.join(command.words())}\n")
         self.tell(
             f"Run {number}: {layout}; expected {format_seconds(candidate.step.median_s)} a step, "
             f"{format_duration(run.seconds)} in all."
         )
         self.session.note(trial)
-        self._ended(self._launched(trial, plan))
-
-    def _launched(self, trial: Trial, plan: ParallelPlan) -> Trial:
-        request, path = self.session.request, self.session.path
-        history, output = path(trial, _HISTORY), path(trial, _OUTPUT)
-        command = self.job.command(plan, path(trial, "pinned.yaml"), request.iterations, history)
-        write_text(path(trial, "command.txt"), f"{shlex.join(command.words())}\n")
-        ended = self.launcher_of(command)(command, request.run_timeout_s, output)
-        return judged(trial, record_of(history), ended, output)
+        ended = launch(command, request.run_timeout_s, output)
+        self._ended(judged(trial, record_of(history), ended, output))
 
     def _ended(self, trial: Trial) -> None:
         self.session.note(trial)

@@ -22,7 +22,6 @@ from nest_megatron.tuning.job import RunCommand, run_command
 from nest_megatron.tuning.launchers import (
     launcher_named,
     run_by_submitit,
-    run_locally,
     run_process,
     running_file,
     step_words,
@@ -100,9 +99,9 @@ def test_no_step_outside_an_allocation() -> None:
         step_words(COMMAND, {})
 
 
-def test_several_hosts_are_not_started_from_one(tmp_path: Path) -> None:
+def test_several_hosts_are_not_started_from_one() -> None:
     with pytest.raises(UserInputError, match="2 hosts"):
-        run_locally(COMMAND, 10.0, tmp_path / "output.txt")
+        launcher_named("local", (), COMMAND)
 
 
 @pytest.mark.parametrize(

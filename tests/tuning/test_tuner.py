@@ -65,8 +65,10 @@ def test_runs_that_would_be_ended_before_their_end_are_not_begun(tmp_path: Path)
     minutes = done.err.partition("Begin a tuning with --run-timeout ")[2].partition("min")[0]
     assert run("tune", "--from", typed, *words[:-1], f"{minutes}min").code == 0
     runs = tmp_path / "runs"
-    assert run("tune", "--from", typed, *words[:2], *words[3:], "--out", str(runs)).code == 2
-    assert not runs.exists()
+    for more in (words[3:], ("--launcher", "local"), ("--launcher", "srun"), (f"out={runs}",)):
+        done = run("tune", "--from", typed, *words[:2], *more, "--out", str(runs))
+        assert (done.code, more[0].partition("=")[0] in done.err) == (2, True)
+        assert not runs.exists()
 
 
 def test_a_dry_run_starts_no_run_of_a_tuning_that_goes_on(tmp_path: Path) -> None:
@@ -89,7 +91,7 @@ def test_options_of_a_launcher_are_read_before_a_folder_is_made(
     words = ("cluster=dgx_h100", "cluster.num_gpus=16", "--out", str(tmp_path / "runs"))
     for more in ((), ("--dry-run",)):
         done = run("tune", "--from", typed, *words, *options, *more)
-        assert (done.code, "error: --launcher-option" in done.err) == (2, True)
+        assert (done.code, "error: --launcher" in done.err) == (2, True)
     assert not (tmp_path / "runs").exists()
 
 
