@@ -126,8 +126,11 @@ def plan(
     >>> found.predicted.fits, found.layout.global_batch_size
     (True, 128)
     """
-    found = compose_keywords(model, cluster, settings, config_dir, num_gpus, global_batch_size)
-    return plan_job(found, shortlist=shortlist, on_progress=on_progress)
+    return plan_job(
+        compose_keywords(model, cluster, settings, config_dir, num_gpus, global_batch_size),
+        shortlist=shortlist,
+        on_progress=on_progress,
+    )
 
 
 def plan_command(
@@ -251,9 +254,10 @@ def estimate_command(
     >>> priced.layout.dims.data_parallel_size, priced.arguments["overlap_grad_reduce"]
     (16, False)
     """
-    typed = typed_command(command, version=megatron_version, strict=strict)
-    composed = compose_keywords(None, cluster, settings, config_dir, num_gpus)
-    return estimate_typed(typed, composed)
+    return estimate_typed(
+        typed_command(command, version=megatron_version, strict=strict),
+        compose_keywords(None, cluster, settings, config_dir, num_gpus),
+    )
 
 
 def plan_table(
@@ -286,8 +290,6 @@ def plan_table(
     )
 
     counts = tuple(_whole_numbers("nodes", nodes, "range(15, 17)"))
-    if min(counts) < 1:
-        raise _no_numbers("nodes", counts, "range(15, 17)")
     composed = compose_keywords(model, cluster, settings, config_dir, None, global_batch_size)
     job = table_job(settings_for_nodes(composed, counts))
     return PlanTable(record=plan_for_nodes(job, counts), notes=job.request.notes)
@@ -318,8 +320,8 @@ def plan_for_gpus(
     from nest_megatron.api.sweep import sweep_row
 
     def planned(size: int, begun_s: Seconds) -> Plan:
-        composed = compose_keywords(model, cluster, settings, config_dir, size, global_batch_size)
-        return plan_job(composed, begun_s=begun_s)
+        job = compose_keywords(model, cluster, settings, config_dir, size, global_batch_size)
+        return plan_job(job, begun_s=begun_s)
 
     results = []
     for size in _whole_numbers("gpus", gpus, "range(64, 513, 64)"):
@@ -337,7 +339,7 @@ def _whole_numbers(what: str, given: object, example: str) -> Iterator[int]:
         raise _no_numbers(what, given, example)
     number = None
     for number in given if isinstance(given, Iterator) else tuple(given):
-        if not isinstance(number, Integral):
+        if not isinstance(number, Integral) or int(number) < 1:
             raise _no_numbers(what, number, example)
         yield int(number)
     if number is None:

@@ -42,7 +42,7 @@ from nest_megatron.config.keywords import (
     typed_path,
 )
 from nest_megatron.config.overrides import Setting, expand, parse, swept, value_text
-from nest_megatron.errors import NestError, UserInputError
+from nest_megatron.errors import ENDED_EARLY, NestError, UserInputError
 from nest_megatron.files import check_output, expanded, write_bytes, write_text
 from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.layout import plan_file
@@ -97,13 +97,14 @@ class Swept:
     num_missing: int
 
     def exit_code(self) -> int:
-        """The highest of all jobs; jobs without a result are an error."""
+        """The highest of all jobs, as of ``plan``; jobs without a result are an error."""
         if self.num_missing:
             raise NestError(
                 f"{self.num_missing} of {self.num_missing + len(self.done)} jobs left no result; "
                 "the launcher's own logs say why, and the same command runs them again"
             )
-        return max(code_of(result) for _, result in self.done)
+        far_off = any(row.plan.search.may_be_far_off for row in self.rows if row.plan)
+        return max(ENDED_EARLY * far_off, *(code_of(result) for _, result in self.done))
 
 
 def run_jobs(jobs: Sequence[SweepJob], options: SweepOptions) -> Swept:

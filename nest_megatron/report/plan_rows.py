@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Column
 
-#: Certificates of searches that ended by themselves.
-_PROVEN = ("optimal", "chosen")
 #: Columns of settings, a line each; of names, which keep their line; of words, which wrap. All
 #: others hold figures.
 _SETTINGS, _NAMES = ("Job", "Change"), ("#", "Proof")
@@ -110,7 +108,7 @@ def tokens_per_s(plan: ParallelPlan) -> float:
 
 def plan_cells(plan: ParallelPlan) -> dict[str, str]:
     """Cells of a plan, by the heads of their columns."""
-    predicted = plan.predicted
+    predicted, search = plan.predicted, plan.search
     names = ("TP", "PP", "CP", "DP", *(["EP"] if plan.model.is_moe else []))
     return {
         "Step": format_seconds(predicted.iteration_time_s),
@@ -119,7 +117,7 @@ def plan_cells(plan: ParallelPlan) -> dict[str, str]:
         "MFU": f"{100 * predicted.mfu:.1f} %",
         "Memory": format_gib(predicted.peak_memory_bytes),
         "Layout": " ".join(degree_words(plan.layout, names, least=1)),
-        "Proof": plan.search.certificate if plan.search.certificate in _PROVEN else "gap",
+        "Proof": f"gap {search.gap_percent:.1f} %" if search.ended_early else search.certificate,
         **price_cells(plan),
     }
 

@@ -157,6 +157,13 @@ def test_a_job_that_time_ended_is_tried_again_and_claims_nothing(tmp_path: Path)
     assert [row["status"] for row in table] == ["ended early", "ok"]
 
 
+def test_a_plan_that_may_be_far_from_the_best_ends_a_sweep_as_it_ends_plan() -> None:
+    words = ("model=deepseek_v3", "cluster=h100_spine_leaf", "search.max_seconds=1e-9")
+    done = run("plan", "-m", *words, "cluster.num_gpus=256")
+    assert (done.code, "  gap " in done.out) == (3, True)
+    assert run("plan", *words, "cluster.num_gpus=256").code == 3
+
+
 def test_a_killed_sweep_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "sweep"
     words = (*JOB, "cluster.num_gpus=8,16,32,64,128,256")
