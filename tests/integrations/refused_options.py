@@ -29,7 +29,9 @@ _VALUES = {
     **dict.fromkeys(("min_lr", "lr_warmup_init", "start_weight_decay"), "0.2"),
     **dict.fromkeys(("log_memory_interval", "save_retain_interval"), "10"),
     **dict.fromkeys(("log_interval", "save_interval", "moe_router_num_groups"), "3"),
-    **dict.fromkeys(("save", "data_path", "train_data_path"), "somewhere"),
+    **dict.fromkeys(
+        ("save", *(f"{part}data_path" for part in ("", "train_", "valid_", "test_"))), "somewhere"
+    ),
     **dict.fromkeys(("hybrid_override_pattern", "hybrid_layer_pattern"), "M*M*M*M*"),
     "fp8_format": "hybrid",
     "fp4_format": "e2m1",

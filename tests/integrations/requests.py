@@ -276,6 +276,9 @@ BROKEN = {
     ),
     "offloaded_layers": carried(grid=dims(pp=2), cpu_offloading_num_layers=10),
     "offloaded_modules": carried(offload_modules=("attn_proj",)),
+    "offloaded_graphs": carried(
+        cuda_graph_impl=GraphImpl.LOCAL, cuda_graph_scope=("attn",), offload_modules=("core_attn",)
+    ),
     "offloaded_recomputed": carried(
         changes={"recompute": uniform(1)}, offload_modules=("core_attn",)
     ),
@@ -434,6 +437,9 @@ OPTIONED = {
             "distribute_saved_activations",
             "overlap_moe_expert_parallel_comm",
             "delay_wgrad_compute",
+            "ep_overlap_early_attn_memory_release",
+            "overlap_param_gather",
+            "inference_batch_times_seqlen_threshold",
             "fsdp_double_buffer",
             "fsdp_manual_registration",
             "init_model_with_meta_device",
@@ -464,6 +470,8 @@ OPTIONED = {
     "option_microbatch_group_size_per_vp_stage": _optioned(
         "microbatch_group_size_per_vp_stage", 3, grid=dims(pp=4, vpp=2)
     ),
+    "option_inference_cuda_graph_scope": _optioned("inference_cuda_graph_scope", "layer"),
+    "option_moe_expert_rank_capacity_factor": _optioned("moe_expert_rank_capacity_factor", 1.5),
     "option_hybrid_override_pattern": _optioned(
         "hybrid_override_pattern", "M-", HYBRID, version="0.20"
     ),

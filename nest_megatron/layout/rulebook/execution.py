@@ -82,7 +82,7 @@ def _rule(
     id: str,
     when: str,
     source: str,
-    holds: Callable[..., bool],
+    holds: Callable[..., bool] | str,
     limit: str,
     *,
     until: str = "",
@@ -112,7 +112,7 @@ FORMAT_RULES = (
     Rule(
         "fp8_shapes",
         "Transformer Engine assert_dim_for_fp8_exec (run)",
-        lambda uneven_sides: not uneven_sides,
+        "!uneven_sides",
         "tensor_model_parallel_size",
         "{precision} matrices have sides of whole {sides}s; found {uneven}",
         "Lower the tensor-parallel size, or train in 16 bits.",
@@ -136,21 +136,21 @@ EXECUTION_RULES = (
         "permute_fusion",
         "moe_permute_fusion",
         "moe/moe_utils.py (run)",
-        lambda is_local: not is_local,
+        "!is_local",
         "only Transformer Engine sorts tokens in one kernel",
     ),
     _rule(
         "router_fusion",
         "moe_router_fusion",
         "moe/moe_utils.py (run)",
-        lambda is_local: not is_local,
+        "!is_local",
         "only Transformer Engine has the router in one kernel",
     ),
     _rule(
         "flex_group",
         _FLEX,
         "moe/token_dispatcher.py:1346",
-        lambda experts_alone: not experts_alone,
+        "!experts_alone",
         "the flex dispatcher sends tokens among several ranks (etp * ep above 1)",
     ),
     _rule(
@@ -192,7 +192,9 @@ EXECUTION_RULES = (
         "expert_overlap_recompute",
         _OVERLAP,
         "tc:1871, model_chunk_schedule_plan.py (run; 0.20 tc:3030)",
-        lambda recomputes_experts: not recomputes_experts,
+        lambda recomputes_layers, modules: (
+            not (recomputes_layers or RecomputeModule.MOE in modules)
+        ),
         "neither whole layers nor the module moe may be recomputed",
     ),
     _rule(
@@ -226,7 +228,7 @@ EXECUTION_RULES = (
         "expert_overlap_fsdp",
         _OVERLAP,
         "model_chunk_schedule_plan.py (run)",
-        lambda uses_megatron_fsdp: not uses_megatron_fsdp,
+        "!uses_megatron_fsdp",
         "before 0.18 its schedule calls no layer's forward, where Megatron-FSDP gathers weights",
         until="0.17",
     ),
@@ -234,7 +236,7 @@ EXECUTION_RULES = (
         "delayed_wgrad",
         "delay_wgrad_compute",
         "args:1210",
-        lambda is_local: not is_local,
+        "!is_local",
         "only Transformer Engine puts weight gradients off",
     ),
     _rule(
@@ -259,7 +261,7 @@ EXECUTION_RULES = (
         "tensor_overlap",
         "tp_comm_overlap",
         "args:915, training/initialize.py:270",
-        lambda is_local, sequence_parallel: not is_local and sequence_parallel,
+        "!is_local sequence_parallel",
         "it needs sequence parallelism and Transformer Engine",
         framework="Megatron-LM",  # NeMo and Megatron-Bridge turn it off
     ),
@@ -416,6 +418,27 @@ EXECUTION_RULES = (
             )
         ),
         "what is recomputed, or moved with its layer, is not there to be moved",
+    ),
+    _rule(
+        "offloaded_graphs",
+        _OFFLOADS,
+        "0.18 tc:2351, 0.19 tc:2596",
+        lambda execution, release: (
+            release < (0, 18)
+            or (
+                "moe" not in execution.cuda_graph_scope
+                and (
+                    execution.cuda_graph_impl is not GraphImpl.LOCAL
+                    or (
+                        release >= (0, 19)
+                        and execution.cuda_graph_scope != ()
+                        and _OFFLOADED_OF_EXPERTS.issuperset(execution.offload_modules)
+                    )
+                )
+            )
+        ),
+        "since 0.18 it goes with graphs of Transformer Engine that hold no experts, since 0.19 with "
+        "such local ones of modules, where it moves modules of experts alone",
     ),
 )
 

@@ -17,7 +17,7 @@ from nest_megatron.layout.batch_schedule import BatchSchedule
 from nest_megatron.layout.cuda_graphs import CudaGraphs, Flags, kept_modules
 from nest_megatron.layout.dims import SHORT_DEGREES, ParallelDims
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.recompute import RecomputeGranularity, RecomputeModule
+from nest_megatron.layout.recompute import RecomputeGranularity
 from nest_megatron.layout.stage_layout import StagePartition, layout_string
 from nest_megatron.layout.zero import (
     DataParallelSharding,
@@ -198,14 +198,23 @@ class Facts(dict[str, Any]):
             self[name] = next(getattr(each, field) for each in records if hasattr(each, field))
         return self[name]
 
-    def read(self, function: Callable[..., Any]) -> Any:
-        """What a function says of the facts that its parameters name."""
-        return function(*[self[name] for name in parameters(function)])
+    def read(self, function: Callable[..., Any] | str) -> Any:
+        """What a function says of the facts that its parameters name.
+
+        A text names facts that all hold; behind a ``!`` is one that does not.
+        """
+        values = [self[name] for name in parameters(function)]
+        if isinstance(function, str):
+            words = function.split()
+            return all(bool(v) != w.startswith("!") for v, w in zip(values, words, strict=True))
+        return function(*values)
 
 
 @functools.cache
-def parameters(function: Callable[..., object]) -> tuple[str, ...]:
-    """The names of a function's parameters: the facts that it reads."""
+def parameters(function: Callable[..., object] | str) -> tuple[str, ...]:
+    """The names of a function's parameters, or of a text: the facts that it reads."""
+    if isinstance(function, str):
+        return tuple(function.replace("!", "").split())
     code: CodeType = inspect.unwrap(function).__code__
     return code.co_varnames[: code.co_argcount]
 
@@ -318,7 +327,6 @@ DERIVED: Mapping[str, Callable[..., Any]] = {
     "gathering_ranks": lambda tp, sequence_parallel: tp if sequence_parallel else 1,
     "tokens_on_rank": tokens_on_rank,
     "token_multiple": token_multiple,
-    "one_tensor_rank": lambda tp: tp == 1,
     "one_context_rank": lambda cp: cp == 1,
     "context_split": lambda tp, cp: None if cp == 1 else (tp, cp),
     "one_expert_rank": lambda ep: ep == 1,
@@ -333,10 +341,8 @@ DERIVED: Mapping[str, Callable[..., Any]] = {
     "shards_optimizer": shards_optimizer,
     "expert_replicas": lambda tp, cp, dp, expert_ranks: tp * cp * dp // expert_ranks,
     "modules": lambda recompute: frozenset(recompute.modules),
+    "one_tensor_rank": lambda tp: tp == 1,
     "recomputes_layers": lambda recompute: recompute.granularity is RecomputeGranularity.FULL,
-    "recomputes_experts": lambda recomputes_layers, modules: (
-        recomputes_layers or RecomputeModule.MOE in modules
-    ),
     "kept_modules": kept_modules,
     "recipe": lambda precision, fp8_recipe: {
         Precision.FP8: fp8_recipe,
@@ -354,7 +360,7 @@ class Rule:
     Args:
         id: short and stable, for tests and messages.
         source: where Megatron enforces it.
-        holds: whether the facts that its parameters name keep it.
+        holds: whether the facts that its parameters name keep it; or as of ``Facts.read``.
         what: the facts to blame, by Megatron's names.
         limit, fix: with ``{fact}`` for a fact, as ``what`` may be.
         value: the fact that is shown, where it is not ``what``; or a function of facts.
@@ -375,7 +381,7 @@ class Rule:
 
     id: str
     source: str
-    holds: Callable[..., bool]
+    holds: Callable[..., bool] | str
     what: str
     limit: str
     fix: str

@@ -186,7 +186,7 @@ _INSTANCES = "num_distributed_optimizer_instances"
 def _option(
     what: str,
     source: str,
-    holds: Callable[..., bool],
+    holds: Callable[..., bool] | str,
     limit: str,
     *,
     id: str = "",
@@ -211,23 +211,28 @@ def _option(
 
 
 OPTION_RULES = (
+    *(_option(**row) for row in packaged(__package__, "layout_options.json")),
     _option(
-        "tp_comm_overlap",
-        "args:916",
-        lambda sequence_parallel: sequence_parallel,
-        "it needs sequence parallelism",
-    ),
-    _option(
-        "defer_embedding_wgrad_compute",
-        "mpc:426",
-        lambda is_pipelined: is_pipelined,
+        "inference_batch_times_seqlen_threshold",
+        "args:1147",
+        lambda option, is_pipelined: option < 0 or is_pipelined,
         "the layout has no pipeline",
     ),
     _option(
-        "overlap_p2p_comm_warmup_flush",
-        "mpc:452",
-        lambda is_interleaved: is_interleaved,
-        "the layout has no virtual stages",
+        "inference_cuda_graph_scope",
+        "0.18 args:646",
+        lambda option, execution: (
+            getattr(option, "name", option) == "none" or execution.cuda_graph_impl == "local"
+        ),
+        "the layout has no local CUDA graphs",
+    ),
+    _option(
+        "overlap_param_gather",
+        "args:598-601",
+        lambda options, shards_optimizer, overlap_grad_reduce: (
+            overlap_grad_reduce and (shards_optimizer or options.get("optimizer") == "dist_muon")
+        ),
+        "it needs --overlap-grad-reduce and --use-distributed-optimizer",
     ),
     _option(
         "overlap_p2p_comm",
@@ -238,9 +243,11 @@ OPTION_RULES = (
     ),
     _option(
         "overlap_param_gather_with_optimizer_step",
-        "args:640",
-        lambda is_interleaved, shards_optimizer: is_interleaved and shards_optimizer,
-        "it needs virtual stages and overlapped gathering of weights",
+        "args:635-644",
+        lambda options, is_interleaved, shards_optimizer: (
+            is_interleaved and shards_optimizer and options.get("ckpt_format") == "torch"
+        ),
+        "it needs virtual stages, overlapped gathering of weights and --ckpt-format torch",
     ),
     _option(
         "microbatch_group_size_per_vp_stage",
@@ -250,21 +257,6 @@ OPTION_RULES = (
             for size in batch_sizes
         ),
         "the layout's rounds of micro batches are of another size",
-    ),
-    _option(
-        "hybrid_override_pattern",
-        "0.20 args:746",
-        lambda spec: not spec.hybrid_layer_pattern,
-        "--hybrid-layer-pattern states the layers and their stages",
-        since="0.17",
-    ),
-    _option(
-        "distribute_saved_activations",
-        "args:885",
-        lambda recomputes_layers, one_tensor_rank, sequence_parallel: (
-            recomputes_layers and not (one_tensor_rank or sequence_parallel)
-        ),
-        "sequence parallelism spreads them already",
     ),
     _option(
         "hierarchical_context_parallel_sizes",
@@ -284,23 +276,10 @@ OPTION_RULES = (
         "all have the same",
     ),
     _option(
-        "overlap_moe_expert_parallel_comm",
-        "tc:1858-1901",
-        lambda execution: execution.overlap_moe_expert_parallel_comm,
-        "it needs expert parallelism, virtual stages, no recomputed experts, graphs of neither "
-        "experts nor whole layers and, before 0.18, no Megatron-FSDP",
-    ),
-    _option(
-        "delay_wgrad_compute",
-        "tc:1872",
-        lambda execution: execution.delay_wgrad_compute,
-        "it goes with --overlap-moe-expert-parallel-comm",
-    ),
-    _option(
-        "moe_shared_expert_overlap",
-        "tc:1090, tc:1232, tc:1886",
-        lambda execution: execution.moe_shared_expert_overlap,
-        "the layout recomputes shared experts, or overlaps the all-to-all with more",
+        "moe_expert_rank_capacity_factor",
+        "0.18 tc:1521",
+        lambda execution: execution.moe_flex_dispatcher_backend in ("hybridep", "ncclep"),
+        "the layout sends tokens by another backend",
     ),
     *(
         _option(
@@ -316,20 +295,6 @@ OPTION_RULES = (
             "moe_flex_dispatcher_backend",
             "moe_enable_deepep",
         )
-    ),
-    _option(
-        "cpu_offloading_num_layers",
-        "tc:1144, tc:1149",
-        lambda is_pipelined, recomputes_layers, modules: (
-            not (is_pipelined or recomputes_layers or modules)
-        ),
-        "whole layers are moved to the host without a pipeline and without recomputation",
-    ),
-    _option(
-        "fine_grained_activation_offloading",
-        "0.20 tc:2163 (run)",
-        lambda recomputes_layers: not recomputes_layers,
-        "the layout recomputes whole layers, so nothing of them is saved",
     ),
     _option(
         _INSTANCES,
@@ -372,9 +337,9 @@ OPTION_RULES = (
     _option(
         "ckpt_format",
         "args:690, :1042",
-        lambda option, uses_megatron_fsdp, uses_torch_fsdp2: {
+        lambda option, uses_megatron_fsdp, uses_torch_fsdp2, tp: {
             "fsdp_dtensor": uses_megatron_fsdp,
-            "torch_dcp": uses_torch_fsdp2,
+            "torch_dcp": uses_torch_fsdp2 and tp == 1,
         }.get(option, not uses_megatron_fsdp),
         "the data-parallel sharding does not save that way",
     ),
@@ -389,15 +354,6 @@ OPTION_RULES = (
             turns_off=True,
         )
         for what in ("enable_gloo_process_groups", "use_gloo_process_groups")
-    ),
-    *(
-        _option(
-            what,
-            "args:680, :694",
-            lambda uses_megatron_fsdp: uses_megatron_fsdp,
-            "it belongs to Megatron-FSDP",
-        )
-        for what in ("fsdp_double_buffer", "fsdp_manual_registration")
     ),
     _option(
         "init_model_with_meta_device",
@@ -419,15 +375,6 @@ OPTION_RULES = (
         "args:684",
         lambda uses_megatron_fsdp, zero: not uses_megatron_fsdp or zero is not ZeroStage.WEIGHTS,
         "no replica holds all weights",
-    ),
-    *(
-        _option(
-            what,
-            "0.20 args:1138",
-            lambda uses_megatron_fsdp: not uses_megatron_fsdp,
-            "Megatron-FSDP shards the experts one by one",
-        )
-        for what in ("moe_single_grouped_weight", "moe_single_grouped_bias")
     ),
 )
 
