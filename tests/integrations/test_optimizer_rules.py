@@ -149,6 +149,14 @@ def test_a_capacity_of_expert_ranks_needs_fused_operations_with_hybridep_alone()
     require_options({**options, **tensors}, "0.20")
 
 
+def test_a_capacity_of_expert_ranks_keeps_its_backend() -> None:
+    flags = "--moe-expert-rank-capacity-factor 1.5 --use-transformer-engine-op-fuser"
+    backend = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
+    read = read_job(read_command(job(f"{flags} {backend}"), "0.19"))
+    assert {"moe_token_dispatcher_type", "moe_flex_dispatcher_backend"} <= read.closed
+    assert "moe_token_dispatcher_type" not in read_job(read_command(job(backend), "0.19")).closed
+
+
 def test_options_of_a_running_job_are_members_of_enumerations() -> None:
     """As Megatron's own parser makes them of the names of modules."""
     module = enum.Enum("CudaGraphModule", ("attn", "moe", "moe_router"))

@@ -165,3 +165,12 @@ def test_an_option_of_a_wrapper_is_no_module(wrapper: str) -> None:
 def test_lines_of_a_pasted_command_may_end_as_on_windows() -> None:
     command = read_command("torchrun --nproc-per-node 8 \\\r\n pretrain_gpt.py \\\r\n --bf16\r\n")
     assert (command.argv, command.unknown) == (("--bf16",), ())
+
+
+def test_a_word_that_no_flag_takes_is_named() -> None:
+    """Megatron's parser ends at it; values of a flag of another script are passed on."""
+    command = read_command("pretrain_gpt.py --bf16 true --mine 3 4 --swiglu", "0.19")
+    assert command.notes == (
+        "Megatron 0.19 ends at true, a word that --bf16 does not take.",
+        "Megatron 0.19 has no flag --mine; it is passed on as it is.",
+    )

@@ -286,7 +286,7 @@ def test_no_note_moves_torch_fsdp2_to_megatron_fsdp() -> None:
 
 
 def test_torch_fsdp2_with_a_pipeline_is_refused() -> None:
-    with pytest.raises(UserInputError, match="must be 1 under --use-torch-fsdp2"):
+    with pytest.raises(UserInputError, match="FSDP has no pipeline dimension"):
         planned(job(TORCH_FSDP2 + " --pipeline-model-parallel-size 2"))
 
 

@@ -90,16 +90,17 @@ def _read(split: SplitCommand, version: str) -> ReadCommand:
         parser.add_argument("--dataloader-seq-length", type=int)
         own, rest = parser.parse_known_args(unknown)
         values, unknown = {**values, **vars(own)}, tuple(rest)
+    options = options_of(argv, version)
     return ReadCommand(
         version=version,
         environment=dict(split.environment),
         launcher=split.launcher,
         script=split.script,
-        options=options_of(argv, version),
+        options=options,
         values={**values, **given},
         explicit=frozenset(given),
         unknown=unknown,
-        notes=(*split.ranks.notes, *_notes(unknown, version)),
+        notes=(*split.ranks.notes, *_notes(options, unknown, version)),
         ranks=split.ranks,
     )
 
@@ -278,12 +279,18 @@ _CONVERTERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def _notes(unknown: tuple[str, ...], version: str) -> Iterable[str]:
-    flags = known_flags(version)
-    for token in unknown:
-        name = token.partition("=")[0]
-        if not name.startswith("--"):
+def _notes(options: Iterable[Option], unknown: tuple[str, ...], version: str) -> Iterable[str]:
+    flags, behind = known_flags(version), ""
+    for option in options:
+        name = option.flag
+        if option.dest or option.tokens[0] not in unknown:
+            behind = name
             continue
+        if not name.startswith("-"):  # a value of an unknown flag, or of one that has none
+            if behind:
+                yield f"Megatron {version} ends at {name}, a word that {behind} does not take."
+            continue
+        behind = ""
         others = [v for v in RELEASES if v != version and name in known_flags(v)]
         close = difflib.get_close_matches(name.replace("_", "-"), flags, n=1, cutoff=0.88)
         if others:

@@ -151,13 +151,16 @@ def job_from_values(
     if dispatcher not in explicit and values.get(dispatcher) == "allgather":
         stated[dispatcher] = None  # Megatron's default, which a plan replaces
     packs = any(map(values.get, PACKED))
-    flags, schedule = memory_flags(stated), schedule_of_values(values, spec.seq_length, version)
+    flags, schedule = (
+        dict(memory_flags(stated)),
+        schedule_of_values(values, spec.seq_length, version),
+    )
     if not overlaps_gradients(str(values.get("optimizer") or "adam"), version):
-        flags = {**flags, "overlap_grad_reduce": False}
+        flags["overlap_grad_reduce"] = False
     if rounds := values.get(_ROUNDS):
-        flags = {**flags, _ROUNDS: rounds}
+        flags[_ROUNDS] = rounds
     if values.get(_OVERLAP_P2P) is False:
-        flags = {**flags, _OVERLAP_P2P: False}
+        flags[_OVERLAP_P2P] = False
     return Job(
         spec=spec,
         version=version,
@@ -220,7 +223,9 @@ def _unfused(values: Values) -> frozenset[str]:
     tc:3264.
     """
     balancing = values.get("moe_router_load_balancing_type") or ()
+    budget = values.get("moe_expert_rank_capacity_factor")
     found = {
+        **dict.fromkeys(("moe_token_dispatcher_type", "moe_flex_dispatcher_backend"), budget),
         "moe_router_fusion": "quantile_balancing" in balancing
         or values.get("moe_enable_routing_replay"),
         "moe_permute_fusion": values.get("batch_invariant_mode"),

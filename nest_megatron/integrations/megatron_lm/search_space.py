@@ -355,20 +355,10 @@ def _with_own_sharding(
     if job.zero is not None and not set(freed).intersection((*IMPLEMENTATION, *STAGE)):
         zeros = (job.zero,)
     zeros = for_optimizer(zeros, job, sharding)
-    # neither FSDP has a pipeline, and torch's has no expert parallelism (args:606-612)
-    alone = [] if sharding is DataParallelSharding.DDP else [_PIPELINE]
-    if of_torch:
-        alone.append("expert_model_parallel_size")
-    for name in alone:
-        if space.fixed.get(name, 1) != 1:
-            raise flag_error(
-                name,
-                space.fixed[name],
-                f"it must be 1 under {flag_of(f'use_{sharding.value}')}",
-                "Use 1, or another data-parallel sharding.",
-            )
-    fixed_sizes = {**space.fixed, **dict.fromkeys(alone, 1)}
-    return replace(space, zero_stages=zeros, sharding=sharding, fixed=fixed_sizes), offer
+    sizes = space.fixed
+    if sharding is not DataParallelSharding.DDP:  # no FSDP has a pipeline (args:606)
+        sizes = {_PIPELINE: 1, **sizes}
+    return replace(space, zero_stages=zeros, sharding=sharding, fixed=sizes), offer
 
 
 def for_optimizer(

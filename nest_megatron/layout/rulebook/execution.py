@@ -437,8 +437,8 @@ EXECUTION_RULES = (
                 )
             )
         ),
-        "since 0.18 it goes with graphs of Transformer Engine that hold no experts, since 0.19 with "
-        "such local ones of modules, where it moves modules of experts alone",
+        "since 0.18 it goes with graphs of Transformer Engine without experts, and since 0.19 with "
+        "local ones of named modules where it moves modules of experts alone",
     ),
 )
 
