@@ -1,19 +1,21 @@
 """Write the recipes: scripts and pinned plans of the jobs in jobs.csv, and the table of README.md.
 
-usage: python recipes/make.py [MODEL...]
+usage: python recipes/make.py [--framework megatron_lm|nemo|megatron_bridge] [MODEL...]
 
-``megatron_lm/MODEL.sh`` has the flags of a model; a recipe of NeMo or of Megatron-Bridge gets its
-plan by ``pretrain.py`` of its folder. Each plan is for one of ``CLUSTERS``. A plan that is still
-what the planner finds keeps its file, so that only what changed is written. Columns of jobs.csv:
-GPUs of each cluster, the release of Megatron-LM, the recipe's name in the other frameworks, how
-names of models begin that are of the family, and flags of the published model that a plan has no
-field for.
+``megatron_lm/MODEL.sh`` has the flags of a model; a recipe of NeMo or of Megatron-Bridge is planned
+as the framework itself makes it, which has to be installed, and gets its plan by ``pretrain.py`` of
+its folder. Each plan is for one of ``CLUSTERS``. A plan that is still what the planner finds keeps
+its file, so that only what changed is written. Columns of jobs.csv: GPUs of each cluster, the
+release of Megatron-LM, the recipe's name in the other frameworks, how names of models begin that
+are of the family, and flags of the published model that a plan has no field for.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import functools
+import importlib
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -96,19 +98,39 @@ class Recipe:
         return ROOT / self.framework / "plans" / f"{self.name}_{cluster}.yaml"
 
     def planned(self, cluster: str) -> ParallelPlan:
-        """The plan of today."""
+        """The plan of today for the model of the catalogue, with the target's usual settings."""
         return nest_megatron.plan(
             model=self.job.model,
             cluster=cluster,
             num_gpus=self.job.num_gpus[cluster],
             global_batch_size=self.job.global_batch_size,
-            search={"num_alternatives": 0, "max_seconds": _MAX_SECONDS},
+            search=_SEARCH,
             target=self.target,
         ).record
+
+    def planned_as_made(self, cluster: str) -> ParallelPlan:
+        """The plan of today for the configuration that the framework makes."""
+        if self.framework == LM:
+            return self.planned(cluster)
+        configured = importlib.import_module(f"recipes.{self.framework}.pretrain").configured
+        integration = importlib.import_module(f"nest_megatron.integrations.{self.framework}")
+        model, num_gpus = nest_megatron.models()[self.job.model], self.job.num_gpus[cluster]
+        place = nest_megatron.clusters()[cluster].resized(num_gpus)
+        plan, _ = integration.auto_recipe(
+            configured(self.name, model, place, self.job.global_batch_size),
+            cluster=cluster,
+            overrides=[
+                f"cluster.num_gpus={num_gpus}",
+                *(f"search.{name}={value}" for name, value in _SEARCH.items()),
+            ],
+            vocab_size=model.vocab_size,
+        )
+        return plan
 
 
 #: For each search: what time ends depends on the machine, and is no plan to keep.
 _MAX_SECONDS = 900
+_SEARCH = {"num_alternatives": 0, "max_seconds": _MAX_SECONDS}
 #: ``search.certificate`` of a plan whose search has come to its end.
 FINISHED = ("optimal", "chosen")
 
@@ -210,7 +232,7 @@ def is_current(path: Path, plan: ParallelPlan) -> bool:
 
 def write_plan(recipe: Recipe, cluster: str) -> ParallelPlan:
     """Write a plan unless its file is current; one whose search time has ended is not kept."""
-    plan, path = recipe.planned(cluster), recipe.path(cluster)
+    plan, path = recipe.planned_as_made(cluster), recipe.path(cluster)
     if plan.search.certificate not in FINISHED:
         sys.exit(f"{path.name}: {_MAX_SECONDS} s ended the search ({plan.search.certificate})")
     if is_current(path, plan):
@@ -228,12 +250,13 @@ def write_plan(recipe: Recipe, cluster: str) -> ParallelPlan:
     return plan
 
 
-def write(job: Job) -> None:
-    """Write what of a job is not current."""
+def write(job: Job, framework: str) -> None:
+    """Write what of a job in a framework is not current."""
     for recipe in job.recipes():
-        plans = {cluster: write_plan(recipe, cluster) for cluster in CLUSTERS}
-        if recipe.framework == LM:
-            write_text(job.script, script_text(job, plans))
+        if recipe.framework == framework:
+            plans = {cluster: write_plan(recipe, cluster) for cluster in CLUSTERS}
+            if framework == LM:
+                write_text(job.script, script_text(job, plans))
 
 
 _MADE = "<!-- What follows is written by python recipes/make.py. -->\n"
@@ -274,14 +297,30 @@ def _named(prefixes: tuple[str, ...]) -> list[str]:
     return [f"`{name}`" for name in nest_megatron.models() if name.startswith(prefixes)]
 
 
-def main(names: list[str]) -> None:
-    """Write all of them, or those that are named."""
-    for name in names:
+def main(words: list[str]) -> None:
+    """Write all of a framework, or those that are named."""
+    parser = argparse.ArgumentParser(description="Write recipes of one framework.")
+    parser.add_argument("--framework", choices=(LM, NEMO, BRIDGE), default=LM)
+    parser.add_argument("models", nargs="*", metavar="MODEL")
+    given = parser.parse_args(words)
+    for name in given.models:
         require_known("MODEL", name, [job.model for job in jobs()])
+    if given.framework == BRIDGE:  # which asks for CUDA's packages, and for a device
+        from tests.nemo import substitutes
+
+        substitutes.install()
+        from tests.nemo import bridge
+
+        bridge.built(_write_all, names=given.models, framework=BRIDGE)
+    else:
+        _write_all(given.models, given.framework)
+    write_text(ROOT / "README.md", readme_text())
+
+
+def _write_all(names: list[str], framework: str) -> None:
     for job in jobs():
         if not names or job.model in names:
-            write(job)
-    write_text(ROOT / "README.md", readme_text())
+            write(job, framework)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import pytest
 
 import nest_megatron
 from nest_megatron.errors import NestError, UserInputError
+from nest_megatron.layout.recompute import RecomputeGranularity
 from nest_megatron.plain import to_plain
 from nest_megatron.report.failure import NothingFitsError
 from tests import catalogue
@@ -338,6 +339,18 @@ def test_gemma_3_is_planned_where_it_is_built() -> None:
     assert found.dims.virtual_pipeline_model_parallel_size == 1
     with pytest.raises(UserInputError, match="takes no virtual stages"):
         nest_megatron.plan(**staged, virtual_pipeline_model_parallel_size=2)
+
+
+def test_gemma_3_of_megatron_bridge_recomputes_no_whole_layers() -> None:
+    job: dict[str, Any] = {"model": "gemma3_27b", "cluster": "dgx_h100", **JOB, "seq_length": 32768}
+    found = nest_megatron.plan(**job, target="megatron_bridge")
+    layouts = [found.layout, *(each.layout for each in found.alternatives)]
+    assert RecomputeGranularity.FULL not in {each.recompute.granularity for each in layouts}
+    for entry in (nest_megatron.plan, nest_megatron.estimate):
+        with pytest.raises(UserInputError, match="two rotary embeddings"):
+            entry(**job, target="megatron_bridge", **UNIFORM, recompute_num_layers=1)
+    other = nest_megatron.estimate(**job, target="nemo", **UNIFORM, recompute_num_layers=1)
+    assert other.layout.recompute.granularity is RecomputeGranularity.FULL
 
 
 @pytest.mark.parametrize("target", ["megatron_bridge_0.4", "megatron_bridge"])

@@ -73,7 +73,8 @@ read = functools.cache(read_pinned)
 def test_a_pinned_plan_is_whole_and_for_its_job(recipe: make.Recipe, cluster: str) -> None:
     pinned = read(recipe.path(cluster))  # refuses one of which a byte has changed
     plan, job = pinned.plan, recipe.job
-    assert (plan.model.name, plan.cluster.name) == (job.model, cluster)
+    assert plan.cluster.name == cluster
+    assert plan.model.name == job.model or recipe.framework != make.LM
     assert plan.layout.global_batch_size == job.global_batch_size
     assert plan.layout.num_gpus == job.num_gpus[cluster]
     assert plan.provenance.settings["target"] == recipe.target
@@ -127,7 +128,7 @@ def test_a_pinned_plan_is_priced_so_today(recipe: make.Recipe, cluster: str) -> 
     assert (today.iteration_time_s, today.peak_memory_bytes) == (
         pinned.iteration_time_s,
         pinned.peak_memory_bytes,
-    ), f"run python recipes/make.py {plan.model.name}"
+    ), f"run python recipes/make.py --framework {recipe.framework} {recipe.job.model}"
 
 
 def test_virtual_stages_of_a_hybrid_model_are_priced_by_the_rules_of_their_release() -> None:
@@ -138,19 +139,17 @@ def test_virtual_stages_of_a_hybrid_model_are_priced_by_the_rules_of_their_relea
     assert job.versus(job.own).plan.predicted.iteration_time_s == plan.predicted.iteration_time_s
 
 
-#: One of each kind, planned in seconds: dense, experts, hybrid, two stacks, an encoder, and NeMo
-#: with Megatron-Bridge. All of them are priced again by a test above.
-PLANNED = (
-    *("phi4_14b", "moonlight_16b_a3b", "mamba2_hybrid_8b", "t5_11b", "bert_large", "gemma3_1b"),
-)
+#: One of each kind, planned in seconds: dense, experts, hybrid, two stacks, an encoder. All of them
+#: are priced again by a test above, and those of frameworks planned again beside the frameworks.
+PLANNED = ("phi4_14b", "moonlight_16b_a3b", "mamba2_hybrid_8b", "t5_11b", "bert_large")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", PLANNED)
 def test_a_pinned_plan_is_that_of_today(model: str) -> None:
     job = next(job for job in make.jobs() if job.model == model)
-    for recipe in job.recipes():
-        for cluster in make.CLUSTERS:
-            path = recipe.path(cluster)
-            current = make.is_current(path, recipe.planned(cluster))
-            assert current, f"{path.name}: run python recipes/make.py {job.model}"
+    recipe = next(job.recipes())
+    for cluster in make.CLUSTERS:
+        path = recipe.path(cluster)
+        current = make.is_current(path, recipe.planned(cluster))
+        assert current, f"{path.name}: run python recipes/make.py {job.model}"

@@ -180,8 +180,7 @@ def require_plausible(
         least, most = allowed.shown(allowed.least), allowed.shown(allowed.most)
         limit = f"it is implausible: expected are {least} to {most} {unit or allowed.unit}"
         fix = f"{guess}If it is right, add {typed_setting('checks.plausibility')}=off."
-        shown = typed.get(what) or value
-        raise UserInputError(what, shown, limit.rstrip(), fix)
+        raise UserInputError(what, typed.get(what) or value, limit.rstrip(), fix)
 
 
 def _numbers(

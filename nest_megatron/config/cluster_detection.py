@@ -440,8 +440,9 @@ def _gpus(
         limit += f" ({'; '.join(told)})" if told else ""
         fix = "Give their reports (nest-megatron cluster report) with --read"
         fix += "." if kinds(hosts) else ", or name a cluster with --cluster."
-        names = shown_names([host.name for host in without])
-        raise UserInputError("GPUs of hosts", names, limit, fix)
+        raise UserInputError(
+            "GPUs of hosts", shown_names([host.name for host in without]), limit, fix
+        )
     gpus, notes = like_gpus(hosts, None, mixed)
     if gpus is None and base is not None:
         counts = {host.name: host.num_gpus for host in hosts if host.num_gpus}

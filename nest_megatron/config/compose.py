@@ -91,8 +91,9 @@ def compose(
         for setting in overrides:  # a power of two may be meant
             size = (setting.value or "").removesuffix("k")
             if setting.key.endswith(".seq_length") and size.isdecimal() and size != setting.value:
-                kibi = f"{size}Ki is {1024 * int(size):,}"
-                notes.append(f"{setting} is {1000 * int(size):,} tokens; {kibi}.")
+                notes.append(
+                    f"{setting} is {1000 * int(size):,} tokens; {size}Ki is {1024 * int(size):,}."
+                )
         folder = None if config_dir is None else _existing_folder(config_dir)
         chosen = _with_undivided_levels(overrides)
         settings = chosen

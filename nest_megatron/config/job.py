@@ -174,7 +174,6 @@ class Job:
             same shapes, so that CUDA graphs could hold them.
         packs: several sequences stand in one, each attending to itself alone.
         closed: fields of ``Execution`` that it does not allow.
-        full_recompute: its code can recompute whole layers.
         can_state: fields of ``Execution`` that the job can be told; ``None`` is all.
         packages: packages of a choice that were found where it runs.
         counts_on_host: numbers of tokens are read by the host before the all-to-all of experts.
@@ -212,7 +211,6 @@ class Job:
     capturable: bool = True
     packs: bool = False
     closed: frozenset[str] = frozenset()
-    full_recompute: bool = True
     can_state: frozenset[str] | None = None
     packages: tuple[str, ...] = ()
     counts_on_host: bool = False

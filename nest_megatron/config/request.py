@@ -46,7 +46,7 @@ from nest_megatron.config.space import (
     read_space,
     require_buildable,
     require_experts,
-    space_of_frozen_weights,
+    space_of_framework,
 )
 from nest_megatron.config.train import (
     batch_of,
@@ -355,7 +355,7 @@ def _allowed_space(
     within = space_within(space, policy, cluster)
     if "micro_batch_size" not in space.fixed:
         within["limits"] = limits_for_length(within["limits"], spec.seq_length)
-    within |= space_of_frozen_weights(
+    within |= space_of_framework(
         spec, target, within["zero_stages"], space.recompute or read_recompute(settings.parallel)
     )
     return replace(space, **within)

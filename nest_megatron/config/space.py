@@ -277,42 +277,53 @@ def builds_mtp_beside_layer(spec: TransformerSpec, target: Target) -> bool:
     return target is NEMO and spec.num_mtp_layers > 0
 
 
-def space_of_frozen_weights(
+def space_of_framework(
     spec: TransformerSpec,
     target: Target,
     zero_stages: Iterable[ZeroStage],
     recompute: Recompute | None,
 ) -> dict[str, Any]:
-    """What a search may choose where only adapters are trained, by fields of ``SearchSpace``.
+    """What a search may choose in a framework beside degrees, by fields of ``SearchSpace``.
 
     NeMo lets the recomputation of whole layers lose the gradients of adapters: a frozen embedding's
     output needs no gradient, so that nothing calls the backward pass of the layers behind it.
-    Megatron-Bridge mends that (``maybe_enable_recompute_inputs_grad``). Sharding of frozen weights
-    by Megatron-FSDP is not chosen: neither framework's recipes have it.
+    Megatron-Bridge mends that (``maybe_enable_recompute_inputs_grad``), and cannot recompute the
+    layers of its Gemma 3, whose two rotary embeddings ``CheckpointFunction`` does not save.
+    Sharding of frozen weights by Megatron-FSDP is not chosen: neither framework's recipes have it.
 
     Args:
         recompute: that is fixed.
+
+    Raises:
+        UserInputError: if adapters or the fixed recomputation do not go with the framework.
     """
-    if spec.adapters is None:
-        return {}
-    if target in MEGATRON_LM:
-        raise UserInputError(
-            "peft.scheme",
-            str(spec.adapters.scheme),
-            f"{target.framework} trains all weights",
-            "Add target=megatron_bridge or target=nemo.",
-        )
-    is_full = recompute is not None and recompute.granularity is RecomputeGranularity.FULL
-    if target is NEMO and is_full:
+    found, why = dict[str, Any](), ""
+    if spec.adapters is not None:
+        if target in MEGATRON_LM:
+            raise UserInputError(
+                "peft.scheme",
+                str(spec.adapters.scheme),
+                f"{target.framework} trains all weights",
+                "Add target=megatron_bridge or target=nemo.",
+            )
+        stages = tuple(stage for stage in zero_stages if not stage.is_fsdp)
+        if stages:
+            found["zero_stages"] = stages
+        if target is NEMO:
+            why = "NeMo loses the gradients of adapters with it, as the embedding is frozen"
+    is_sandwich = spec.variant.norm_placement is NormPlacement.SANDWICH
+    if is_sandwich and spec.qk_layernorm and target is not NEMO:
+        why = "Megatron-Bridge's Gemma 3 has two rotary embeddings, which it does not save"
+    if not why:
+        return found
+    if recompute is not None and recompute.granularity is RecomputeGranularity.FULL:
         raise UserInputError(
             "recompute_granularity",
             "full",
-            "NeMo loses the gradients of adapters with it, as the embedding is frozen",
-            "Recompute modules (selective), or use Megatron-Bridge.",
+            why,
+            "Recompute modules (selective), or use another framework.",
         )
-    stages = tuple(stage for stage in zero_stages if not stage.is_fsdp)
-    found: dict[str, Any] = {"zero_stages": stages} if stages else {}
-    return found | ({"full_recompute": False} if target is NEMO else {})
+    return {**found, "full_recompute": False}
 
 
 def check_quotients(space: SearchSpace, gpus: int, batch: int) -> None:

@@ -229,7 +229,6 @@ class Family:
         ones: the degrees that its code takes only as 1, and why.
         cuts_chunks: they are so only where its attention is cut into chunks.
         packs: its attention takes packed sequences.
-        recomputes_layers: whole layers can be recomputed.
         keeps_scores: its attention is ``DotProductAttention``, which is not fused.
     """
 
@@ -237,7 +236,6 @@ class Family:
     ones: Mapping[str, str] = field(default_factory=dict)
     cuts_chunks: bool = False
     packs: bool = True
-    recomputes_layers: bool = True
     keeps_scores: bool = False
 
     def requirements(self, name: str, spec: TransformerSpec) -> dict[str, Requirement]:
@@ -408,8 +406,7 @@ FAMILIES: dict[str | None, Family] = {
     "Gemma2ModelProvider": Family(fields=_gemma2, packs=False),
     "BertConfig": Family(),
     "Gemma3Config": Family(fields=_gemma3),
-    # its rotary embedding is a pair of tensors, which CheckpointFunction does not save
-    "Gemma3ModelProvider": Family(fields=_gemma3, recomputes_layers=False),
+    "Gemma3ModelProvider": Family(fields=_gemma3),
     "OlMoEModelProvider": Family(
         fields=lambda _: {"variant": ModelVariant(qk_norm_full_width=True)},
     ),

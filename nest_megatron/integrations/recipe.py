@@ -341,7 +341,6 @@ class Recipe(Configuration, ABC):
                 if differs_by_rank(data) and self.find(self.hybridep_padding) is ABSENT
                 else set()
             ),
-            full_recompute=family.recomputes_layers,
             can_state=places.can_state(),
             fields={
                 **places.choices(),

@@ -16,24 +16,33 @@ from typing import Any
 
 from rich.console import Console
 
+from nest_megatron.cluster.records import Cluster
 from nest_megatron.integrations.megatron_bridge import apply_plan, to_dotlist
 from nest_megatron.integrations.plan_output import launched_report
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner.pins import read_pinned
 
 PLANS = Path(__file__).resolve().parent / "plans"
 
 
-def planned(name: str, cluster: str) -> tuple[Any, ParallelPlan, tuple[Change, ...]]:
-    """Megatron-Bridge's configuration with its plan, the plan, and what it changed."""
-    plan = read_pinned(PLANS / f"{name}_{cluster}.yaml").plan
+def configured(name: str, model: TransformerSpec, cluster: Cluster, batch: int) -> Any:
+    """Megatron-Bridge's configuration with a global batch; the launcher says the cluster's GPUs."""
     recipes = importlib.import_module("megatron.bridge.recipes")
     cfg = getattr(recipes, f"{name}_pretrain_config")()
     if cfg.tokenizer.tokenizer_type == "NullTokenizer":  # a stand-in, of fewer tokens
         cfg.tokenizer.use_tokenizer_vocab_size = False
-        cfg.model.vocab_size = plan.model.vocab_size
-    return cfg, plan, apply_plan(cfg, plan, free=("global_batch_size", "seq_length"))
+        cfg.model.vocab_size = model.vocab_size
+    cfg.train.global_batch_size = batch
+    return cfg
+
+
+def planned(name: str, cluster: str) -> tuple[Any, ParallelPlan, tuple[Change, ...]]:
+    """Megatron-Bridge's configuration with its plan, the plan, and what it changed."""
+    plan = read_pinned(PLANS / f"{name}_{cluster}.yaml").plan
+    cfg = configured(name, plan.model, plan.cluster, plan.layout.global_batch_size)
+    return cfg, plan, apply_plan(cfg, plan)
 
 
 def main(words: list[str]) -> None:

@@ -15,24 +15,36 @@ from typing import Any
 
 from rich.console import Console
 
+from nest_megatron.cluster.records import Cluster
 from nest_megatron.integrations.nemo import apply_plan
 from nest_megatron.integrations.plan_output import launched_report
 from nest_megatron.layout.diff import Change
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner.pins import read_pinned
 
 PLANS = Path(__file__).resolve().parent / "plans"
 
 
+def configured(name: str, model: TransformerSpec, cluster: Cluster, batch: int) -> Any:
+    """NeMo's recipe on all GPUs of a cluster, with a global batch; of the model nothing is read."""
+    module = importlib.import_module(f"nemo.collections.llm.recipes.{name}")
+    per_node = cluster.launch_gpus_per_host
+    recipe = module.pretrain_recipe(
+        name=name,
+        dir="/checkpoints",
+        num_nodes=cluster.num_gpus // per_node,
+        num_gpus_per_node=per_node,
+    )
+    recipe.data.global_batch_size = batch
+    return recipe
+
+
 def planned(name: str, cluster: str) -> tuple[Any, ParallelPlan, tuple[Change, ...]]:
     """NeMo's recipe at the size, batch and layout of its plan, the plan, and what it changed."""
     plan = read_pinned(PLANS / f"{name}_{cluster}.yaml").plan
-    module = importlib.import_module(f"nemo.collections.llm.recipes.{name}")
-    gpus, per_node = plan.layout.num_gpus, plan.cluster.launch_gpus_per_host
-    recipe = module.pretrain_recipe(
-        name=name, dir="/checkpoints", num_nodes=gpus // per_node, num_gpus_per_node=per_node
-    )
-    return recipe, plan, apply_plan(recipe, plan, free=("global_batch_size", "seq_length"))
+    recipe = configured(name, plan.model, plan.cluster, plan.layout.global_batch_size)
+    return recipe, plan, apply_plan(recipe, plan)
 
 
 def main(words: list[str]) -> None:

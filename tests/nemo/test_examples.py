@@ -40,8 +40,20 @@ def test_a_recipe_runs(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 def pinned(framework: str) -> pytest.MarkDecorator:
     """Every pinned plan of a framework's recipes."""
     found = [each for job in make.jobs() for each in job.recipes() if each.framework == framework]
-    cases = [(recipe.name, cluster) for recipe in found for cluster in make.CLUSTERS]
-    return pytest.mark.parametrize(("name", "cluster"), cases)
+    cases = [
+        pytest.param(recipe, cluster, id=f"{recipe.name}-{cluster}")
+        for recipe in found
+        for cluster in make.CLUSTERS
+    ]
+    return pytest.mark.parametrize(("recipe", "cluster"), cases)
+
+
+def check_current(recipe: make.Recipe, cluster: str) -> None:
+    """The plan that ships is what the planner finds for the framework's own configuration."""
+    path = recipe.path(cluster)
+    current = make.is_current(path, recipe.planned_as_made(cluster))
+    command = f"recipes/make.py --framework {recipe.framework} {recipe.job.model}"
+    assert current, f"{path.name}: run python {command}"
 
 
 def pretrain(folder: str) -> ModuleType:
@@ -57,26 +69,28 @@ def pretrain(folder: str) -> ModuleType:
 
 
 @pinned(make.NEMO)
-def test_nemo_takes_a_pinned_plan(name: str, cluster: str) -> None:
-    recipe, plan, _ = pretrain(make.NEMO).planned(name, cluster)
+def test_nemo_takes_a_pinned_plan(recipe: make.Recipe, cluster: str) -> None:
+    task, plan, _ = pretrain(make.NEMO).planned(recipe.name, cluster)
     from tests.nemo import recipes
 
-    recipes.validate(recipe)
-    strategy = recipe.trainer.strategy
+    recipes.validate(task)
+    strategy = task.trainer.strategy
     for field in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         assert getattr(strategy, field) == plan.arguments[field]
-    assert recipe.trainer.num_nodes * recipe.trainer.devices == plan.layout.num_gpus
+    assert task.trainer.num_nodes * task.trainer.devices == plan.layout.num_gpus
+    check_current(recipe, cluster)
 
 
 @pinned(make.BRIDGE)
-def test_bridge_takes_a_pinned_plan(name: str, cluster: str) -> None:
+def test_bridge_takes_a_pinned_plan(recipe: make.Recipe, cluster: str) -> None:
     module = pretrain(make.BRIDGE)
     release = importlib.metadata.version("megatron-bridge")
     if not release.startswith("0.6"):
         pytest.skip(f"Megatron-Bridge {release} is installed, and the plans are for 0.6")
     from tests.nemo import bridge
 
-    cfg, plan, _ = bridge.built(lambda: module.planned(name, cluster))
+    cfg, plan, _ = bridge.built(lambda: module.planned(recipe.name, cluster))
     trained = bridge.validate(cfg, plan.layout.num_gpus)
     for field in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         assert getattr(trained.model, field) == plan.arguments[field]
+    bridge.built(check_current, recipe=recipe, cluster=cluster)

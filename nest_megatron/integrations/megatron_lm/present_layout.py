@@ -74,16 +74,13 @@ def with_present_layout(request: Request, job: Job, composed: Settings) -> Reque
         plan = estimate_for(request, layout)
         if any(any(violations(plan, file)) for file in request.policy):
             return request
-    space, recompute, micro = request.space, layout.recompute, layout.micro_batch_size
+    space, recompute = request.space, layout.recompute
     # a limit that the user has set holds for other layouts
     beyond = {
         name: value
         for name, value in layout.sizes.items()
         if name not in (*space.fixed, *space.limits)
-        and (
-            not space.allows(name, value, request.cluster)
-            or (name == _MICRO and micro & (micro - 1))  # the search tries powers of 2 alone
-        )
+        and not space.allows(name, value, request.cluster)
     }
     is_full = recompute.granularity is RecomputeGranularity.FULL
     is_tried = space.without_modules.isdisjoint(recompute.modules)

@@ -264,7 +264,6 @@ def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
         fixed={**fixed, **own.fixed},
         rank_orders=orders,
         recompute=recompute,
-        full_recompute=job.full_recompute,
         partition=partition,
         layers_in_bf16=layers_in_bf16(job.values),
         even_stages=says_all and partition is None and not freed.intersection(STAGE_OPTIONS),
