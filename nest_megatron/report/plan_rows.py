@@ -110,14 +110,15 @@ def plan_cells(plan: ParallelPlan) -> dict[str, str]:
     """Cells of a plan, by the heads of their columns."""
     predicted, search = plan.predicted, plan.search
     names = ("TP", "PP", "CP", "DP", *(["EP"] if plan.model.is_moe else []))
+    early = f", within {search.gap_percent:.1f} % of the best" if search.ended_early else ""
     return {
         "Step": format_seconds(predicted.iteration_time_s),
         "Tokens/s": f"{tokens_per_s(plan):,.0f}",
         "Tok/s/GPU": f"{predicted.tokens_per_s_per_gpu:,.0f}",
         "MFU": f"{100 * predicted.mfu:.1f} %",
         "Memory": format_gib(predicted.peak_memory_bytes),
-        "Layout": " ".join(degree_words(plan.layout, names, least=1)),
-        "Proof": f"gap {search.gap_percent:.1f} %" if search.ended_early else search.certificate,
+        "Layout": " ".join(degree_words(plan.layout, names, least=1)) + early,
+        "Proof": search.certificate,
         **price_cells(plan),
     }
 

@@ -92,7 +92,7 @@ def _kept_words(variant: Variant) -> str:
     if missing > 0:
         return f"does not fit: {format_gib(missing)} missing"
     if best and layout_of(best) == layout_of(kept):
-        return "is the best"
+        return f"is the best{' found' * best.search.ended_early}"
     more = f" ({percent(step_s(kept), step_s(best)):+.1f} %)" if best else ""
     return f"{format_seconds(step_s(kept))}{more}, {risk_of(kept)}"
 
