@@ -96,8 +96,11 @@ def secret_text(key: SecretKey, password: str) -> str:
 
 def sign(content: bytes, key: SecretKey, comment: str) -> Signature:
     """Sign a file's content, and a comment of one line in ASCII with it."""
-    untrusted = f"signature of key {key_name(key.get_public_key())}"
-    signature: Signature = key.sign(content, untrusted_comment=untrusted, trusted_comment=comment)
+    signature: Signature = key.sign(
+        content,
+        untrusted_comment=f"signature of key {key_name(key.get_public_key())}",
+        trusted_comment=comment,
+    )
     return signature
 
 
@@ -193,9 +196,12 @@ def read_secret(text: str, ask_password: Callable[[], str], name: str) -> Secret
             key.decrypt(ask_password())
         key.get_public_key().verify(b"", key.sign(b""))
     except package.Error as error:  # of the second line, where the key is damaged
-        limit = f"nothing can be signed with it: {error}"
-        fix = "Give the password that it was made with, or another key."
-        raise UserInputError("secret key", name, limit, fix) from error
+        raise UserInputError(
+            "secret key",
+            name,
+            f"nothing can be signed with it: {error}",
+            "Give the password that it was made with, or another key.",
+        ) from error
     return key
 
 
@@ -205,14 +211,22 @@ def _number(line: bytes) -> str:
 
 
 def _unreadable(kind: str, name: str) -> UserInputError:
-    limit = f"it is no {kind} in minisign's format"
-    return UserInputError(kind, name, limit, f"Name a {kind} that minisign or nest-megatron wrote.")
+    return UserInputError(
+        kind,
+        name,
+        f"it is no {kind} in minisign's format",
+        f"Name a {kind} that minisign or nest-megatron wrote.",
+    )
 
 
 def _package() -> Any:
     """The module of ``py-minisign``, which an installation may lack."""
-    limit = "they are made and verified by py-minisign, which is not installed"
-    require_package("minisign", "sign", "signatures", limit)
+    require_package(
+        "minisign",
+        "sign",
+        "signatures",
+        "they are made and verified by py-minisign, which is not installed",
+    )
     import minisign
 
     return minisign

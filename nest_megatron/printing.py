@@ -7,6 +7,7 @@ them (``\x1b``, ``\u202e``).
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 
@@ -42,5 +43,6 @@ def print_cleaned(text: str) -> None:
 
 
 def print_to_stderr(text: str) -> None:
-    """Print on standard error."""
-    print(cleaned(text), file=sys.stderr, flush=True)
+    """Print on standard error, where that takes anything: nothing is to end for a message."""
+    with contextlib.suppress(OSError):
+        print(cleaned(text), file=sys.stderr, flush=True)

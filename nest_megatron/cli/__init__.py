@@ -96,7 +96,8 @@ def _run(arguments: list[str], begun_s: Seconds) -> int:
         return BAD_INPUT
     except click.ClickException as error:  # in the form of our own errors
         command = getattr(getattr(error, "ctx", None), "command_path", PROGRAM)
-        limit, fix = error.format_message(), f"`{command} --help` shows the options and examples."
+        limit = " ".join(error.format_message().split())
+        fix = f"`{command} --help` shows the options and examples."
         if close := getattr(error, "possibilities", None):  # of an option that is misspelt
             limit, fix = error.message, f"Did you mean {' or '.join(close)}? {fix}"
         wrong = UserInputError("command line", command, limit.rstrip("."), fix)

@@ -259,8 +259,7 @@ def network_import(
         table = levels_table(found.profile.fits, described)
         show(profile_lines(found.profile), table, notes_report(found.notes))
     if out is not None and found.cluster is not None and cluster is not None:
-        file = _file_for(out, found.cluster.name)
-        write_text(out, cluster_text(found.cluster, cluster, file))
+        write_text(out, cluster_text(found.cluster, cluster, _file_for(out, found.cluster.name)))
     if profile is not None:
         profiles.write(found.profile, profile)
     if not as_json:

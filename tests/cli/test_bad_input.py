@@ -374,3 +374,9 @@ def test_of_many_known_names_the_nearest_stand_once() -> None:
         read_layout("qqqqqq=1", "--versus")
     names = str(raised.value).partition("The nearest are ")[2].rstrip(".").split(", ")
     assert len(set(names)) == len(names) == 3
+
+
+def test_what_click_refuses_has_two_lines() -> None:
+    done = run("paper")
+    assert (done.code, done.err.count("\n")) == (2, 2)
+    assert "Choose from: table2, figure5" in done.err

@@ -157,6 +157,14 @@ def test_a_full_disk_behind_standard_output() -> None:
     assert done.stderr.startswith("error: standard output: it cannot be written to: No space left")
 
 
+def test_standard_error_that_takes_nothing_changes_no_exit_code() -> None:
+    command = [sys.executable, "-m", "nest_megatron"]
+    for words in ((), ("plan", "--foo"), ("models", "no_such")):
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run([*command, *words], stderr=full, env=environment(), check=False)
+        assert done.returncode == BAD_INPUT
+
+
 @pytest.mark.parametrize("arguments", [("models", "--json"), ("models", "no_such", "--json")])
 def test_json_that_cannot_be_written_is_said_on_standard_error(arguments: tuple[str, ...]) -> None:
     with Path("/dev/full").open("w") as full:

@@ -34,7 +34,7 @@ def test_tables() -> None:
     assert "27 to 31" in solved.out
     assert max(map(len, solved.out.splitlines())) <= 80
     priced = run("nest", "evaluate", LLAMA2, RESULT)
-    assert "here it is 1 of that" in priced.out
+    assert "this is 1 times that" in priced.out
 
 
 def test_a_baseline_under_either_rule() -> None:
@@ -73,8 +73,11 @@ def test_an_instance_without_a_plan(tmp_path: Path) -> None:
     [
         (("solve", "absent.json"), "it cannot be read"),
         (("solve", LLAMA2, "--without", "sync"), "has no such switch"),
-        (("evaluate", LLAMA2), "one plan is priced at a time"),
-        (("evaluate", LLAMA2, RESULT, "--baseline", "Manual"), "one plan is priced at a time"),
+        (("evaluate", LLAMA2), "Give either a file or --baseline NAME."),
+        (
+            ("evaluate", LLAMA2, RESULT, "--baseline", "Manual"),
+            "Give either a file or --baseline NAME.",
+        ),
         (("evaluate", LLAMA2, "--baseline", "manual"), "Did you mean Manual?"),
     ],
 )

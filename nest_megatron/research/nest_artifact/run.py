@@ -86,7 +86,7 @@ def run_evaluate(
         return code
     show(*_report(instance, placement, priced, rule))
     if written is not None:
-        say(f"\nIts file gives {written:.10g}; here it is {priced.time / written:.10g} of that.")
+        say(f"\nIts file gives {written:.10g}; this is {priced.time / written:.10g} times that.")
     return code
 
 
@@ -98,8 +98,8 @@ def _placement(
         return read_placement(path, instance, rule)
     if baseline is not None and path is None:
         return named_baseline(instance, baseline, rule), None
-    value, fix = path and str(path), "Give a file or --baseline NAME, not both."
-    raise UserInputError("placement", value, "one plan is priced at a time", fix)
+    value, fix = path and str(path), "Give either a file or --baseline NAME."
+    raise UserInputError("placement", value, "one plan is priced, of a file or a baseline", fix)
 
 
 def _plain(
