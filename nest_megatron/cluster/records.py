@@ -176,22 +176,22 @@ class Cluster:
             raise self._uneven()
 
     def _check_levels(self) -> None:
-        if not self.levels or self.levels[-1].num_devices is not None:
+        names = [level.name for level in self.levels]
+        if not names or self.levels[-1].num_devices or [*dict.fromkeys(names)] != names:
             raise UserInputError(
                 f"cluster {self.name}: levels",
-                [level.name for level in self.levels],
-                "the outermost level must exist and have num_devices: null",
-                "Leave num_devices of the last level empty; it takes in the whole cluster.",
+                names,
+                "each has a name of its own, and the outermost one num_devices: null",
+                "Name each once, and leave num_devices of the last level empty: it takes in all.",
             )
         inner = 1
         for level in self.levels[:-1]:
             size = level.num_devices
-            least = 1 if inner == 1 else inner + 1
-            if size is None or size % inner or size < least:
+            if not size or size % inner or size == inner > 1:
                 raise UserInputError(
                     f"cluster {self.name}: level {level.name}: num_devices",
                     size,
-                    f"each level holds a multiple of the {inner} devices inside it",
+                    f"each level but the last holds a multiple of the {inner} devices inside it",
                     "Order the levels from the node outwards.",
                 )
             inner = size

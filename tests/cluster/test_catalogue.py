@@ -282,7 +282,14 @@ def test_every_number_format_needs_its_share() -> None:
         accelerator_from_mapping({**ACCELERATOR, "peak_flops_per_s": {"bf16": 1e15, "fp8": 2e15}})
 
 
-@pytest.mark.parametrize("levels", [[], "node", 3, [3], [FABRIC, NODE], [NODE, NODE]])
+@pytest.mark.parametrize(
+    "levels",
+    [
+        *([], "node", 3, [3], [FABRIC, NODE], [NODE, NODE]),
+        [NODE, {**FABRIC, "name": "node"}],
+        [NODE, {**NODE, "name": "leaf"}, FABRIC],
+    ],
+)
 def test_impossible_levels_are_refused(levels: object) -> None:
     with pytest.raises(UserInputError):
         cluster_from_mapping({**CLUSTER, "levels": levels})
