@@ -226,7 +226,11 @@ def test_graphs_are_chosen_since_they_go_with_expandable_segments(
     [
         ("--moe-router-load-balancing-type quantile_balancing", "0.19", {"moe_router_fusion"}),
         ("--moe-enable-routing-replay", "0.16", {"moe_router_fusion"}),
-        ("--batch-invariant-mode --attention-backend flash", "0.20", {"moe_permute_fusion"}),
+        (
+            "--batch-invariant-mode --attention-backend flash --flash-attention-version 3",
+            "0.20",
+            {"moe_permute_fusion"},
+        ),
         ("--moe-router-load-balancing-type aux_loss", "0.20", set()),
         (
             "--overlap-dispatch-backward-with-experts-wgrad",

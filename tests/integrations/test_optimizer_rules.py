@@ -261,7 +261,8 @@ def test_a_program_that_does_not_train_is_refused(script: str) -> None:
 
 def test_batch_invariant_attention_is_of_whole_sequences() -> None:
     """Since 0.19; ``TransformerConfig`` refuses context parallelism beside it."""
-    flags = "--batch-invariant-mode --attention-backend flash --context-parallel-size 2"
+    kernels = "--attention-backend flash --flash-attention-version 3"
+    flags = f"--batch-invariant-mode {kernels} --context-parallel-size 2"
     limit = "--batch-invariant-mode needs 1"
     for version in ("0.19", "0.20"):
         with pytest.raises(UserInputError, match=f"--context-parallel-size = 2: {limit}"):

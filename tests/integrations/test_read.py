@@ -146,7 +146,7 @@ def test_models_that_are_not_described_are_refused_by_name(extra: str) -> None:
 
 
 def test_sparse_attention_needs_the_sizes_of_its_indexer() -> None:
-    sparse = "--multi-latent-attention --experimental-attention-variant dsa "
+    sparse = "--multi-latent-attention --experimental-attention-variant dsa --disable-bias-linear "
     with pytest.raises(UserInputError, match="dsa_indexer_n_heads"):
         read_job(read_command(BASE + sparse))
     sizes = "--dsa-indexer-n-heads 64 --dsa-indexer-head-dim 128 --dsa-indexer-topk 2048"

@@ -223,9 +223,9 @@ def _unfused(values: Values) -> frozenset[str]:
     tc:3264.
     """
     balancing = values.get("moe_router_load_balancing_type") or ()
-    budget = values.get("moe_expert_rank_capacity_factor")
     found = {
-        **dict.fromkeys(("moe_token_dispatcher_type", "moe_flex_dispatcher_backend"), budget),
+        "moe_token_dispatcher_type": (budget := values.get("moe_expert_rank_capacity_factor")),
+        "moe_flex_dispatcher_backend": budget,
         "moe_router_fusion": "quantile_balancing" in balancing
         or values.get("moe_enable_routing_replay"),
         "moe_permute_fusion": values.get("batch_invariant_mode"),

@@ -329,8 +329,8 @@ def _with_own_sharding(
     if CKPT_FORMAT not in freed and not _saves(sharding, job.ckpt_format):
         raise _refused_format(job)
     # what must be freed before another implementation may be taken; nothing if it may
-    of_torch, every = sharding is DataParallelSharding.TORCH_FSDP2, space.zero_stages
-    implementation = [] if IMPLEMENTATION[0] in freed else [IMPLEMENTATION[of_torch]]
+    every, present = space.zero_stages, IMPLEMENTATION[sharding is DataParallelSharding.TORCH_FSDP2]
+    implementation = [] if IMPLEMENTATION[0] in freed else [present]
     fixed = {}
     for other in _FORMATS:
         saves = CKPT_FORMAT in freed or _saves(other, job.ckpt_format)

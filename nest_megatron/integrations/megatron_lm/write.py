@@ -131,6 +131,7 @@ def _model_arguments(spec: TransformerSpec, release: Release) -> dict[str, Any]:
         "layernorm_zero_centered_gamma": spec.apply_layernorm_1p,
         ACTIVATION_FLAGS[activation] or "": True,
         "bias_gelu_fusion": not (spec.activation == "squared_relu" and spec.add_bias_linear),
+        "apply_rope_fusion": False,
         "padded_vocab_size": spec.vocab_size if spec.vocab_is_padded else None,
         "moe_layer_freq": pattern_text(spec.moe_layer_pattern) if spec.moe_layer_pattern else None,
         "moe_router_pre_softmax": spec.moe_router_topk == 1 and not balanced,
