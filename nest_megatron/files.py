@@ -8,6 +8,7 @@ import fcntl
 import functools
 import os
 import re
+import shlex
 import stat
 import sys
 from collections.abc import Collection, Iterable, Iterator
@@ -135,7 +136,6 @@ _BEGINNINGS = (
     b'{\n "dataParallelDegree": ',
     b"# Accuracy\n",
 )
-_HEAD_BYTES = 4096
 #: Plans and profiles: the schema first, and further down a short hash of ours.
 _SCHEMA = re.compile(rb"schema: \d+\n")
 _HASH = re.compile(rb"^ *(checksum|fingerprint): '?[0-9a-f]{16}'?$", re.MULTILINE)
@@ -210,7 +210,7 @@ def regular_target(path: Path, what: str = "file") -> Path:
 
 def _is_ours(content: bytes) -> bool:
     """Whether a file is empty or was written by this program."""
-    head = content[:_HEAD_BYTES]
+    head = content[:4096]
     if _SCHEMA.match(head):
         return _HASH.search(content) is not None
     marked = head[:1] in (b"<", b"{", b"\x89") and MARK.encode() in head
@@ -247,7 +247,7 @@ def require_folder(path: Path, what: str = "file") -> None:
     folder = expanded(path, what).parent
     limit, fix = f"you may not write to {folder.absolute()}", "Name another folder."
     if not folder.is_dir():
-        limit, fix = f"there is no folder {folder}", f"mkdir -p {folder}"
+        limit, fix = f"there is no folder {folder}", f"mkdir -p {shlex.quote(str(folder))}"
     elif os.access(folder, os.W_OK):
         return
     if file := next(filter(Path.is_file, (folder, *folder.parents)), None):

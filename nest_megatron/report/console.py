@@ -194,21 +194,20 @@ def _in_plain(error: UnicodeError) -> tuple[str, int]:
     """Characters that an encoding lacks, in those that it has."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    wrong = error.object[error.start : error.end]
-    return "".join(_PLAIN.get(character, "?") for character in wrong), error.end
+    return "".join(_PLAIN.get(x, "?") for x in error.object[error.start : error.end]), error.end
 
 
 def prepare_streams() -> None:
-    """Let nothing that is printed fail for its characters, nor for a stream that is closed."""
+    """Let nothing fail for a stream that is closed, and nothing printed for its characters."""
     codecs.register_error("nest_megatron", _in_plain)
     _is_over.set(sys.stdout is None)
-    for name in ("stdout", "stderr"):
+    for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115
-        elif isinstance(stream, io.TextIOWrapper):
-            utf = stream.encoding.lower().startswith("utf")
-            stream.reconfigure(errors="backslashreplace" if utf else "nest_megatron")
+            setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: PTH123, SIM115
+        elif isinstance(stream, io.TextIOWrapper) and name != "stdin":
+            is_utf = stream.encoding.lower().startswith("utf")
+            stream.reconfigure(errors="backslashreplace" if is_utf else "nest_megatron")
 
 
 def print_error(error: Exception, *, as_json: bool) -> None:
@@ -236,8 +235,7 @@ def error_fields(error: Exception) -> dict[str, Any]:
     """An error for a program that reads it."""
     if not isinstance(error, UserInputError):
         return {"what": type(error).__name__, "value": None, "limit": str(error), "fix": ""}
-    names = ("what", "value", "limit", "fix")
-    return {name: _finite(getattr(error, name)) for name in names}
+    return {name: _finite(getattr(error, name)) for name in ("what", "value", "limit", "fix")}
 
 
 def _finite(value: Any) -> Any:

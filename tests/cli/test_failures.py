@@ -157,6 +157,20 @@ def test_a_full_disk_behind_standard_output() -> None:
     assert done.stderr.startswith("error: standard output: it cannot be written to: No space left")
 
 
+def test_standard_input_that_is_closed_holds_nothing(tmp_path: Path) -> None:
+    command = 'exec "$0" -m nest_megatron "$@" <&-'
+    for words in (("plan", "--from", "-"), ("keygen", "--out", str(tmp_path / "a.key"))):
+        done = subprocess.run(
+            ["bash", "-c", command, sys.executable, *words],
+            capture_output=True,
+            text=True,
+            env=environment(),
+            check=False,
+        )
+        assert (done.returncode, "error: " in done.stderr) == (BAD_INPUT, True)
+        assert "''" in done.stderr
+
+
 def test_standard_error_that_takes_nothing_changes_no_exit_code() -> None:
     command = [sys.executable, "-m", "nest_megatron"]
     for words in ((), ("plan", "--foo"), ("models", "no_such")):

@@ -446,6 +446,11 @@ def test_a_plan_that_cannot_be_written_is_printed(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_to_make_is_quoted(tmp_path: Path) -> None:
+    done = run("plan", *SMALL, f"out='{tmp_path}/a b/plan.yaml'")
+    assert f"mkdir -p '{tmp_path}/a b'" in done.err
+
+
 def test_a_text_on_standard_output_is_called_no_file(tmp_path: Path) -> None:
     racks = tmp_path / "racks.txt"
     racks.write_text("n1 a\nn2 a\n")
