@@ -345,7 +345,7 @@ def launch(folder: Path, numbers: Sequence[int], settings: Sequence[Setting]) ->
             application = JobRuntime.instance().get("name")  # that runs us
             own = Hydra(application, _config_loader(catalogue.resolve()))
             ended = own.multirun("sweep", run_one, overrides, with_log_configuration=False)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, TypeError, ValueError) as error:
         raise _plain_error(error, settings) from error
     except OSError as error:
         limit = f"the jobs' launcher cannot write to it: {error.strerror}"
@@ -426,9 +426,12 @@ def _plain_error(error: Exception, settings: Sequence[Setting]) -> UserInputErro
     name, text = launcher_of(settings), str(error)
     about = next((s for s in settings if s.key.rpartition(".")[2] in text and "." in s.key), None)
     if about is not None:
-        limit = type_limit(error.__cause__ or error)
-        fix = f"The settings of the launcher {name} are in its own documentation."
-        return UserInputError(about.key, about.value, limit, fix)
+        return UserInputError(
+            about.key,
+            about.value,
+            type_limit(error.__cause__ or error),
+            f"The settings of the launcher {name} are in its own documentation.",
+        )
     package = next((p for start, p in _PACKAGES.items() if name.startswith(start)), None)
     fix = f"pip install {package}" if package else f"Known are basic, {', '.join(_PACKAGES)}."
     return UserInputError(LAUNCHER, name, first_line(error), fix)

@@ -201,6 +201,8 @@ def test_two_sweeps_in_one_folder(tmp_path: Path) -> None:
     ("words", "told"),
     [
         (("hydra/launcher=joblb",), "Could not find 'hydra/launcher/joblb'"),
+        (("hydra/launcher=-1",), "must be a string or a list"),
+        (("hydra/launcher=[1]",), "hydra/launcher = [1]"),
         (("hydra/launcher=submitit_slurm",), "may run on other machines"),
         (("hydra/launcher=basic", "hydra.launcher.jobs=2"), "jobs"),
         (("hydra/sweeper=optuna",), "no such setting"),
