@@ -160,6 +160,9 @@ def request_of_settings(overrides: Sequence[str], config_dir: Path | None) -> Pr
     settings = parse(overrides)
     refuse_sweeps(settings)
     composed = compose(settings, config_dir)
+    if composed.out is not None:
+        fix = "Leave it out; `nest-megatron profiles export NAME --out FILE` writes one."
+        raise UserInputError("out", composed.out, "profiles are kept in the store", fix)
     spec = read_spec(composed)
     precision = read_precision(composed)
     _require_timed(spec, precision)

@@ -137,18 +137,17 @@ def calibrate_site(out: Path | None, *, force: bool | None, as_json: bool) -> in
             f"the history has runs on several kinds of clusters: {kinds}",
             "Leave --out out.",
         )
-    paths = [out or site_path(each.cluster, each.accelerator) for each in found]
-    for each, path in zip(found, paths, strict=True):
+    files = [(each, out or site_path(each.cluster, each.accelerator)) for each in found]
+    for each, path in files:
         if out is None:
             path.parent.mkdir(parents=True, exist_ok=True)
         else:
             check_output("--out", path, force=force)
         write_site(each, path)
     if as_json:
-        pairs = zip(found, paths, strict=True)
-        show_json({"calibrations": [_document(each, path) for each, path in pairs]})
+        show_json({"calibrations": [_document(*pair) for pair in files]})
         return OK
-    for each, path in zip(found, paths, strict=True):
+    for each, path in files:
         show(site_report(Site(each, path.stem), unseen_errors(each)))
         say_written(path)
     return OK

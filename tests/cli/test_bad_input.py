@@ -96,6 +96,7 @@ BAD = {
     "unknown command": (("plna",), "Did you mean plan?"),
     "unknown subcommand": (("cluster", "discver"), "Did you mean discover?"),
     "no command": (("model=llama3_8b",), "before the settings"),
+    "plan of a profile": (("profile", *SMALL[:1], "out=x.yaml"), "profiles export NAME"),
     "misspelt setting": ((*LLAMA, "search.num_alternative=3"), "mean search.num_alternatives"),
     "free without from": ((*LLAMA, "--free", "all"), "--from"),
     "wrong flag value": (
