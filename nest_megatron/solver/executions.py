@@ -340,8 +340,14 @@ def _combinations(space: SearchSpace) -> Iterator[Execution]:
         tried = allowed[-1:] if name in _NEVER_SLOWER else tuple(dict.fromkeys((own, *allowed)))
         values.append(tried)
     for chosen in product(*values):
+        fields = dict(zip(space.executions, chosen, strict=True))
+        # what goes with a part alone is off without it, though nothing else would change it
+        if fields.get("overlap_moe_expert_parallel_comm") is False:
+            fields["delay_wgrad_compute"] = False
+        if fields.get("cuda_graph_impl") is GraphImpl.NONE:
+            fields["cuda_graph_scope"] = ()
         try:
-            yield replace(space.execution, **dict(zip(space.executions, chosen, strict=True)))
+            yield replace(space.execution, **fields)
         except UserInputError:
             continue  # such as a backend of another dispatcher
 

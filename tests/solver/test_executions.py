@@ -17,6 +17,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.execution_rules import allowed_execution
 from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.recompute import NO_RECOMPUTE
 from nest_megatron.layout.rulebook.execution import allows_execution
 from nest_megatron.layout.rulebook.facts import LaunchRequest
 from nest_megatron.model.execution import (
@@ -112,6 +113,24 @@ def test_search_is_brute_force_over_offloaded_modules(seed: int, link: float) ->
 
     expected, _ = look_at_everything(asked())
     assert list(asked().run().plans) == expected[:4]
+
+
+@pytest.mark.parametrize("seed", [4, 8, 18, 21])
+def test_what_a_job_has_can_be_left_out(seed: int) -> None:
+    """With what goes with it alone, though that is no choice."""
+    own = Execution(
+        overlap_moe_expert_parallel_comm=True,
+        delay_wgrad_compute=True,
+        cuda_graph_impl=GraphImpl.TRANSFORMER_ENGINE,
+        cuda_graph_scope=("attn",),
+    )
+    choices = {
+        "overlap_moe_expert_parallel_comm": (True, False),
+        "cuda_graph_impl": (GraphImpl.TRANSFORMER_ENGINE, GraphImpl.NONE),
+    }
+    grids = job(seed, dataclasses.replace(SPACE, execution=own, executions=choices)).grids
+    for shard in grids.shards():
+        assert NO_RECOMPUTE in grids.executions.possible(shard)[PLAIN]
 
 
 @pytest.mark.parametrize("seed", [8, 18])
