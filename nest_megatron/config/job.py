@@ -37,7 +37,12 @@ from nest_megatron.layout.knobs import KNOBS, KnobConditions, Package, choices_o
 from nest_megatron.layout.numeric_knobs import NumericKnob, refused_together
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.recompute import Recompute
-from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, is_within, known_release
+from nest_megatron.layout.rulebook.facts import (
+    DEFAULT_VERSION,
+    is_within,
+    known_release,
+    release_number,
+)
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.sequence_lengths import SequenceLengths
@@ -160,6 +165,7 @@ class Job:
         batch_schedule: how its batch grows; ``global_batch_size`` is then where it ends, if stated.
         fixed: the parallel settings that the job states, by Megatron's names.
         stated: all that the fields of a recipe say of its layout, by the same names.
+        options: of a recipe what rules read beside that.
         free: those of them that a plan may change: flags, choices, or ``all``.
         free_option: how the user gives these, for messages.
         required: what a checkpoint or the data fixes, by the names of ``layout_arguments``.
@@ -196,6 +202,7 @@ class Job:
     transformer_impl: str = "transformer_engine"
     fixed: Mapping[str, Any] = field(default_factory=dict)
     stated: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     free: tuple[str, ...] = ()
     free_option: str = "--free"
     required: Mapping[str, Requirement] = field(default_factory=dict)
@@ -226,7 +233,7 @@ class Job:
     @property
     def values(self) -> Mapping[str, Any]:
         """What it says of its layout, by Megatron's names: all flags of a command."""
-        return self.stated if self.command is None else self.command.values
+        return self.command.values if self.command else self.stated
 
     @property
     def num_nodes(self) -> int | None:
@@ -306,8 +313,7 @@ def installed_packages() -> tuple[str, ...]:
         folders = map(Path, deep_ep.submodule_search_locations or ())
         if any(folder.joinpath(_HYBRID_EP).exists() for folder in folders):
             found.append(Package.HYBRID_EP)
-    release = installed_version("transformer_engine") or ""
-    if [int(part) for part in release.split(".")[:2] if part.isdigit()] >= [2, 9]:
+    if release_number(installed_version("transformer_engine") or "") >= (2, 9):
         found.append(Package.ENGINE_2_9)
     return tuple(found)
 

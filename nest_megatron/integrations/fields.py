@@ -14,6 +14,7 @@ from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.execution_flags import execution_of
+from nest_megatron.cost_model.memory_flags import READ
 from nest_megatron.cost_model.target_defaults import (
     GRAPHS_OF_THE_JOB,
     OF_THE_JOB,
@@ -54,7 +55,6 @@ class Configuration:
         target: the framework and its release.
         items: item of a plan -> its field.
         model, data, ddp: configurations of the model, of the data and of data parallelism.
-        incompatible: other options that only go with some layouts -> their fields.
         pipeline_types: fields of the number format between stages; the first is written.
         seq_length: what user buffers are tuned for.
         rampup_batch_size, iterations: how the batch grows, and the number of steps of the run.
@@ -65,7 +65,6 @@ class Configuration:
     model: str
     data: str
     ddp: str
-    incompatible: Mapping[str, str]
     pipeline_types: tuple[str, str]
     ckpt_format: str
     async_save: str
@@ -82,9 +81,8 @@ class Configuration:
             setattr(cls, name, text)
         for name, paths in table["paths"].items():
             setattr(cls, name, tuple(paths.split()))
-        for kind in ("items", "incompatible"):
-            rows = ((part, name) for part, names in table[kind].items() for name in names.split())
-            setattr(cls, kind, {name: f"{part}.{name}" for part, name in rows})
+        rows = ((part, name) for part, names in table["items"].items() for name in names.split())
+        cls.items = {name: f"{part}.{name}" for part, name in rows}
 
     def __init__(self, root: Any, target: Target) -> None:
         self.root, self.target = root, target
@@ -389,7 +387,8 @@ class ExecutionPlaces:
         }
         for names in EXECUTION_ARGUMENTS.values():
             fields = dict.fromkeys(EXECUTION_FIELDS[name] for name in names)
-            if not plan.model.is_moe and _OF_EXPERTS.issuperset(fields):
+            of_experts = _OF_EXPERTS.issuperset(fields) and refused.keys().isdisjoint(names)
+            if of_experts and not plan.model.is_moe:
                 continue
             differs = not changed.isdisjoint(fields) or ("cp_comm_type" in fields and idle)
             for name in fields:
@@ -445,3 +444,36 @@ class ExecutionPlaces:
 
 def _first(value: Any) -> Any:
     return value[0] if isinstance(value, list | tuple) and value else value
+
+
+#: Megatron's name of a setting -> other names for it in configurations.
+SPELLINGS: Mapping[str, list[str]] = {k: v.split() for k, v in FIELDS["spellings"].items()}
+#: Settings that follow from the number format, which each reader finds in a way of its own.
+_OF_PRECISION = ("bf16", "fp16", "fp8", "fp8_recipe", "params_dtype")
+
+
+def memory_fields(*holders: Any) -> Mapping[str, Any]:
+    """Settings besides the layout that memory depends on, by Megatron's names.
+
+    The frameworks keep them in several objects: the recipe of mixed precision, the model's, the
+    optimizer's and data parallelism's configuration. The first holder's word counts: the one whose
+    settings the framework copies over the others'; ``None`` is passed over.
+    """
+    stated = {
+        name: next(values_of(holders, name), None) for name in READ if name not in _OF_PRECISION
+    }
+    stated["num_distributed_optimizer_instances"] = max(
+        map(int, values_of(holders, "num_distributed_optimizer_instances")), default=None
+    )
+    wide = next(values_of(holders, "grad_reduce_in_fp32"), None)
+    if wide is not None:
+        stated["accumulate_allreduce_grads_in_fp32"] = bool(wide)
+        stated["grad_reduce_in_bf16"] = not wide
+    return {name: value for name, value in stated.items() if value is not None}
+
+
+def values_of(holders: Iterable[Any], name: str) -> Iterator[Any]:
+    for holder in holders:
+        for spelled in SPELLINGS.get(name, (name,)):
+            if (value := value_or(holder, spelled)) is not None:
+                yield value

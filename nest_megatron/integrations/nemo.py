@@ -32,7 +32,6 @@ from nest_megatron.integrations.fields import (
 from nest_megatron.integrations.megatron_lm.attach import is_blackwell
 from nest_megatron.integrations.megatron_lm.layout_arguments import OVERLAPS
 from nest_megatron.integrations.megatron_lm.rendezvous import within
-from nest_megatron.integrations.recipe import memory_fields
 from nest_megatron.integrations.recipe_plan import (
     PlannedRecipe,
     layout_fields,
@@ -175,15 +174,20 @@ class NemoRecipe(PlannedRecipe, framework="nemo"):
             )
         return notes
 
-    def memory(self) -> Mapping[str, Any]:
+    @property
+    def holders(self) -> Mapping[str, Any]:
         """Settings of callbacks win over those of the plugin, and these over the others."""
-        paths = (self.model, "optim.config", self.ddp, _STRATEGY)
-        drops = (
-            each for each in self.callbacks if "MegatronTokenDropCallback" in class_names(each)
+        plugin, drops = (
+            "trainer.plugins",
+            (
+                f"trainer.callbacks[{index}]"
+                for index, each in enumerate(self.callbacks)
+                if "MegatronTokenDropCallback" in class_names(each)
+            ),
         )
-        return memory_fields(
-            *map(self.find, self.places.overlap), *drops, self._plugin, *map(self.find, paths)
-        )
+        others = (_STRATEGY, plugin, self.model, "optim.config", self.ddp)
+        paths = (*self.places.overlap, *drops, *others)
+        return {path: self.find(path) for path in paths} | {plugin: self._plugin}
 
     @property
     def _plugin(self) -> Any:

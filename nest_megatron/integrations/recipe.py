@@ -7,14 +7,15 @@ Fields are read by name from anything that has them: a built config, a provider,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.job import GATHER, Job, Requirement
 from nest_megatron.cost_model.execution_flags import time_notes
-from nest_megatron.cost_model.memory_flags import READ, memory_flags
+from nest_megatron.cost_model.memory_flags import memory_flags, text
 from nest_megatron.cost_model.target_defaults import newer_release_notes
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
@@ -30,17 +31,21 @@ from nest_megatron.integrations.fields import (
     ABSENT,
     ARGUMENTS,
     FIELDS,
+    SPELLINGS,
     Configuration,
     ExecutionPlaces,
     FieldValue,
+    attribute,
     class_names,
     layout_text,
     megatron_arguments,
+    memory_fields,
     value_or,
+    values_of,
 )
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     OVERLAPS,
-    flag_of,
+    RECOMPUTE,
     naming_fields,
     read_recompute,
     read_sharding,
@@ -61,8 +66,8 @@ from nest_megatron.layout.cuda_graphs import FIELDS as GRAPH_FIELDS
 from nest_megatron.layout.cuda_graphs import PACKED, cuda_graphs
 from nest_megatron.layout.knobs import closed_fields
 from nest_megatron.layout.plan import ParallelPlan
-from nest_megatron.layout.recompute import RECOMPUTE_ARGUMENTS
 from nest_megatron.layout.rulebook.facts import release_number
+from nest_megatron.layout.rulebook.options import OPTIONS, fields_of_options
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.catalogue import (
     EXPERT_NAMES,
@@ -76,7 +81,7 @@ from nest_megatron.model.spec import LATENT_SIZES, ModelFamily, TransformerSpec
 TAKEN_BACK = "defer_embedding_wgrad_compute"
 #: Items that no choice of a layout is made of by itself.
 _NOT_FIXED = (
-    *RECOMPUTE_ARGUMENTS,
+    *RECOMPUTE,
     "sequence_parallel",
     "use_distributed_optimizer",
     "data_parallel_sharding_strategy",
@@ -100,13 +105,8 @@ _GATHERED_BEFORE = Requirement(
 _DISPATCHER = {"moe_token_dispatcher_type", "moe_flex_dispatcher_backend"}
 #: What else the configuration of a model names as Megatron's arguments do.
 SHAPE = (*SAME_NAMES, *LINEAR_NAMES, *EXPERT_NAMES, *FIELDS["model"]["shape"].split())
-#: Megatron's name of a setting of memory -> other names for it in configurations.
-_SPELLINGS = {
-    "fp8_param_gather": ("fp8_param_gather", "fp8_params", "fp8_param"),
-    "fp4_param_gather": ("fp4_param_gather", "fp4_param"),
-}
-#: Settings that follow from the number format, which each reader finds in a way of its own.
-_OF_PRECISION = ("bf16", "fp16", "fp8", "fp8_recipe", "params_dtype")
+#: Recipes of Megatron-Bridge set it, and nothing reads it there.
+_NOT_READ = "model.fp8_param_gather"
 
 
 class Recipe(Configuration, ABC):
@@ -155,9 +155,39 @@ class Recipe(Configuration, ABC):
     def number_format(self) -> tuple[Precision, Any]:
         """The format of the parameters, and what holds the settings of FP8 and FP4 around them."""
 
+    @property
     @abstractmethod
+    def holders(self) -> Mapping[str, Any]:
+        """Its parts by their paths; where several have a setting, that of the first counts."""
+
     def memory(self) -> Mapping[str, Any]:
         """Settings besides the layout that memory depends on, as of ``memory_fields``."""
+        return memory_fields(*self.holders.values())
+
+    def option_fields(self) -> dict[str, list[tuple[str, Any]]]:
+        """The fields that state an option of ``OPTIONS``, with their values, by precedence.
+
+        What overlap settings leave open is off; a callback sets its own once all is checked.
+        """
+        found: dict[str, list[tuple[str, Any]]] = {}
+        overlap = self.places.overlap
+        for name, (part, holder) in product({*OPTIONS.values()}, self.holders.items()):
+            for path in (f"{part}.{spelled}" for spelled in SPELLINGS.get(name, (name,))):
+                value = attribute(holder, path.rpartition(".")[2])
+                if value is not ABSENT and "callbacks" not in part and path != _NOT_READ:
+                    is_open = value is None and part in overlap
+                    found.setdefault(name, []).append((path, False if is_open else value))
+        return found
+
+    def options(self, changed: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """What it says of the options that rules read, with the fields that a plan has changed."""
+        found: dict[str, Any] = {"finetunes": is_finetuning(self.find(self.data))}
+        for name, fields in self.option_fields().items():
+            for field in reversed(fields):
+                if (value := (changed or {}).get(*field)) is not None:
+                    plain = isinstance(value, bool | int | float | list | tuple)
+                    found[name] = value if plain else text(getattr(value, "__name__", value))
+        return found
 
     @abstractmethod
     def vocabulary(self, given: int | None) -> tuple[int, bool, tuple[str, ...]]:
@@ -274,7 +304,7 @@ class Recipe(Configuration, ABC):
                 **execution,
                 # the overlap settings have a size of their own (``_get_optimizer_overlap_cfgs``)
                 "ddp_bucket_size": next(
-                    _values_of(map(self.find, places.overlap or [self.ddp]), "bucket_size"),
+                    values_of(map(self.find, places.overlap or [self.ddp]), "bucket_size"),
                     None if places.overlap else 0,
                 ),
                 "params_dtype": params.value,
@@ -282,7 +312,7 @@ class Recipe(Configuration, ABC):
                 TAKEN_BACK: None,
             }
         )
-        with naming_fields({flag_of(item): self.items[item] for item in RECOMPUTE_ARGUMENTS}):
+        with naming_fields(self.items):
             recompute = read_recompute(stated)
         graphs = {name: value_or(config, name) for name in GRAPH_FIELDS} | {PACKED[0]: packs}
 
@@ -325,6 +355,7 @@ class Recipe(Configuration, ABC):
                 **graphs,
                 **fsdp,
             },
+            options={**self.options(), "use_megatron_fsdp": self.uses_fsdp},
             recompute=recompute,
             zero=read_zero(sharded) or ZeroStage.NONE,
             sharding=read_sharding(sharded),
@@ -343,13 +374,10 @@ class Recipe(Configuration, ABC):
             ),
             can_state=places.can_state(),
             fields={
+                **fields_of_options({k: v[0][0] for k, v in self.option_fields().items()}),
                 **places.choices(),
                 **self.items,
                 **{ARGUMENTS[item]: self.items[item] for item in ARGUMENTS},
-                "use_megatron_fsdp": f"{self.ddp}.use_megatron_fsdp",
-                "ckpt_format": self.ckpt_format,
-                "attention_backend": f"{self.model}.attention_backend",
-                _PATTERN: f"{self.model}.{_PATTERN}",
             },
             use_distributed_optimizer=bool(stated.get("use_distributed_optimizer")),
             num_gpus=num_gpus,
@@ -449,33 +477,6 @@ class Recipe(Configuration, ABC):
         if "|" in str(found := self.find(f"{self.model}.{_PATTERN}")):
             stated[_PATTERN] = found
         return megatron_arguments(stated)
-
-
-def memory_fields(*holders: Any) -> Mapping[str, Any]:
-    """Settings besides the layout that memory depends on, by Megatron's names.
-
-    The frameworks keep them in several objects: the recipe of mixed precision, the model's, the
-    optimizer's and data parallelism's configuration. The first holder's word counts: the one whose
-    settings the framework copies over the others'; ``None`` is passed over.
-    """
-    stated = {
-        name: next(_values_of(holders, name), None) for name in READ if name not in _OF_PRECISION
-    }
-    stated["num_distributed_optimizer_instances"] = max(
-        map(int, _values_of(holders, "num_distributed_optimizer_instances")), default=None
-    )
-    wide = next(_values_of(holders, "grad_reduce_in_fp32"), None)
-    if wide is not None:
-        stated["accumulate_allreduce_grads_in_fp32"] = bool(wide)
-        stated["grad_reduce_in_bf16"] = not wide
-    return {name: value for name, value in stated.items() if value is not None}
-
-
-def _values_of(holders: Iterable[Any], name: str) -> Iterator[Any]:
-    for holder in holders:
-        for spelled in _SPELLINGS.get(name, (name,)):
-            if (value := value_or(holder, spelled)) is not None:
-                yield value
 
 
 #: Families of models by a word of their configuration's class.

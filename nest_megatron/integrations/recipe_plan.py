@@ -34,8 +34,12 @@ from nest_megatron.config.train import LENGTH_SETTINGS
 from nest_megatron.cost_model.memory import replicas
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.fields import ABSENT, FIELDS, FieldValue, changes, set_fields
-from nest_megatron.integrations.megatron_lm.attach import OF_THE_COMMAND_LINE, launch_request
-from nest_megatron.integrations.megatron_lm.layout_arguments import OVERLAPS, partition_of_values
+from nest_megatron.integrations.megatron_lm.attach import launch_request
+from nest_megatron.integrations.megatron_lm.layout_arguments import (
+    OVERLAPS,
+    naming_fields,
+    partition_of_values,
+)
 from nest_megatron.integrations.megatron_lm.planning import job_request, plan_to_launch
 from nest_megatron.integrations.megatron_lm.search_space import for_optimizer, free_parameters
 from nest_megatron.integrations.megatron_lm.write import planned_values
@@ -46,7 +50,7 @@ from nest_megatron.layout.diff import Change, plan_values, reason
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook import require_launchable
 from nest_megatron.layout.rulebook.devices import initializes_on_meta_device
-from nest_megatron.layout.rulebook.options import contradicted
+from nest_megatron.layout.rulebook.options import BESIDE_PLANS, contradicted
 from nest_megatron.model.execution import FlexBackend
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner.pinned_job import other_numbers, resolved
@@ -59,9 +63,8 @@ _STAGE_FIELDS = {
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
 }
-#: Values of such options where they are taken back and not off.
+#: Values of numbers that are taken back, where they are not unset.
 _RESETS = {
-    "microbatch_group_size_per_vp_stage": None,
     "num_distributed_optimizer_instances": 1,
 }
 _PP = "pipeline_model_parallel_size"
@@ -69,6 +72,7 @@ _DEFERRED = (
     "the last stage would keep the gradients of logits of many micro batches, which the plan's "
     "memory does not count"
 )
+_NOT_PRICED = {"overlap_param_gather_with_optimizer_step": "it goes with legacy checkpoints alone"}
 _LINKS = "virtual stages overlap their exchanges, others batch them"
 
 
@@ -103,6 +107,7 @@ def layout_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
         if item == even and pp > 1 and value is None:
             why = "the stages are even, as the degrees alone make them"
         yield path, value, why
+    yield recipe.items["moe_layer_recompute"], False, "the plan states what is recomputed by itself"
     for item, cleared in _STAGE_FIELDS.items():
         if not stays:
             yield recipe.items[item], cleared, "the plan states every stage itself"
@@ -113,10 +118,10 @@ def other_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
     yield from _fsdp(recipe, plan)
     yield from finetuning_fields(recipe, plan)
     yield from _pipeline_type(recipe, plan)
-    options = {name: f"{recipe.model}.{name}" for name in FIELDS["model"]["of_layouts"].split()}
-    for name in ("fsdp_double_buffer", "fsdp_manual_registration"):
-        options[name] = f"{recipe.ddp}.{name}"
-    yield from _contradicted(recipe, plan, {**options, **recipe.incompatible})
+    fields, stated = recipe.option_fields(), recipe.options()
+    for name, why in contradicted(plan, stated).items():
+        if name in FIELDS["model"]["of_layouts"].split():
+            yield fields[name][0][0], False if stated[name] is True else _RESETS.get(name), why
     planned, overlaps = plan_values(plan), recipe.places.overlap
     sizes = ("tensor_model_parallel_size", "context_parallel_size", "micro_batch_size")
     lengths = {recipe.find(path) for path in (recipe.seq_length, f"{recipe.model}.seq_length")}
@@ -135,27 +140,9 @@ def other_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
     hybrid = plan.layout.execution.moe_flex_dispatcher_backend is FlexBackend.HYBRIDEP
     if hybrid and differs_by_rank(recipe.find(recipe.data)):
         yield recipe.hybridep_padding, True, "replicas have micro batches of different lengths"
-    switch = f"{recipe.model}.cpu_offloading"
-    layers = recipe.find(f"{switch}_num_layers"), plan.layout.execution.cpu_offloading_num_layers
-    if recipe.find(switch) is True and not any(layers):
-        why = "it offloads no layer, and several stages and recomputation are refused beside it"
-        yield switch, False, why
     if plan.model.is_moe:
         why = "one kernel for all local experts, as was priced"
         yield f"{recipe.model}.moe_grouped_gemm", True, why
-
-
-def _contradicted(
-    recipe: Recipe, plan: ParallelPlan, table: Mapping[str, str]
-) -> Iterator[FieldValue]:
-    """The job's own options (-> path) that contradict the plan, taken back."""
-    present = {
-        name: value
-        for name, path in table.items()
-        if (value := recipe.find(path)) not in (ABSENT, None, "")
-    }
-    for name, why in contradicted(plan, present).items():
-        yield table[name], _RESETS.get(name, False), why
 
 
 def _fsdp(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
@@ -229,14 +216,13 @@ def _stale(
     recipe: Recipe, plan: ParallelPlan, prefix: str, *, same_shapes: bool
 ) -> Iterator[FieldValue]:
     """What a plan makes stale both in an object of overlap settings and on the model itself."""
-    option = "overlap_param_gather_with_optimizer_step"
-    yield from _contradicted(recipe, plan, {option: f"{prefix}.{option}"})
-    buffers, deferral = f"{prefix}.tp_comm_overlap_cfg", f"{prefix}.{TAKEN_BACK}"
+    buffers = f"{prefix}.tp_comm_overlap_cfg"
     keeps = same_shapes and plan.layout.sequence_parallel
     if not keeps and recipe.find(buffers) not in (ABSENT, None):
         yield buffers, None, "these user buffers were tuned for another layout or micro batch"
-    if recipe.find(deferral) not in (ABSENT, None, False):
-        yield deferral, False, _DEFERRED
+    for name, why in {TAKEN_BACK: _DEFERRED, **_NOT_PRICED}.items():
+        if recipe.find(f"{prefix}.{name}") not in (ABSENT, None, False):
+            yield f"{prefix}.{name}", False, why
 
 
 def plan_changes(
@@ -262,7 +248,10 @@ def plan_changes(
         )
     own = recipe.job(found.model.vocab_size)
     spec = own.spec
-    require_plannable(found, recipe.target.megatron_core, spec)
+    framework = recipe.target.framework
+    request = replace(launch_request(found, version=own.version), framework=framework)
+    require_launchable(request)
+    require_same_model(found, spec)
     for_optimizer([found.layout.zero], own)
     values = {**planned_items(found), **found.layout.sizes}
     needs = recipe.requirements(spec)
@@ -286,22 +275,18 @@ def plan_changes(
         warnings.warn(f"{differs}; auto_recipe plans this job.", stacklevel=3)
     planned, schedule = found.train.batch_schedule, own.batch_schedule
     if schedule is not None and (planned is None or planned.sizes != schedule.sizes):
-        made_for = planned or found.layout.global_batch_size
-        raise UserInputError(
-            "rampup_batch_size",
-            schedule.words(),
-            f"the plan was made for {planned.words() if planned else made_for}",
-            "Plan again.",
-        )
-    return tuple(
-        replace(each, field=recipe.declared(each.field))
-        for each in changes(recipe.root, recipe.wanted(found))
-    )
+        limit = f"the plan was made for {planned.words() if planned else found.final_batch_size}"
+        raise UserInputError("rampup_batch_size", schedule.words(), limit, "Plan again.")
+    changed = changes(recipe.root, recipe.wanted(found))
+    options = recipe.options({each.field: each.after for each in changed})
+    options["use_megatron_fsdp"] = found.layout.uses_megatron_fsdp
+    with naming_fields(own.fields):
+        require_launchable(replace(request, options=options), but=BESIDE_PLANS)
+    return tuple(replace(each, field=recipe.declared(each.field)) for each in changed)
 
 
-def require_plannable(plan: ParallelPlan, version: str, spec: TransformerSpec) -> None:
-    """Refuse a plan that this release of megatron-core would refuse, or one of another model."""
-    require_launchable(launch_request(plan, version=version), but=OF_THE_COMMAND_LINE)
+def require_same_model(plan: ParallelPlan, spec: TransformerSpec) -> None:
+    """Refuse a plan of another model."""
     names = FIELDS["model"]["planned"].split()
     rows = [(name, resolved(spec, name), resolved(plan.model, name)) for name in names]
     tp = plan.layout.dims.tensor_model_parallel_size

@@ -279,7 +279,7 @@ class Restored:
         is_seen: it lies on this host; otherwise only its format is known, as it is stated.
         format_source: where its format comes from if it was not seen, for the note.
         afresh: how the job starts its optimizer from scratch, where that is no flag.
-        fields: Megatron-LM's flags, and what says the same in the job, where it has no flags.
+        fields: Megatron-LM's arguments, and what says the same in the job, where it has no flags.
         missing: why the job would not start on this host, where it has to restore something.
     """
 
@@ -331,13 +331,13 @@ _HUGGING_FACE = "Hugging Face"
 _TRACKERS = ("latest_train_state.pt", "latest_checkpointed_iteration.txt")
 #: Megatron-LM's flags, and what says the same in Megatron-Bridge, which reads no torch checkpoint.
 _BRIDGE_FIELDS = {
-    "--ckpt-convert-format": "Megatron-LM's --ckpt-convert-format",
-    "--ckpt-format": "checkpoint.ckpt_format",
-    "--ckpt-step": "checkpoint.ckpt_step",
-    "--ddp-bucket-size": "ddp.bucket_size",
-    "--moe-grouped-gemm": "model.moe_grouped_gemm",
-    "--no-load-optim": "checkpoint.load_optim=False",
-    "--no-load-rng": "checkpoint.load_rng=False",
+    "ckpt_convert_format": "Megatron-LM's --ckpt-convert-format",
+    "ckpt_format": "checkpoint.ckpt_format",
+    "ckpt_step": "checkpoint.ckpt_step",
+    "ddp_bucket_size": "ddp.bucket_size",
+    "moe_grouped_gemm": "model.moe_grouped_gemm",
+    "no_load_optim": "checkpoint.load_optim=False",
+    "no_load_rng": "checkpoint.load_rng=False",
 }
 
 
@@ -385,7 +385,7 @@ def restored_by_bridge(cfg: Any) -> Restored | None:
     }
     source = str(load if resumes else pretrained or load)
     named = "load" if resumes else "pretrained_checkpoint"
-    fields = {**_BRIDGE_FIELDS, "--load": f"checkpoint.{named}"}
+    fields = {**_BRIDGE_FIELDS, "load": f"checkpoint.{named}"}
     with naming_fields(fields):
         saved = read_checkpoint(values) if _holds(source, *_TRACKERS) else None
     if saved is not None:

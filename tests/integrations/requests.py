@@ -8,6 +8,7 @@ from typing import Any
 from nest_megatron.cluster.records import Precision
 from nest_megatron.layout.cuda_graphs import CudaGraphs
 from nest_megatron.layout.dims import ParallelDims, RankOrder
+from nest_megatron.layout.plan import MEGATRON_LM
 from nest_megatron.layout.recompute import (
     Recompute,
     RecomputeGranularity,
@@ -456,7 +457,11 @@ OPTIONED = {
     },
     **{
         f"option_{name}": _optioned(name, 24, grid=dims(dp=16))
-        for name in ("eval_global_batch_size", "eval_micro_batch_size")
+        for name in (
+            "eval_global_batch_size",
+            "eval_micro_batch_size",
+            "eval_context_parallel_size",
+        )
     },
     **{
         f"option_{name}": _optioned(name, "flex", MIXTRAL, dims(dp=2))
@@ -485,6 +490,14 @@ OPTIONED = {
         recompute=selective(RecomputeModule.SHARED_EXPERTS),
     ),
     "option_cpu_offloading_num_layers": _optioned("cpu_offloading_num_layers", 2, grid=dims(pp=2)),
+    "option_cpu_offloading": _optioned("cpu_offloading", grid=dims(pp=2)),
+    "option_virtual_pipeline_model_parallel_size": _optioned(
+        "virtual_pipeline_model_parallel_size", 3, grid=dims(pp=4, vpp=2)
+    ),
+    **{
+        f"option_{name}": request(grid=dims(cp=2), options={name: value, "finetunes": True})
+        for name, value in (("calculate_per_token_loss", False), ("average_in_collective", True))
+    },
     "option_fine_grained_activation_offloading": _optioned(
         "fine_grained_activation_offloading", recompute=uniform(1)
     ),
@@ -507,29 +520,21 @@ OPTIONED = {
         for name in ("enable_gloo_process_groups", "use_gloo_process_groups")
     },
     "option_ckpt_format": _optioned("ckpt_format", "torch_dcp"),
-    "fp8_offload": request(
-        options={
-            "optimizer_cpu_offload": True,
-            "use_precision_aware_optimizer": True,
-            "fp8_param_gather": True,
-            "fp8_recipe": "mxfp8",
-        }
-    ),
     "optimizer_overlap": request(
         options={"optimizer": "muon", "overlap_grad_reduce": True}, version="0.17"
     ),
     **{rule: request(options=options_of(rule)) for rule in ROWS},
-    "precision_aware_optimizer": _optioned("exp_avg_dtype", "fp8"),
 }
 
 _RULES = {rule.id: rule for rule in RULES}
 
 
 def _at_its_release(name: str, request: LaunchRequest) -> LaunchRequest:
-    """A request at the last release that has the rule which it breaks."""
+    """A request at the last release that has the rule which it breaks, of a framework with it."""
     rule = _RULES[name]
     newest = max(request.version, rule.since, key=release_number)
-    return dataclasses.replace(request, version=rule.until or newest)
+    framework = rule.framework.partition(",")[0] or MEGATRON_LM
+    return dataclasses.replace(request, version=rule.until or newest, framework=framework)
 
 
 BROKEN, OPTIONED = (

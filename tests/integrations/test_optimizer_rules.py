@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from nest_megatron.integrations.megatron_lm.read import read_job, require_option
 from nest_megatron.integrations.megatron_lm.search_space import for_optimizer
 from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.typed_command import CommandPlan, plan_command, read_request
+from nest_megatron.layout.plan import MEGATRON_LM
 from nest_megatron.layout.rulebook.facts import RELEASES, Facts, Rule, violations
 from nest_megatron.layout.rulebook.options import COMMAND_RULES
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
@@ -124,7 +126,15 @@ def test_a_run_has_one_length(flags: str) -> None:
     assert read_job(read_command(job(flags), "0.16")).command is not None
 
 
-@pytest.mark.parametrize("rule", COMMAND_RULES, ids=lambda rule: rule.id)
+def facts(options: dict[str, Any], version: str) -> Facts:
+    return Facts(options=options, version=version, framework=MEGATRON_LM)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [rule for rule in COMMAND_RULES if MEGATRON_LM in (rule.framework or MEGATRON_LM)],
+    ids=lambda rule: rule.id,
+)
 def test_flags_that_megatron_refuses_together_are_refused(rule: Rule) -> None:
     """tests/megatron_lm/test_real_arguments.py asks Megatron itself."""
     flags = flags_of(rule.id)
@@ -133,10 +143,10 @@ def test_flags_that_megatron_refuses_together_are_refused(rule: Rule) -> None:
     for version in (each for each in RELEASES if has_row(rule.id, each)):
         if {flags[n] for n in starts} <= known_flags(version):
             values = read_command(["pretrain_gpt.py", *flags], version).values
-            ((_, broken),) = violations(Facts(options=values, version=version), [rule])
+            ((_, broken),) = violations(facts(values, version), [rule])
             assert broken.limit.startswith(f"Megatron-LM {version} refuses it")
             rest = read_command(["pretrain_gpt.py", *flags[end:]], version).values
-            assert rule.keeps(Facts(options=rest, version=version))
+            assert rule.keeps(facts(rest, version))
 
 
 def test_a_capacity_of_expert_ranks_needs_fused_operations_with_hybridep_alone() -> None:
@@ -144,7 +154,8 @@ def test_a_capacity_of_expert_ranks_needs_fused_operations_with_hybridep_alone()
     options = {"moe_expert_rank_capacity_factor": 1.5, "moe_flex_dispatcher_backend": "hybridep"}
     with pytest.raises(UserInputError, match="Add --use-transformer-engine-op-fuser"):
         require_options(options, "0.19")
-    require_options({**options, "moe_flex_dispatcher_backend": "ncclep"}, "0.19")
+    own = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "ncclep"}
+    require_options({**options, **own}, "0.19")
     tensors = dict.fromkeys(("moe_use_grouped_tensor", "moe_grouped_gemm", "num_experts"), 8)
     require_options({**options, **tensors}, "0.20")
 

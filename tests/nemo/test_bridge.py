@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 
 import nest_megatron
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations import recipe_command
+from nest_megatron.integrations import megatron_bridge, recipe_command
 from nest_megatron.integrations.megatron_bridge import (
     auto_recipe,
     hook,
@@ -30,10 +32,18 @@ from tests.nemo import substitutes
 if not substitutes.bridge_is_here():
     pytest.skip("Megatron-Bridge is not installed (.ci/nemo installs it)", allow_module_level=True)
 
+from tests.integrations.test_refused_recipes import estimate
 from tests.nemo import bridge
 
 pytestmark = pytest.mark.nemo
 GPT3 = "gpt.gpt3_175b:gpt3_175b_pretrain_config"
+#: Switches that need what is not here: kernels, variables of a launch, files.
+_OF_THIS_MACHINE = (
+    "also_save_hf_checkpoint",
+    "batch_invariant_mode",
+    "deterministic_mode",
+    "gradient_accumulation_fusion",
+)
 
 
 @pytest.mark.parametrize("name", bridge.RECIPES)
@@ -212,3 +222,30 @@ def test_without_the_word_nothing_is_planned() -> None:
     cfg = planning(bridge.config(GPT3), cli_overrides=["train.micro_batch_size=1"])
     assert cfg.train.micro_batch_size == 1
     assert cfg.model.pipeline_model_parallel_size == 8
+
+
+def test_no_switch_is_priced_with_which_bridge_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each switch of the parts that plans read or write, turned over by itself."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    whole, refused, priced = bridge.config(GPT3), 0, []
+    whole.comm_overlap.defer_embedding_wgrad_compute = False  # asks for fused accumulation
+    bridge.validate(whole, 512)
+    for part in ("model", "ddp", "optimizer", "dist", "checkpoint"):
+        for field in dataclasses.fields(getattr(whole, part)):
+            cfg = bridge.copied(whole)
+            holder = getattr(cfg, part)
+            value = getattr(holder, field.name, None)
+            if not isinstance(value, bool) or field.name in _OF_THIS_MACHINE:
+                continue
+            setattr(holder, field.name, not value)
+            try:
+                bridge.validate(cfg, 512)
+            except (AssertionError, NotImplementedError, ValueError):
+                refused += 1
+                with contextlib.suppress(UserInputError):
+                    estimate(megatron_bridge, cfg, 512)
+                    priced.append(f"{part}.{field.name}")
+    assert refused > 15
+    assert priced == []

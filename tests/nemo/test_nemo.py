@@ -10,7 +10,8 @@ import pytest
 
 import nest_megatron
 from nest_megatron.errors import UnplannableModelError, UserInputError
-from nest_megatron.integrations import recipe_command
+from nest_megatron.integrations import nemo, recipe_command
+from nest_megatron.integrations.fields import find
 from nest_megatron.integrations.nemo import (
     auto_recipe,
     plan_changes,
@@ -31,7 +32,8 @@ except UserInputError as error:
 for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
     os.environ.pop(name, None)
 
-from tests.nemo import recipes, substitutes  # noqa: E402 - after the skips
+from tests.integrations.test_refused_recipes import estimate  # noqa: E402 - after the skips
+from tests.nemo import recipes, substitutes  # noqa: E402
 
 pytestmark = pytest.mark.nemo
 
@@ -200,3 +202,26 @@ def test_stale_overlap_settings_are_cleared() -> None:
     assert callback.tp_comm_overlap_cfg is None
     assert not callback.defer_embedding_wgrad_compute
     recipes.validate(source)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model.config.enable_cuda_graph", True),
+        ("model.config.cuda_graph_impl", "full_iteration"),
+        ("model.config.cpu_offloading", True),
+        ("model.config.fine_grained_activation_offloading", True),
+        ("model.config.moe_router_group_topk", 2),
+        ("trainer.strategy.ckpt_load_main_params", True),
+    ],
+)
+def test_what_nemo_refuses_is_not_priced(field: str, value: object) -> None:
+    recipe = recipes.recipe("llama3_70b", num_nodes=8)
+    recipes.validate(recipe)
+    assert estimate(nemo, recipe, 64).layout.num_gpus == 64
+    parent, _, name = field.rpartition(".")
+    setattr(find(recipe, parent), name, value)
+    with pytest.raises((AssertionError, NotImplementedError, ValueError)):
+        recipes.validate(recipe)
+    with pytest.raises(UserInputError, match=name):
+        estimate(nemo, recipe, 64)

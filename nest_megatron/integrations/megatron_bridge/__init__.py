@@ -30,10 +30,10 @@ from nest_megatron.integrations.fields import (
     value_or,
 )
 from nest_megatron.integrations.process_variables import Environment
-from nest_megatron.integrations.recipe import memory_fields
 from nest_megatron.integrations.recipe_plan import PlannedRecipe, layout_fields, other_fields
 from nest_megatron.integrations.restore import (
     Restored,
+    is_finetuning,
     packed_sequence_size,
     restored_by_bridge,
 )
@@ -51,6 +51,8 @@ _TORCH_FSDP2 = "dist.use_torch_fsdp2"
 #: Variable of HybridEP: ranks of a group of experts that share NVLink. A wrong one spoils the
 #: all-to-all (Megatron-Bridge's notes on dispatchers).
 NVLINK_RANKS = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
+#: Parts of a configuration whose settings count, by precedence after mixed precision.
+_PARTS = "comm_overlap model optimizer ddp dist checkpoint train validation rerun_state_machine"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
@@ -141,19 +143,18 @@ class BridgeConfig(PlannedRecipe, framework="megatron_bridge"):
             "Set it, or give vocab_size=.",
         )
 
-    def memory(self) -> Mapping[str, Any]:
+    @property
+    def holders(self) -> Mapping[str, Any]:
         """Settings of mixed precision are copied over the others before training.
-
-        Megatron-LM alone divides the states of Muon by ``use_distributed_optimizer``.
 
         Source: ``update_config_with_precision_overrides``.
         """
-        others = ("comm_overlap", "model", "optimizer", "ddp", "dist")
+        return {"mixed_precision": self._mixed, **{n: self.find(n) for n in _PARTS.split()}}
+
+    def memory(self) -> Mapping[str, Any]:
+        """Megatron-LM alone divides the states of Muon by ``use_distributed_optimizer``."""
         own = "use_layer_wise_distributed_optimizer"
-        return {
-            **memory_fields(self._mixed, *map(self.find, others)),
-            "use_distributed_optimizer": value_or(self.root.optimizer, own),
-        }
+        return {**super().memory(), "use_distributed_optimizer": value_or(self.root.optimizer, own)}
 
     def number_format(self) -> tuple[Precision, Any]:
         """That of the mixed precision, or of a model without it."""
@@ -206,7 +207,7 @@ class BridgeConfig(PlannedRecipe, framework="megatron_bridge"):
         if self.find("dataset.micro_batch_size") is not ABSENT:  # Energon's data keep a copy
             why = "the data and training state the same size"
             yield "dataset.micro_batch_size", plan.layout.micro_batch_size, why
-        yield from self._evaluation(plan)
+            yield "validation.eval_micro_batch_size", None, why
         sharded = plan.layout.shards_optimizer
         yield "ddp.use_distributed_optimizer", sharded, reason(plan, "use_distributed_optimizer")
         fsdp, used = plan.layout.uses_megatron_fsdp, self.uses_fsdp
@@ -262,36 +263,6 @@ class BridgeConfig(PlannedRecipe, framework="megatron_bridge"):
             others = {name: value for name, value in stated.items() if name not in found}
             yield "env_vars", others, "; ".join(f"{name} {why}" for name, why in found.items())
 
-    def _evaluation(self, plan: ParallelPlan) -> Iterator[FieldValue]:
-        """What evaluation states that does not go with a plan, and follows training without it.
-
-        Source: ``ConfigContainer.validate``.
-        """
-        layout, dims = plan.layout, plan.layout.dims
-        inside = dims.tensor_model_parallel_size * dims.pipeline_model_parallel_size
-        paths = (
-            "validation.eval_global_batch_size",
-            "validation.eval_micro_batch_size",
-            "dist.eval_context_parallel_size",
-        )
-        own = (layout.global_batch_size, layout.micro_batch_size, dims.context_parallel_size)
-        stated = [value if isinstance(value, int) else None for value in map(self.find, paths)]
-
-        def goes(*kept: int | None) -> bool:
-            batch, micro, cp = (value or other for value, other in zip(kept, own, strict=True))
-            replicas, rest = divmod(dims.world_size, inside * cp)
-            return not rest and batch % (micro * replicas) == 0
-
-        batch, micro, cp = stated
-        if self.find("dataset.micro_batch_size") is not ABSENT and micro != own[1]:
-            micro = None  # the data state it as well
-        tries = ((batch, micro, cp), (batch, micro, None), (None, None, cp), (None, None, None))
-        kept = next(each for each in tries if goes(*each))
-        why = "evaluation is as training where the plan's replicas do not divide it"
-        for path, before, after in zip(paths, stated, kept, strict=True):
-            if before != after:
-                yield path, None, why
-
 
 read_recipe = BridgeConfig.read_recipe
 auto_recipe = BridgeConfig.auto_recipe
@@ -305,11 +276,14 @@ def as_script(cfg: Any, words: Iterable[str]) -> Any:
     Packs are as long as sequences, and stages are laid out for the sizes that are typed: once, as
     the function that does so ends for other sizes, which a plan may have.
 
-    Source: ``sync_offline_packing_alignment``, ``sync_model_pipeline_layout`` (0.6).
+    Source: ``sync_offline_packing_alignment``, ``sync_model_pipeline_layout``,
+    ``sync_finetuning_cp_invariants`` (0.6).
     """
     if specs := value_or(cfg.dataset, "offline_packing_specs"):
         specs.packed_sequence_size = cfg.dataset.seq_length
     model = cfg.model
+    if is_finetuning(cfg.dataset) and model.context_parallel_size > 1:
+        model.calculate_per_token_loss, cfg.ddp.average_in_collective = True, False
     layout = value_or(model, "_pipeline_model_parallel_layout_builder")
     if layout and "model.pipeline_model_parallel_layout=" not in " ".join(words):
         model.pipeline_model_parallel_layout = layout(

@@ -23,7 +23,6 @@ from nest_megatron.errors import OK, UserInputError
 from nest_megatron.integrations.fields import ARGUMENTS
 from nest_megatron.integrations.megatron_bridge import (
     CONNECTIONS,
-    BridgeConfig,
     apply_plan,
     as_script,
     needs_connections,
@@ -47,18 +46,10 @@ from nest_megatron.integrations.recipe_plan import (
     plan_recipe,
 )
 from nest_megatron.layout import plan_file
-from nest_megatron.layout.execution_rules import EXECUTION_FIELDS, execution_environment
+from nest_megatron.layout.execution_rules import execution_environment
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.report.console import show
 
-#: Fields that say what an item says, too.
-_COPIES = {
-    "ddp.use_distributed_optimizer": "use_distributed_optimizer",
-    "dist.use_megatron_fsdp": "use_megatron_fsdp",
-    "ddp.use_megatron_fsdp": "use_megatron_fsdp",
-    "dist.use_torch_fsdp2": "use_torch_fsdp2",
-    "dataset.micro_batch_size": "micro_batch_size",
-}
 #: How often this process has planned: what it agreed on before it started Python anew is over.
 _PASSES = "NEST_MEGATRON_PASSES"
 
@@ -217,19 +208,15 @@ def choices_of_fields(stated: Iterable[str], free: Sequence[str]) -> tuple[str, 
     """Choices that the user made by hand and has not freed.
 
     Args:
-        stated: fields that the user typed; 0.7 has those of layers in ``model.transformer``.
+        stated: fields that the user typed.
 
     >>> choices_of_fields(["model.context_parallel_size", "model.recompute_method"], ["recompute"])
     ('context_parallel_size',)
     """
     if "all" in free:
         return ()
-    arguments = {path: ARGUMENTS.get(item, item) for item, path in BridgeConfig.items.items()}
-    arguments |= _COPIES
-    for name in EXECUTION_FIELDS:
-        arguments |= {f"model.{name}": name, f"comm_overlap.{name}": name}
     choices = {name: choice for choice, names in CHOICES.items() for name in names}
-    paths = (path.replace("model.transformer.", "model.") for path in stated)
+    items = (path.rpartition(".")[2] for path in stated)
     # what a plan derives from other choices is none, and nothing of it is kept
-    said = dict.fromkeys(choices.get(arguments.get(path, "")) for path in paths)
+    said = dict.fromkeys(choices.get(ARGUMENTS.get(item, item)) for item in items)
     return tuple(choice for choice in said if choice and choice not in free)

@@ -70,8 +70,6 @@ from nest_megatron.units import format_gib
 LAUNCHER = "megatron_lm"
 #: Rules of what only a framework's own configuration can state.
 STATED_ELSEWHERE = ("activation_flag", "variant", "position_type")
-#: Those of Megatron-LM's own command line, which frameworks with recipes do without.
-OF_THE_COMMAND_LINE = tuple(rule.id for rule in RULES if rule.framework)
 _COMPLETE_IT = (
     "Add your own flags for data, tokenizer, optimizer, checkpoints and logging, the launcher's "
     "rendezvous (--master-addr, --node-rank), and what changes no shape: rotary scaling, router "
@@ -140,6 +138,7 @@ def layout_request(
         transformer_impl=values.get("transformer_impl") or "transformer_engine",
         execution=execution,
         version=version,
+        framework=target_named(settings.target).framework if settings.target else MEGATRON_LM,
         layers_in_bf16=layers_in_bf16(values),
         options={AWARE: values.get(AWARE)},
         **settings.of_launch(),
@@ -163,11 +162,9 @@ def launchable_request(
     Raises:
         UserInputError: for the first rule broken.
     """
-    target = restored_settings(plan.provenance.settings).target
     request = launch_request(plan, version=version or planned_release(plan))
-    has_command = target is None or target.startswith(LAUNCHER)
-    require_launchable(request, but=STATED_ELSEWHERE if has_command else OF_THE_COMMAND_LINE)
-    return request, has_command
+    require_launchable(request, but=STATED_ELSEWHERE)
+    return request, request.facts["has_command"]
 
 
 def with_launch(plan: ParallelPlan) -> ParallelPlan:
@@ -480,10 +477,7 @@ def target_refusal(spec: TransformerSpec, target: Target) -> str:
             model_argv(spec, version=target.megatron_core)
     except UserInputError as error:
         return _refusal_words(error)
-    but = _OF_LAYOUTS
-    if target not in MEGATRON_LM_TARGETS:
-        but = but.union(OF_THE_COMMAND_LINE)
-    for _, broken in check(_on_one_gpu(spec, target), but=but):
+    for _, broken in check(_on_one_gpu(spec, target), but=_OF_LAYOUTS):
         return _refusal_words(broken)
     return ""
 
@@ -508,6 +502,7 @@ def _on_one_gpu(spec: TransformerSpec, target: Target) -> LaunchRequest:
         global_batch_size=1,
         micro_batch_size=1,
         version=target.megatron_core,
+        framework=target.framework,
     )
 
 

@@ -101,12 +101,13 @@ def flag_error(dest: str, value: object, limit: str, fix: str) -> UserInputError
 
 
 def in_fields(text: str, fields: Mapping[str, str]) -> str:
-    """A text with fields in the place of Megatron-LM's flags.
+    """A text with fields, by the names of arguments, in the place of Megatron-LM's flags.
 
-    >>> in_fields("Add --no-load-optim.", {"--no-load-optim": "checkpoint.load_optim=False"})
+    >>> in_fields("Add --no-load-optim.", {"no_load_optim": "checkpoint.load_optim=False"})
     'Add checkpoint.load_optim=False.'
     """
-    return re.sub(r"--[a-z0-9-]+", lambda flag: fields.get(flag[0], flag[0]), text)
+    named = {flag_of(name): field for name, field in fields.items()}
+    return re.sub(r"--[a-z0-9-]+", lambda flag: named.get(flag[0], flag[0]), text)
 
 
 @contextlib.contextmanager
@@ -116,7 +117,7 @@ def naming_fields(fields: Mapping[str, str]) -> Iterator[None]:
         yield
     except UserInputError as error:
         said = error.what, error.limit, error.fix
-        what, limit, fix = (in_fields(text, fields) for text in said)
+        what, limit, fix = (in_fields(fields.get(text, text), fields) for text in said)
         if (what, limit, fix) == said or type(error) is not UserInputError:
             raise
         raise UserInputError(what, error.value, limit, fix) from error

@@ -28,11 +28,7 @@ from nest_megatron.config.space import (
 from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.cost_model.target_defaults import DEFAULT_TARGET, target_named
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.attach import (
-    LAUNCHER,
-    OF_THE_COMMAND_LINE,
-    STATED_ELSEWHERE,
-)
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, STATED_ELSEWHERE
 from nest_megatron.integrations.megatron_lm.parser import read_argv
 from nest_megatron.integrations.megatron_lm.present_layout import refusal_text
 from nest_megatron.integrations.plan_job import rates_of, reliability_of
@@ -374,8 +370,7 @@ class PlannedJob:
         gpus, placed = variant.layout.num_gpus, self._plan.layout.num_gpus
         if gpus != placed:
             return f"tp * pp * cp * dp = {gpus}: the plan is for {placed} GPUs"
-        but = STATED_ELSEWHERE if self._plan.launch else OF_THE_COMMAND_LINE
-        return refusal_text(self._job, variant, self._values, self._version, but=but)
+        return refusal_text(self._job, variant, self._values, self._version, but=STATED_ELSEWHERE)
 
     def rule(self, composed: Settings) -> str:
         """The same for the plan's layout with what was named."""

@@ -24,7 +24,6 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
     Values,
     flag_error,
-    flag_of,
     naming_fields,
 )
 from nest_megatron.integrations.megatron_lm.parser import defaults_of, read_argv
@@ -70,7 +69,7 @@ def job_request(
         UserInputError: for a setting that cannot be kept.
     """
     job = with_device_settings(job, cluster)
-    with naming_fields({flag_of(name): path for name, path in job.fields.items()}):
+    with naming_fields(job.fields):
         space, offer = job_space(job, composed)
         request = request_for(
             *(job, cluster, composed, narrow(space)),

@@ -11,7 +11,6 @@ from nest_megatron.config.compose import Settings
 from nest_megatron.config.job import CostInputs, Job
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import (
-    OF_THE_COMMAND_LINE,
     is_blackwell,
     layout_request,
 )
@@ -19,7 +18,6 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     OVERLAPS,
     Values,
     flag_error,
-    flag_of,
     naming_fields,
     partition_of_values,
     rank_order_of,
@@ -140,7 +138,10 @@ def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Varian
         zero=read_zero(values) or ZeroStage.NONE,
     )
     asked = _execution(job, request, composed)
-    grid = replace(grid, execution=allowed_execution(asked, grid))
+    done = allowed_execution(asked, grid)
+    if not spec.moe_shared_expert_intermediate_size:  # there is nothing to overlap
+        done = replace(done, moe_shared_expert_overlap=False)
+    grid = replace(grid, execution=done)
     settings, traits = request.settings, request.settings.traits
     reduces, gathers = (  # True, or of a recipe the number of replicas from which on it is
         values.get(name) in range(1, dims.data_parallel_size + 1) for name in OVERLAPS
@@ -167,15 +168,13 @@ def refusal(request: Request, job: Job, asked: Execution | None = None) -> Refus
     Args:
         asked: how layers are to run, where not as the layout says.
     """
-    but = BESIDE_PLANS if job.command else OF_THE_COMMAND_LINE
     return lambda variant: refusal_text(
         request,
         variant,
         job.values,
         job.version,
         asked,
-        but=but,
-        options=job.values if asked and job.command else None,
+        options={**job.values, **job.options} if asked else None,
     )
 
 
@@ -186,7 +185,7 @@ def refusal_text(
     version: str,
     asked: Execution | None = None,
     *,
-    but: Collection[str],
+    but: Collection[str] = BESIDE_PLANS,
     options: Values | None = None,
 ) -> str:
     """Who refuses a layout of a job, with the first rule that it breaks; empty for none.
@@ -247,7 +246,7 @@ def typed_plan(job: Job, request: Request, composed: Settings) -> tuple[Parallel
     Raises:
         UserInputError: for what no plan may have, with the rule of Megatron or of ours.
     """
-    with naming_fields({flag_of(name): field for name, field in job.fields.items()}):
+    with naming_fields(job.fields):
         variant, refused = typed_layout(job, request, composed)
         for name, need in job.required.items():
             own = variant.layout.sizes.get(name, need.value)

@@ -47,8 +47,14 @@ from nest_megatron.integrations.vocabulary import vocab_size_of
 from nest_megatron.layout.batch_schedule import RAMPUP, STEPS, BatchSchedule, read_schedule
 from nest_megatron.layout.cuda_graphs import PACKED, cuda_graphs
 from nest_megatron.layout.knobs import closed_fields
-from nest_megatron.layout.rulebook.devices import OPTIMIZER_RULES, STATE_FORMATS, overlaps_gradients
-from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, Facts, release_number, violations
+from nest_megatron.layout.plan import MEGATRON_LM
+from nest_megatron.layout.rulebook.devices import OPTIMIZER_RULES, overlaps_gradients
+from nest_megatron.layout.rulebook.facts import (
+    DEFAULT_VERSION,
+    Facts,
+    release_number,
+    violations,
+)
 from nest_megatron.layout.rulebook.options import ACTIVATION_FLAGS, COMMAND_RULES
 from nest_megatron.model.catalogue import spec_from_arguments
 from nest_megatron.model.layer_pattern import hybrid_kinds
@@ -88,6 +94,10 @@ def read_job(command: ReadCommand) -> Job:
     return job_of(command, command.values)
 
 
+#: How options end whose values are types or members of enumerations.
+_IN_WORDS = ("_dtype", "fp8_recipe", "attention_backend")
+
+
 def require_options(values: Values, version: str) -> None:
     """Raise for options of the optimizer or the run's length that do not go together.
 
@@ -97,9 +107,9 @@ def require_options(values: Values, version: str) -> None:
     Raises:
         UserInputError: naming the flag, and the one that it needs.
     """
-    names = (*STATE_FORMATS, "fp8_recipe", "attention_backend")
-    words = {n: text(values[n]) for n in names if values.get(n)}
-    facts = Facts(options={**values, "fp8_recipe": "delayed", **words}, version=version)
+    words = {n: text(value) for n, value in values.items() if value and n.endswith(_IN_WORDS)}
+    options = {**values, "fp8_recipe": "delayed", **words}
+    facts = Facts(options=options, version=version, framework=MEGATRON_LM)
     for _, broken in violations(facts, (*OPTIMIZER_RULES, *COMMAND_RULES)):
         raise flag_error(broken.what, broken.value, broken.limit, broken.fix)
 

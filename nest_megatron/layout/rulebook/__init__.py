@@ -50,16 +50,9 @@ def check(
 
 
 def first_broken(request: LaunchRequest, *, but: Collection[str] = ()) -> str:
-    """Who refuses a request, with the first rule that it breaks and its source; empty for none.
-
-    Args:
-        but: the rules of Megatron-LM's own script, where it runs under another framework.
-    """
-    framework = "megatron-core"
-    if any(rule.framework and rule.id not in but for rule in RULES):
-        framework = "Megatron-LM"
+    """Who refuses a request, with the first rule that it breaks and its source; empty for none."""
     for rule, found in check(request, but=but):
-        who = f"{framework} {request.version} refuses it"
+        who = f"{rule.who(request.facts)} refuses it"
         if rule.ours:
             who = "nest-megatron does not plan it"
         return f"{who}: {found.what} = {found.value}: {found.limit} ({rule.file})"
@@ -69,8 +62,9 @@ def first_broken(request: LaunchRequest, *, but: Collection[str] = ()) -> str:
 def require_launchable(request: LaunchRequest, *, but: Collection[str] = ()) -> None:
     """Raise on the first broken rule, those of the names in ``but`` apart."""
     for rule, found in check(request, but=but):
+        who = rule.who(request.facts).partition(" ")[0]
         raise UserInputError(
-            found.what, found.value, f"{found.limit} (Megatron-LM {rule.file})", found.fix
+            found.what, found.value, f"{found.limit} ({who} {rule.file})", found.fix
         )
 
 

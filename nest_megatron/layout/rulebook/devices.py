@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.layout.cuda_graphs import Flags
+from nest_megatron.documents import packaged
+from nest_megatron.layout.plan import MEGATRON_LM
 from nest_megatron.layout.rulebook.facts import Facts, Rule, release_number, violations
 from nest_megatron.layout.zero import DataParallelSharding, ZeroStage
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
-
-_WHOLE_TENSOR = ("delayed", "tensorwise")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,89 +36,15 @@ class DeviceRules:
 
     devices: str
     words: str
-    recipes: tuple[str, ...]
+    recipes: Sequence[str]
     source: str
     _: KW_ONLY
     refused: Mapping[str, str] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
-    closed: frozenset[str] = frozenset()
+    closed: Sequence[str] = ()
 
 
-_FLEX = "moe_flex_dispatcher_backend"
-_AMD_REFUSED = {
-    "blockwise": "ROCm's Transformer Engine has such GEMMs since July 2026 (pull 658) "
-    "where it is built with HipKittens, and no public run says how fast they are",
-    "nvfp4": "matrix units of AMD take another 4-bit format, and no public run says how fast "
-    "ROCm's Transformer Engine trains in this one",
-}
-_AMD_NOTES = {
-    "tp_comm_overlap": "ROCm's Transformer Engine has user buffers since 2026 (pull 367), its "
-    "releases up to 2.8 have none; tp_comm_overlap is priced as on NVIDIA's devices.",
-    _FLEX: "the kernels of the flex dispatcher are NVIDIA's; on AMD's devices Primus-Turbo "
-    "brings others (use_turbo_deepep), which are priced alike.",
-    "cuda_graph_impl": "ROCm's Transformer Engine supports graphs in part (its README); their "
-    "gain is priced as on NVIDIA's devices.",
-}
-_AMD_CLOSED = frozenset({"tp_comm_overlap", _FLEX, "cuda_graph_impl", "cuda_graph_scope"})
-_ROCM = "ROCm/TransformerEngine quantization.py @030b792, README.rst @01b4205"
-_NVIDIA = "NVIDIA/TransformerEngine quantization.py @001597e"
-
-DEVICES = (
-    DeviceRules(
-        r"G?H\d",
-        "Hopper",
-        (*_WHOLE_TENSOR, "blockwise"),
-        _NVIDIA,
-    ),
-    DeviceRules(
-        r"G?B\d",
-        "B200, B300, GB200 and GB300",
-        (*_WHOLE_TENSOR, "blockwise", "mxfp8", "nvfp4"),
-        _NVIDIA,
-    ),
-    DeviceRules(
-        "L40",
-        "Ada",
-        _WHOLE_TENSOR,
-        _NVIDIA,
-    ),
-    DeviceRules(
-        "RTX-PRO",
-        "RTX PRO (compute capability 12.0)",
-        _WHOLE_TENSOR,
-        f"{_NVIDIA}; Megatron-Bridge flex_dispatcher_backend.py @067f987",
-        refused={
-            "nvfp4": "its default recipe, with transform and random rounding, does not train "
-            "at compute capability 12.0 (NVIDIA/TransformerEngine issue 3062, pull 3281)"
-        },
-        notes={
-            _FLEX: "Megatron-Bridge has the flex dispatcher up to compute capability 10.x alone."
-        },
-        closed=frozenset({_FLEX}),
-    ),
-    DeviceRules(
-        "MI3[02]",
-        "MI300X and MI325X",
-        _WHOLE_TENSOR,
-        _ROCM,
-        refused=_AMD_REFUSED,
-        notes=_AMD_NOTES,
-        closed=_AMD_CLOSED,
-    ),
-    DeviceRules(
-        "MI35",
-        "MI350X and MI355X",
-        (*_WHOLE_TENSOR, "mxfp8"),
-        _ROCM,
-        refused=_AMD_REFUSED,
-        notes={
-            **_AMD_NOTES,
-            "mxfp8": "ROCm's Transformer Engine runs MXFP8 where NVTE_ROCM_ENABLE_MXFP8=1 "
-            "stands in the environment of every rank.",
-        },
-        closed=_AMD_CLOSED,
-    ),
-)
+DEVICES = tuple(DeviceRules(**row) for row in packaged(__package__, "devices.json"))
 
 
 @functools.cache
@@ -127,14 +52,14 @@ def device_rules(accelerator: str) -> DeviceRules | None:
     """The limits of an accelerator by its name, or ``None`` where none are known.
 
     >>> device_rules("MI325X-256GB").recipes, device_rules("chip")
-    (('delayed', 'tensorwise'), None)
+    (['delayed', 'tensorwise'], None)
     """
     return next((row for row in DEVICES if re.match(row.devices, accelerator, re.IGNORECASE)), None)
 
 
 def closed_on(accelerator: str) -> frozenset[str]:
     """Fields of ``Execution`` that a plan for such a device leaves as the job has them."""
-    return found.closed if (found := device_rules(accelerator)) else frozenset()
+    return frozenset(found.closed if (found := device_rules(accelerator)) else ())
 
 
 def _limits(accelerator: str, recipe: str) -> str:
@@ -143,7 +68,7 @@ def _limits(accelerator: str, recipe: str) -> str:
     return found.refused.get(recipe, f"Transformer Engine has no GEMMs of it on {found.words}")
 
 
-def _recipes(accelerator: str) -> tuple[str, ...]:
+def _recipes(accelerator: str) -> Sequence[str]:
     return found.recipes if (found := device_rules(accelerator)) else ()
 
 
@@ -209,18 +134,8 @@ _STRATEGY = "data_parallel_sharding_strategy"
 ELEMENTWISE_OPTIMIZERS = ("adam", "sgd")
 
 
-#: Options of the optimizer: the switch that others need, and number formats of its states.
+#: The option of the optimizer that others need.
 AWARE = "use_precision_aware_optimizer"
-STATE_FORMATS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-_OFFLOADS = "optimizer_cpu_offload"
-
-
-def _narrow_states(options: Flags) -> dict[str, object]:
-    """Options that need the optimizer to be aware of precision."""
-    names = (*STATE_FORMATS, _OFFLOADS)
-    return {
-        name: options[name] for name in names if options.get(name) not in (None, False, "", "fp32")
-    }
 
 
 def initializes_on_meta_device(spec: TransformerSpec) -> bool:
@@ -332,19 +247,6 @@ SHARDING_RULES = (
 
 OPTIMIZER_RULES = (
     Rule(
-        "fp8_offload",
-        "args:1190, :1195 (0.20 :1884, :1889)",
-        lambda options: (
-            not (options.get(_OFFLOADS) and options.get("fp8_param_gather"))
-            or options.get("fp8_recipe", "delayed") == "delayed"
-        ),
-        "fp8_recipe",
-        "with --fp8-param-gather Megatron-LM {version} offloads the optimizer under delayed "
-        "scaling alone",
-        "Use --fp8-recipe delayed, or drop --optimizer-cpu-offload.",
-        value=lambda options: options["fp8_recipe"],
-    ),
-    Rule(
         "optimizer_overlap",
         "args:1181 (0.17 :1487)",
         lambda options, version: (
@@ -356,16 +258,7 @@ OPTIMIZER_RULES = (
         "Drop it, or use --optimizer adam.",
         value=lambda options: options["overlap_grad_reduce"],
         words={"optimizer": lambda options: options["optimizer"]},
+        framework=MEGATRON_LM,
         until="0.17",
-    ),
-    Rule(
-        "precision_aware_optimizer",
-        "optimizer_config.py:416 (0.20 :470)",
-        lambda options: options.get(AWARE) or not _narrow_states(options),
-        "{field}",
-        "Megatron-LM {version} refuses it without --use-precision-aware-optimizer",
-        "Add --use-precision-aware-optimizer and --use-distributed-optimizer, or drop it.",
-        value=lambda options: next(iter(_narrow_states(options).values())),
-        words={"field": lambda options: next(iter(_narrow_states(options)))},
     ),
 )

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.documents import packaged
 from nest_megatron.layout.cuda_graphs import kept_modules
+from nest_megatron.layout.plan import MEGATRON_LM
 from nest_megatron.layout.recompute import RecomputeModule
 from nest_megatron.layout.rulebook.facts import (
     DEEPEP_RANKS,
@@ -132,27 +134,7 @@ FORMAT_RULES = (
 )
 
 EXECUTION_RULES = (
-    _rule(
-        "permute_fusion",
-        "moe_permute_fusion",
-        "moe/moe_utils.py (run)",
-        "!is_local",
-        "only Transformer Engine sorts tokens in one kernel",
-    ),
-    _rule(
-        "router_fusion",
-        "moe_router_fusion",
-        "moe/moe_utils.py (run)",
-        "!is_local",
-        "only Transformer Engine has the router in one kernel",
-    ),
-    _rule(
-        "flex_group",
-        _FLEX,
-        "moe/token_dispatcher.py:1346",
-        "!experts_alone",
-        "the flex dispatcher sends tokens among several ranks (etp * ep above 1)",
-    ),
+    *(_rule(**row) for row in packaged(__package__, "layer_rules.json")),
     _rule(
         "deepep_ranks",
         _FLEX,
@@ -225,21 +207,6 @@ EXECUTION_RULES = (
         "CUDA graphs may hold neither experts nor whole layers",
     ),
     _rule(
-        "expert_overlap_fsdp",
-        _OVERLAP,
-        "model_chunk_schedule_plan.py (run)",
-        "!uses_megatron_fsdp",
-        "before 0.18 its schedule calls no layer's forward, where Megatron-FSDP gathers weights",
-        until="0.17",
-    ),
-    _rule(
-        "delayed_wgrad",
-        "delay_wgrad_compute",
-        "args:1210",
-        "!is_local",
-        "only Transformer Engine puts weight gradients off",
-    ),
-    _rule(
         "shared_overlap",
         "moe_shared_expert_overlap",
         "tc:1090, tc:1232, tc:1886",
@@ -256,14 +223,6 @@ EXECUTION_RULES = (
         ),
         "tokens go by alltoall (by flex too since 0.18), the all-to-all overlaps nothing else, and "
         "shared experts are not recomputed",
-    ),
-    _rule(
-        "tensor_overlap",
-        "tp_comm_overlap",
-        "args:915, training/initialize.py:270",
-        "!is_local sequence_parallel",
-        "it needs sequence parallelism and Transformer Engine",
-        framework="Megatron-LM",  # NeMo and Megatron-Bridge turn it off
     ),
     _rule(
         "context_levels",
@@ -340,6 +299,7 @@ EXECUTION_RULES = (
         "local CUDA graphs with expert parallelism need --moe-pad-experts-for-cuda-graph-inference",
         "Use 1, add that flag, or change the graphs.",
         when=_GRAPHS,
+        framework=MEGATRON_LM,
         since="0.16",
         until="0.17",
     ),

@@ -17,6 +17,7 @@ from nest_megatron.layout.batch_schedule import BatchSchedule
 from nest_megatron.layout.cuda_graphs import CudaGraphs, Flags, kept_modules
 from nest_megatron.layout.dims import SHORT_DEGREES, ParallelDims
 from nest_megatron.layout.layout import PartialLayout
+from nest_megatron.layout.plan import MEGATRON_LM
 from nest_megatron.layout.recompute import RecomputeGranularity
 from nest_megatron.layout.stage_layout import StagePartition, layout_string
 from nest_megatron.layout.zero import (
@@ -115,7 +116,8 @@ class LaunchRequest(PartialLayout):
         fused_attention: attention runs in a fused kernel (``ExecutionTraits.flash_attention``).
         microbatch_group_size_per_vp_stage: micro batches of a round of virtual stages; 0 is one a
             pipeline rank.
-        version: the Megatron-LM release, one of ``RELEASES``.
+        version: the release of Megatron-LM, or of a recipe's megatron-core; one of ``RELEASES``.
+        framework: what starts the job; one that takes recipes has its release.
         batch_schedule: how the batch grows; every rule holds at each of its sizes.
         even_stages: layers of which every virtual stage has the same multiple, as no layout can be
             stated; 0 where stages may be uneven.
@@ -141,6 +143,7 @@ class LaunchRequest(PartialLayout):
     fused_attention: bool = True
     microbatch_group_size_per_vp_stage: int = 0
     version: str = DEFAULT_VERSION
+    framework: str = MEGATRON_LM
     batch_schedule: BatchSchedule | None = None
     even_stages: int = 0
     layers_in_bf16: int = 0
@@ -316,6 +319,12 @@ def _stages(
 #: Facts that follow from others: those that their parameters name.
 DERIVED: Mapping[str, Callable[..., Any]] = {
     "release": release_number,
+    "has_command": lambda framework: framework.startswith(MEGATRON_LM),
+    "core": lambda has_command, version: (
+        f"{MEGATRON_LM if has_command else 'megatron-core'} {version}"
+    ),
+    "launcher": lambda has_command, core, framework: core if has_command else framework,
+    "splits_losses": lambda options, cp: cp > 1 and bool(options.get("finetunes")),
     "is_local": lambda transformer_impl: transformer_impl == "local",
     "num_chunks": lambda pp, vpp: pp * vpp,
     "expert_ranks": lambda ep, etp: ep * etp,
@@ -367,7 +376,7 @@ class Rule:
         words: facts that its own texts name, each worked out of others.
         reason: what the certificate of a search counts it as; empty where it does not.
         since, until: the first and the last release that have it; empty where all have.
-        framework: the only one that has it.
+        framework: the only ones that have it, by name; empty where megatron-core has.
         ours: Megatron takes what breaks it, and no plan has that.
         about: whether it is about a job's model; others keep it.
         when: a field of ``Execution``; at its default the rule holds.
@@ -418,6 +427,8 @@ class Rule:
         dated = self.since or self.until
         if dated and not is_within(facts["version"], self.since, self.until):
             return True
+        if self.framework and facts["framework"].partition(" ")[0] not in self.framework:
+            return True
         if self.when and not self.concerns(facts["execution"]):
             return True
         if self.about and not self.about(facts["spec"]):
@@ -427,6 +438,10 @@ class Rule:
             if bool(facts["option"]) is self.turns_off:
                 return True
         return bool(facts.read(self.holds))
+
+    def who(self, facts: Facts) -> str:
+        """What refuses facts that break it, with its release."""
+        return str(facts["launcher" if self.framework else "core"])
 
     def concerns(self, execution: Execution) -> bool:
         """Whether it looks at layers whose work is done so."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from nest_megatron.cluster.records import Precision
 from nest_megatron.documents import packaged
 from nest_megatron.layout.cuda_graphs import Flags
-from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.layout.plan import MEGATRON_LM, ParallelPlan
 from nest_megatron.layout.rulebook.devices import (
     AWARE,
     ELEMENTWISE_OPTIMIZERS,
@@ -32,8 +32,6 @@ from nest_megatron.layout.rulebook.schedule import allows_interleaving
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 
-#: The one framework with these rules; others state in a configuration what its flags cannot.
-MEGATRON_LM = "Megatron-LM"
 #: Flags of activations, by name and gating; ``None`` for the one without a flag.
 ACTIVATION_FLAGS = {
     ("gelu", False): None,
@@ -178,9 +176,23 @@ BESIDE_PLANS = (
     "option_hybrid_override_pattern",
     "option_init_model_with_meta_device",
     "option_moe_flex_dispatcher_backend",
+    "option_moe_shared_expert_overlap",
     "option_use_cpu_initialization",
 )
 _INSTANCES = "num_distributed_optimizer_instances"
+
+
+#: Sources of what Megatron-LM's own script checks, and nothing of megatron-core.
+_OF_SCRIPT = re.compile(
+    r"(0\.\d+ )?(args|training|determinism)(\.py)?[-\d:, ]+(\(run\))?|core/optimizer_param.*"
+)
+#: Megatron-Bridge checks some of it as well (``ConfigContainer.validate``).
+_BRIDGE_TOO = f"{MEGATRON_LM}, Megatron-Bridge"
+
+
+def _checked_by(source: str) -> str:
+    """The only framework that checks what a source says; empty where megatron-core does."""
+    return MEGATRON_LM if _OF_SCRIPT.fullmatch(source) else ""
 
 
 def _option(
@@ -190,6 +202,7 @@ def _option(
     limit: str,
     *,
     id: str = "",
+    framework: str = "",
     since: str = "",
     until: str = "",
     turns_off: bool = False,
@@ -204,6 +217,7 @@ def _option(
         "Drop it, or change the layout.",
         value="option",
         option=True,
+        framework=framework or _checked_by(source),
         since=since,
         until=until,
         turns_off=turns_off,
@@ -263,12 +277,13 @@ OPTION_RULES = (
         "args:405",
         lambda option, cp: math.prod(map(int, option)) == cp,
         "the layout has another context-parallel size",
+        framework=_BRIDGE_TOO,
     ),
     _option(
         "cp_comm_type",
         "args:407, tc:1929",
-        lambda option, spec, cp: (
-            isinstance(option, str) or len(option) in (1, spec.num_layers)
+        lambda option, spec, cp, has_command: (
+            isinstance(option, str) or len(option) in (has_command, spec.num_layers)
             if cp > 1
             else "a2a+p2p" not in option
         ),
@@ -324,24 +339,35 @@ OPTION_RULES = (
         _option(
             what,
             "0.19 args:694",
-            lambda options, global_batch_size, micro_batch_size, dp: (
+            lambda options, global_batch_size, micro_batch_size, world_size, tp, pp, cp: (
                 (options.get("eval_global_batch_size") or global_batch_size)
-                % ((options.get("eval_micro_batch_size") or micro_batch_size) * dp)
+                * (inside := tp * pp * (options.get("eval_context_parallel_size") or cp))
+                % ((options.get("eval_micro_batch_size") or micro_batch_size) * world_size)
+                == world_size % inside
                 == 0
             ),
             "the replicas do not divide the batch of evaluation",
+            framework=_BRIDGE_TOO,
             since="0.18",
         )
-        for what in ("eval_global_batch_size", "eval_micro_batch_size")
+        for what in (
+            "eval_global_batch_size",
+            "eval_micro_batch_size",
+            "eval_context_parallel_size",
+        )
     ),
     _option(
         "ckpt_format",
         "args:690, :1042",
-        lambda option, uses_megatron_fsdp, uses_torch_fsdp2, tp: {
-            "fsdp_dtensor": uses_megatron_fsdp,
-            "torch_dcp": uses_torch_fsdp2 and tp == 1,
-        }.get(option, not uses_megatron_fsdp),
+        lambda option, options, uses_megatron_fsdp, uses_torch_fsdp2, tp, has_command: (
+            {
+                "fsdp_dtensor": uses_megatron_fsdp,
+                "torch_dcp": not has_command or (uses_torch_fsdp2 and tp == 1),
+            }.get(option, not uses_megatron_fsdp)
+            or not (has_command or options.get("save"))
+        ),
         "the data-parallel sharding does not save that way",
+        framework=_BRIDGE_TOO,
     ),
     *(
         _option(
@@ -351,6 +377,7 @@ OPTION_RULES = (
                 not (shards_optimizer and options.get("ckpt_format") == "torch")
             ),
             "replicas divide states, which --ckpt-format torch collects over Gloo",
+            framework=_BRIDGE_TOO,
             turns_off=True,
         )
         for what in ("enable_gloo_process_groups", "use_gloo_process_groups")
@@ -375,6 +402,13 @@ OPTION_RULES = (
         "args:684",
         lambda uses_megatron_fsdp, zero: not uses_megatron_fsdp or zero is not ZeroStage.WEIGHTS,
         "no replica holds all weights",
+        framework=_BRIDGE_TOO,
+    ),
+    _option(
+        "virtual_pipeline_model_parallel_size",  # of recipes; Megatron-LM's flag is another
+        "0.19 tc:1973",
+        lambda option, vpp, is_pipelined: option == vpp or not is_pipelined,
+        "the layout of the stages has another number",
     ),
 )
 
@@ -428,6 +462,7 @@ def _refused_together(
     source: str,
     relation: str = "beside",
     unless: str = "",
+    framework: str = "",
     since: str = "",
     until: str = "",
 ) -> Rule:
@@ -439,7 +474,9 @@ def _refused_together(
             ``disable_``.
         relation: of the first to the second, where those are numbers.
         unless: the option beside which it is not, since 0.17.
+        framework: the only ones that refuse it, where the source does not tell it.
     """
+    framework = framework or _checked_by(source)
     option, *others = options.split()
     name = option.partition("=")[0]
     words = [_condition_words(each, relation if each == others[0] else "beside") for each in others]
@@ -456,18 +493,39 @@ def _refused_together(
             or (release >= (0, 17) and bool(options.get(unless)))
         ),
         name,
-        f"Megatron-LM {{version}} refuses it {' and '.join(words)}".rstrip(),
+        f"{'{launcher}' if framework else '{core}'} refuses it {' and '.join(words)}".rstrip(),
         f"{fix}, or use a release before {since}." if since else f"{fix}.",
         value=lambda options: _stated(name, options),
+        framework=framework,
         since=since,
         until=until,
     )
 
 
-#: Of a command by itself, whatever its layout.
-COMMAND_RULES = tuple(
-    _refused_together(**row) for row in packaged(__package__, "refused_options.json")
-)
+_ROWS = packaged(__package__, "refused_options.json")
+#: Of a job by itself, whatever its layout.
+COMMAND_RULES = tuple(_refused_together(**row) for row in _ROWS)
+#: Options that rules read -> the field of a configuration of each.
+OPTIONS = {
+    name: DESTINATIONS.get(name, name).removeprefix("no_")
+    for name in (
+        *(rule.what for rule in OPTION_RULES),
+        *(word for row in _ROWS for word in re.findall(r"(\w+)(?:=\S+)?", row["options"])),
+    )
+}
+
+
+def fields_of_options(fields: Mapping[str, str]) -> dict[str, str]:
+    """The field of each option that rules read, with the value that means it.
+
+    >>> fields_of_options({"add_bias_linear": "model.add_bias_linear"})
+    {'disable_bias_linear': 'model.add_bias_linear=False'}
+    """
+    return {
+        name: fields[field] + "=False" * DESTINATIONS.get(name, name).startswith("no_")
+        for name, field in OPTIONS.items()
+        if field in fields
+    }
 
 
 def contradicted(

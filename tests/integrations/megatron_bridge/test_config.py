@@ -613,7 +613,11 @@ def test_a_virtual_size_beside_another_layout_is_corrected() -> None:
 def test_weights_of_8_bits_are_cast_by_the_distributed_optimizer_alone() -> None:
     cfg = llama()
     cfg.mixed_precision = SimpleNamespace(
-        bf16=True, fp8="e4m3", fp8_recipe="mxfp8", fp8_param_gather=True
+        bf16=True,
+        fp8="e4m3",
+        fp8_recipe="mxfp8",
+        fp8_param_gather=True,
+        reuse_grad_buf_for_mxfp8_param_ag=True,
     )
     cfg.ddp.use_distributed_optimizer = cfg.optimizer.use_distributed_optimizer = True
     words = ["cluster.num_gpus=8", "parallel.tensor_model_parallel_size=8"]
@@ -622,7 +626,7 @@ def test_weights_of_8_bits_are_cast_by_the_distributed_optimizer_alone() -> None
     assert plan.layout.zero is ZeroStage.OPTIMIZER
     for optimizer in ("muon", "sgd"):
         cfg.optimizer.optimizer = optimizer
-        with pytest.raises(UserInputError, match=r"--fp8-param-gather = True.*Drop this one"):
+        with pytest.raises(UserInputError, match=r"n\.fp8_param_gather = True.*Drop this one"):
             auto_recipe(cfg, cluster="b200", overrides=words)
 
 
