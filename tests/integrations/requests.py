@@ -277,6 +277,10 @@ BROKEN = {
     ),
     "offloaded_layers": carried(grid=dims(pp=2), cpu_offloading_num_layers=10),
     "offloaded_modules": carried(offload_modules=("attn_proj",)),
+    "cuda_graph_recomputes": carried(
+        changes={"recompute": selective(RecomputeModule.MLP)},
+        cuda_graph_impl=GraphImpl.TRANSFORMER_ENGINE,
+    ),
     "offloaded_graphs": carried(
         cuda_graph_impl=GraphImpl.LOCAL, cuda_graph_scope=("attn",), offload_modules=("core_attn",)
     ),

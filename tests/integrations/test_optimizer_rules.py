@@ -151,7 +151,8 @@ def test_flags_that_megatron_refuses_together_are_refused(rule: Rule) -> None:
 
 def test_a_capacity_of_expert_ranks_needs_fused_operations_with_hybridep_alone() -> None:
     """Since 0.19 NCCL EP, and since 0.20 grouped tensors, do without."""
-    options = {"moe_expert_rank_capacity_factor": 1.5, "moe_flex_dispatcher_backend": "hybridep"}
+    options = {"moe_expert_rank_capacity_factor": 1.5, "moe_token_dispatcher_type": "flex"}
+    options["moe_flex_dispatcher_backend"] = "hybridep"
     with pytest.raises(UserInputError, match="Add --use-transformer-engine-op-fuser"):
         require_options(options, "0.19")
     own = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "ncclep"}

@@ -45,7 +45,7 @@ def _divides_mlp(spec: TransformerSpec, tp: int) -> bool:
 def _divides_mamba(spec: TransformerSpec, tp: int, cp: int) -> bool:
     """Mamba heads and groups split over tp, heads over cp too, which may share a group."""
     heads, groups = spec.num_mamba_heads, spec.mamba_num_groups
-    if LayerBlock.MAMBA not in spec.blocks or heads % groups:
+    if LayerBlock.MAMBA not in spec.blocks:
         return True
     if heads % (tp * cp) or groups % tp:
         return False
@@ -222,12 +222,7 @@ DEGREE_RULES = (
     Rule(
         "expert_bias",
         "tc:1590, moe/shared_experts.py:47",
-        lambda spec, etp: (
-            etp == 1
-            or spec.num_experts is None
-            or not spec.add_bias_linear
-            or bool(spec.moe_shared_expert_intermediate_size)
-        ),
+        lambda spec, etp: etp == 1 or spec.num_experts is None or not spec.add_bias_linear,
         _ETP,
         "experts with a linear bias (add_bias_linear) are not split",
         "Use 1, or disable the bias.",
@@ -258,24 +253,9 @@ DEGREE_RULES = (
         reason=_ATTENTION,
     ),
     Rule(
-        "unfused_attention_under_cp",
-        _BACKEND,
-        lambda spec, cp, is_local, fused_attention: (
-            cp == 1
-            or is_local
-            or fused_attention
-            or not (_splits_sequence(spec) and fits_fused_attention(spec))
-        ),
-        _CP,
-        "the ring exchange of keys and values needs fused attention; single precision and "
-        "--attention-backend unfused run another",
-        "Use 1, or fused attention in 16 bits (train.precision=bf16).",
-        reason=_ATTENTION,
-    ),
-    Rule(
         "head_sizes_under_cp",
         _BACKEND,
-        lambda spec, cp, is_local: cp == 1 or is_local or fits_fused_attention(spec),
+        lambda spec, cp: cp == 1 or fits_fused_attention(spec),
         _CP,
         "the ring exchange of keys and values needs fused attention, whose heads have sizes that "
         "are multiples of 8 up to 256",
@@ -285,13 +265,21 @@ DEGREE_RULES = (
     Rule(
         "attention_under_cp",
         _BACKEND,
-        lambda spec, cp, is_local: (
-            cp == 1 or is_local or _splits_sequence(spec) or not fits_fused_attention(spec)
-        ),
+        lambda spec, cp: cp == 1 or _splits_sequence(spec),
         _CP,
         "the scripts of BERT and T5 do not split their batches, learnable softmax has no kernel "
         "for a divided sequence, and sparse attention (dsa) is not planned with it",
         "Use 1.",
+        reason=_ATTENTION,
+    ),
+    Rule(
+        "unfused_attention_under_cp",
+        _BACKEND,
+        lambda cp, fused_attention: cp == 1 or fused_attention,
+        _CP,
+        "the ring exchange of keys and values needs fused attention; single precision and "
+        "--attention-backend unfused run another",
+        "Use 1, or fused attention in 16 bits (train.precision=bf16).",
         reason=_ATTENTION,
     ),
     Rule(

@@ -286,6 +286,21 @@ EXECUTION_RULES = (
         value=lambda: "full",
         when=_GRAPHS,
     ),
+    _rule(
+        "cuda_graph_recomputes",
+        _GRAPHS,
+        "0.15 tc:1397",
+        lambda execution, modules: (
+            not modules
+            or (
+                execution.cuda_graph_impl is GraphImpl.TRANSFORMER_ENGINE
+                and execution.cuda_graph_scope == ("attn",)
+                and modules.isdisjoint({"core_attn", "mla_up_proj"})
+            )
+        ),
+        "before 0.16 modules are recomputed beside Transformer Engine's graphs of attention alone",
+        until="0.15",
+    ),
     Rule(
         # 0.16 and 0.17 pad experts for local graphs over several ranks
         "cuda_graph_experts",
