@@ -208,7 +208,8 @@ SCHEDULE_RULES = (
         "interleaving",
         "args:575, schedules.py:995-1015",
         lambda pp, vpp, num_microbatches, microbatch_group_size_per_vp_stage, batch_grows: (
-            allows_interleaving(
+            pp == 1
+            or allows_interleaving(
                 pp, vpp, num_microbatches, microbatch_group_size_per_vp_stage, whole=batch_grows
             )
         ),
