@@ -473,6 +473,7 @@ def memory_fields(*holders: Any) -> Mapping[str, Any]:
 
 
 def values_of(holders: Iterable[Any], name: str) -> Iterator[Any]:
+    """What objects say of a setting, under any of its names; ``None`` is passed over."""
     for holder in holders:
         for spelled in SPELLINGS.get(name, (name,)):
             if (value := value_or(holder, spelled)) is not None:

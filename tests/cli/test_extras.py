@@ -123,7 +123,7 @@ def test_extras_that_errors_name_are_there() -> None:
     for path in (ROOT / "nest_megatron").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         named |= set(re.findall(r"install_command\(['\"](\w+)['\"]\)", text))
-        named |= set(re.findall(r"require_package\(\s*[\w\"]+, \"(\w+)\"", text))
+        named |= set(re.findall(r"require_package\(\s*[\w\"]+,\s*\"(\w+)\"", text))
     assert {"app", "calibrate", "megatron", "pictures", "sign", "sweep"} <= named <= EXTRAS.keys()
 
 

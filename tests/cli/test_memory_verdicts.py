@@ -36,8 +36,8 @@ BASE = (
     " --micro-batch-size 1 --global-batch-size 64 --tokenizer-type NullTokenizer"
     " --vocab-size 32000 "
 )
-OFFLOADED = BASE + "--bf16 --fine-grained-activation-offloading --use-nccl-ub"
-NAMED = ("--fine-grained-activation-offloading", "--use-nccl-ub")
+OFFLOADED = BASE + "--bf16 --fp32-residual-connection --use-nccl-ub"
+NAMED = ("--fp32-residual-connection", "--use-nccl-ub")
 
 
 def composed(*settings: str) -> Settings:
@@ -99,9 +99,7 @@ def test_a_flag_that_megatron_lacks_qualifies_every_verdict() -> None:
 
 def test_the_terminal_and_json_say_it() -> None:
     done = run("plan", "--from", OFFLOADED, "cluster=dgx_h100")
-    assert "may fit, not modelled: --fine-grained-activation-offloading" in " ".join(
-        done.out.split()
-    )
+    assert "may fit, not modelled: --fp32-residual-connection" in " ".join(done.out.split())
     fields = json.loads(run("plan", "--from", OFFLOADED, "cluster=dgx_h100", "--json").out)
     assert tuple(fields["search"]["not_modelled"]) == NAMED
 

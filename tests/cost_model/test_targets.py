@@ -26,10 +26,10 @@ from nest_megatron.cost_model.targets import Target, fitted_values
 from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm import parser
-from nest_megatron.integrations.megatron_lm.attach import with_launch
+from nest_megatron.integrations.megatron_lm.attach import launch_request, with_launch
 from nest_megatron.integrations.plan_job import TypedCommand
-from nest_megatron.integrations.recipe_plan import require_plannable
 from nest_megatron.integrations.typed_command import read_request
+from nest_megatron.layout.rulebook import require_launchable
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, RELEASES
 from nest_megatron.model.execution import PLAIN, Execution, FlexBackend, TokenDispatcher
 from nest_megatron.validation.frameworks import RULES
@@ -156,7 +156,7 @@ def test_what_a_framework_sets_goes_with_the_layout_that_is_found(
     found = nest_megatron.plan(
         model="qwen3_30b_a3b", **cluster, global_batch_size=64, target=target.name, search=search
     ).record
-    require_plannable(found, target.megatron_core, found.model)
+    require_launchable(launch_request(found, version=target.megatron_core))
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)

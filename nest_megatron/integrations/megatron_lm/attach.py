@@ -275,7 +275,9 @@ _STATEMENTS = (RECOMPUTE, (*STAGE_OPTIONS, *VIRTUAL_STAGES), *EXECUTION_ARGUMENT
 #: What a plan sets, and with the options that it contradicts every destination that it may write.
 #: Nothing else of a job is ever changed.
 _SET = frozenset((*PARALLEL_ARGUMENTS, *_WITH_LAYOUT, _IF_ABSENT, _WITH_NEW_FSDP))
-WRITABLE = _SET | {rule.what for rule in OPTION_RULES}
+WRITABLE = _SET | {
+    rule.what for rule in OPTION_RULES if not rule.framework or MEGATRON_LM in rule.framework
+}
 
 
 @frozen

@@ -405,10 +405,11 @@ OPTION_RULES = (
         framework=_BRIDGE_TOO,
     ),
     _option(
-        "virtual_pipeline_model_parallel_size",  # of recipes; Megatron-LM's flag is another
+        "virtual_pipeline_model_parallel_size",  # Megatron-LM's flag is another
         "0.19 tc:1973",
         lambda option, vpp, is_pipelined: option == vpp or not is_pipelined,
         "the layout of the stages has another number",
+        framework="Megatron-Bridge, NeMo",
     ),
 )
 

@@ -472,13 +472,20 @@ def test_nodes_that_are_not_the_clusters_are_told() -> None:
 
 
 def test_mxfp8_weights_that_share_a_buffer_with_gradients_are_gathered_first() -> None:
-    recipe = llama(num_nodes=2)
+    def quantized() -> Any:
+        recipe = llama(num_nodes=2)
+        recipe.trainer.plugins.fp8 = "hybrid"
+        recipe.trainer.plugins.fp8_recipe = "mxfp8"
+        recipe.trainer.plugins.fp8_param_gather = True
+        return recipe
+
+    recipe = quantized()
     recipe.trainer.strategy.ddp.overlap_param_gather = True
     recipe.trainer.strategy.ddp.reuse_grad_buf_for_mxfp8_param_ag = True
-    plan, _ = auto_recipe(recipe, cluster="dgx_h100")
+    plan, _ = auto_recipe(recipe, cluster="b200")
     assert not plan.layout.overlap_param_gather
     assert recipe.trainer.strategy.ddp.overlap_param_gather is False
-    other, _ = auto_recipe(llama(num_nodes=2), cluster="dgx_h100")
+    other, _ = auto_recipe(quantized(), cluster="b200")
     assert other.layout.overlap_param_gather
     callback = MegatronCommOverlapCallback()
     recipe.trainer.callbacks.append(callback)
