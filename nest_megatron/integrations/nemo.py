@@ -177,13 +177,11 @@ class NemoRecipe(PlannedRecipe, framework="nemo"):
     @property
     def holders(self) -> Mapping[str, Any]:
         """Settings of callbacks win over those of the plugin, and these over the others."""
-        plugin, drops = (
-            "trainer.plugins",
-            (
-                f"trainer.callbacks[{index}]"
-                for index, each in enumerate(self.callbacks)
-                if "MegatronTokenDropCallback" in class_names(each)
-            ),
+        plugin = "trainer.plugins"
+        drops = (
+            f"trainer.callbacks[{index}]"
+            for index, each in enumerate(self.callbacks)
+            if "MegatronTokenDropCallback" in class_names(each)
         )
         others = (_STRATEGY, plugin, self.model, "optim.config", self.ddp)
         paths = (*self.places.overlap, *drops, *others)

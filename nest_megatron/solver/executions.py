@@ -341,13 +341,14 @@ def _combinations(space: SearchSpace) -> Iterator[Execution]:
         values.append(tried)
     for chosen in product(*values):
         fields = dict(zip(space.executions, chosen, strict=True))
-        # what goes with a part alone is off without it, though nothing else would change it
+        base = space.execution
+        # what goes with a part alone is off without it
         if fields.get("overlap_moe_expert_parallel_comm") is False:
-            fields["delay_wgrad_compute"] = False
+            base = of_every_layout(base)
         if fields.get("cuda_graph_impl") is GraphImpl.NONE:
-            fields["cuda_graph_scope"] = ()
+            base = _without_graphs(base)
         try:
-            yield replace(space.execution, **fields)
+            yield replace(base, **fields)
         except UserInputError:
             continue  # such as a backend of another dispatcher
 

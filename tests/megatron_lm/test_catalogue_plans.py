@@ -12,7 +12,7 @@ import pytest
 
 from nest_megatron.integrations.megatron_lm.attach import launch_request
 from tests.contract.test_catalogue_plans import JOBS, every_job, planned
-from tests.megatron_lm.ask import ask_megatron, megatron_case, planned_stages
+from tests.megatron_lm.ask import ask_megatron, checkout_version, megatron_case, planned_stages
 
 pytestmark = [
     pytest.mark.megatron_lm,
@@ -25,10 +25,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def answers() -> dict[int, dict[str, Any]]:
-    """What Megatron says of each plan whose model its command line can state."""
+    """What Megatron says of each plan whose model its command line can state, in its own words."""
+    version = checkout_version()
     plans = {index: planned(index) for index in range(len(JOBS))}
     stated = {i: plan for i, plan in plans.items() if not plan.model.heterogeneous_layers}
-    said = ask_megatron([megatron_case(launch_request(plan)) for plan in stated.values()])
+    said = ask_megatron(
+        [megatron_case(launch_request(plan, version=version)) for plan in stated.values()]
+    )
     return dict(zip(stated, said["answers"], strict=True))
 
 

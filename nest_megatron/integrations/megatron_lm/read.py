@@ -161,10 +161,8 @@ def job_from_values(
     if dispatcher not in explicit and values.get(dispatcher) == "allgather":
         stated[dispatcher] = None  # Megatron's default, which a plan replaces
     packs = any(map(values.get, PACKED))
-    flags, schedule = (
-        dict(memory_flags(stated)),
-        schedule_of_values(values, spec.seq_length, version),
-    )
+    schedule = schedule_of_values(values, spec.seq_length, version)
+    flags = dict(memory_flags(stated))
     if not overlaps_gradients(str(values.get("optimizer") or "adam"), version):
         flags["overlap_grad_reduce"] = False
     if rounds := values.get(_ROUNDS):
