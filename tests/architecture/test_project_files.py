@@ -61,6 +61,16 @@ def test_a_step_names_what_is_there(where: str, step: dict[str, Any]) -> None:
     assert checked.returncode == 0, checked.stderr
 
 
+def test_nothing_that_is_committed_is_a_link() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "--stage"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if listed.returncode:
+        pytest.skip("not a checkout of git")
+    links = [line for line in listed.stdout.splitlines() if line.startswith("120000")]
+    assert not links, "a link to this machine's folders breaks every other checkout"
+
+
 def test_jobs_end() -> None:
     for path in WORKFLOWS:
         for name, job in jobs_of(path).items():
