@@ -6,6 +6,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 from statistics import NormalDist
 
 from nest_megatron.caching import Caching, cached_by
@@ -136,6 +137,10 @@ class CostModel(Caching):
         if kind.begins_with_mlp:
             times = times.with_input(shard.hidden_bytes(self.spec))
         return with_copies_to_host(times, kind, shard.execution, layers, device)
+
+    def block_times(self, places: GroupPlaces, shard: LayerShard) -> tuple[UnitTimes, ...]:
+        """The blocks that units are made of, kind by kind, without copies to the host."""
+        return tuple(chain.from_iterable(self._blocks.of_units(places, shard).values()))
 
     @cached_by(
         lambda self, kind, places, shard, recompute: (

@@ -165,6 +165,7 @@ class Executions(Caching):
         self.kinds = frozenset(self._kinds)
         self._step = step
         self._variants = tuple(dict.fromkeys((self._default, *_combinations(space))))
+        self._offloads = any(each.offloads for each in self._variants)
         read = [
             name
             for rule in step.rules
@@ -290,6 +291,8 @@ class Executions(Caching):
     @cached_by(SHARD)
     def _unit_times(self, grid: PartialLayout) -> tuple[UnitTimes, ...]:
         places, shard = self.model.places(grid.dims), self.model.shard(grid)
+        if not self._offloads:
+            return self.model.block_times(places, shard)
         return tuple(self.model.unit_time(kind, places, shard) for kind in self.model.num_units)
 
 

@@ -78,7 +78,8 @@ class Search(Caching):
             virtual stages, and with the stages that Megatron cuts by itself.
         slowest: plans that take longer are dropped, and candidates are not counted; without it
             some plan is always looked for.
-        like: a search of the same job and space, which shares what it has worked out.
+        like: a search of the same job and space under a lower limit, for slower plans: what it has
+            worked out is shared, and only what its limit has stopped is searched, once.
         present: what the job runs today, a plan of the space whatever its limits, and whatever its
             chance to run out of memory; it is priced first. It need not fit.
         out_of_time: called now and then; once true the search stops with what it has proven. The
@@ -114,10 +115,14 @@ class Search(Caching):
             self.grids = GridSpace(self.model, self.global_batch_size, space)
             self.bounds = Bounds(self.model, self.global_batch_size)
             self.memory = MemoryBounds(self.model, self.grids)
-            self.lower_bounds: dict[PartialLayout, StageSolution] = {}  # in any memory
+            self.lower_bounds: dict[PartialLayout, Ticks] = {}  # in any memory
+            self.fastest: dict[PartialLayout, Ticks] = {}  # the same, of whole partitions
+            self.shards, self.heap, self.serial = self.grids.shards(), list[Node](), 0
         else:
             self.grids, self.bounds, self.memory = like.grids, like.bounds, like.memory
-            self.lower_bounds = like.lower_bounds
+            self.lower_bounds, self.fastest = like.lower_bounds, like.fastest
+            self.shards, self.heap, self.serial = iter(like.refused), like.stopped, like.serial
+            heapq.heapify(self.heap)
         self.peaks = limit or PeakLimit(self.model)
         self.most_bytes = max(map(self.peaks.at_most, space.zero_stages), default=0)
         self.only_one = space.partition is not None or space.even_stages
@@ -131,8 +136,9 @@ class Search(Caching):
         self.solve_even = solver_of_even_stages(self.solve_stages, self.model.spec)
         self.is_first = slowest == NO_THRESHOLD
         self.enumerated, self.interrupted = False, False
-        self.heap: list[Node] = []
-        self.serial = 0
+        # What the limit stops: shards, and nodes below which some layout is refused or slower.
+        self.refused: list[PartialLayout] = []
+        self.stopped: list[Node] = []
         self.best: dict[tuple[int, ...], SolvedLayout] = {}
         self.ties: dict[tuple[object, ...], SolvedLayout] = {}
         self.longest_tie: Ticks = slowest
@@ -174,12 +180,13 @@ class Search(Caching):
     def _enumerate(self) -> bool:
         """Put every shard whose states fit on the heap; false if time ran out."""
         refused = 0
-        for grid in self.grids.shards():
+        for grid in self.shards:
             if self.out_of_time():
                 return False
             candidates = self.grids.candidates_of_shard(grid) if self.is_first else 0
             if self.memory.of_shard_states(grid) > self.most_bytes:
                 refused += candidates
+                self.refused.append(grid)
             else:
                 self.candidates += candidates
                 self._push(self._least_of(self.bounds.outside_experts, grid), grid, SHARD)
@@ -195,7 +202,7 @@ class Search(Caching):
             self._expand_schedule,
             self._expand_members,
             self._solve_blocks,
-            lambda node: self._solve_and_record(node.problems(), node.recompute),
+            self._solve_variant,
         )
         while self.heap:
             node = self.heap[0]
@@ -294,6 +301,7 @@ class Search(Caching):
         refused = [zero for zero in self.grids.zero_stages(grid.dims) if zero not in fitting]
         if refused and self.is_first:
             self.infeasible[_STATES] += self.grids.candidates_of_grid(grid, refused)
+            self.stopped.append(node)
         for schedule in self.grids.schedules(grid, fitting):
             bound = max(node.bound, self.bounds.pipelines(schedule, (NO_RECOMPUTE,))[0])
             if bound <= threshold:
@@ -306,15 +314,17 @@ class Search(Caching):
 
     def _expand_schedule(self, node: Node) -> None:
         """Bound the stage problems themselves."""
+        known, refused = self.lower_bounds, self.infeasible[_ACTIVATIONS]
         for family, most in self._families_that_fit(node.grid):
-            known = self.lower_bounds.get(family)
-            if known is not None and known.lower_bound > self._threshold(family):
-                continue
-            stages = StageProblems(self.model, family, most)
-            least = known or self._bound_in_any_memory(stages, NO_RECOMPUTE)
-            self.lower_bounds[family] = least
-            if known is not None or least.status is not Status.BOUNDED:
-                self._push(max(node.bound, least.lower_bound), family, MEMBERS, stages=stages)
+            threshold = self._threshold(family)
+            if known.get(family, 0) <= threshold:
+                stages = StageProblems(self.model, family, most)
+                if family not in known:
+                    known[family] = self._bound_in_any_memory(stages, NO_RECOMPUTE).lower_bound
+                if known[family] <= threshold:
+                    self._push(max(node.bound, known[family]), family, MEMBERS, stages=stages)
+        if self.infeasible[_ACTIVATIONS] > refused:
+            self.stopped.append(node)
 
     def _families_that_fit(self, schedule: PartialLayout) -> Iterator[tuple[PartialLayout, Bytes]]:
         """The families of a schedule that may fit in memory, each with its limit."""
@@ -335,13 +345,17 @@ class Search(Caching):
 
     def _expand_members(self, node: Node) -> None:
         """Solve without recomputation; where memory costs that nothing, all else is slower."""
-        grid, stages, choices = node.grid, node.problems(), self._choices(node.grid)
+        grid, choices = node.grid, self._choices(node.grid)
+        stages = node.stages or StageProblems(self.model, grid, self.peaks.of(grid))
         if choices.none and self.memory.under(grid, (NO_RECOMPUTE,)) > stages.capacity_bytes:
             self.infeasible[_ACTIVATIONS] += 1
-        elif choices.none and self._is_best_in_any_memory(
-            stages, NO_RECOMPUTE, self._solve_and_record(stages, NO_RECOMPUTE)
-        ):
-            return
+        elif choices.none:
+            if self._fastest(stages) > self._threshold(grid):
+                return
+            found = self._solve_and_record(stages, NO_RECOMPUTE)
+            if self._is_best_in_any_memory(stages, NO_RECOMPUTE, found):
+                return
+        self.stopped.append(node._replace(stages=None))
         if choices.blocks:
             bound = node.bound + self.bounds.added_by_blocks(grid, choices.blocks[0])
             self._push(bound, grid, BLOCKS, choices.blocks[0], stages)
@@ -350,6 +364,22 @@ class Search(Caching):
         pairs = zip(choices.others, bounds, strict=True)
         for recompute, bound in self._that_can_fit(stages, (p for p in pairs if p[1] <= threshold)):
             self._push(max(node.bound, bound), grid, VARIANT, recompute, stages)
+
+    def _solve_variant(self, node: Node) -> None:
+        """Solve with another recompute setting, which takes as long as none in any memory."""
+        fastest = self._fastest(node.problems())
+        if fastest > node.bound:
+            heapq.heappush(self.heap, node._replace(bound=fastest))
+        else:
+            self._solve_and_record(node.problems(), node.recompute)
+
+    def _fastest(self, stages: StageProblems) -> Ticks:
+        """The time of the best partition in any memory, or one that is too long to matter."""
+        if stages.grid not in self.fastest:
+            unlimited = self._in_unlimited_memory(stages, NO_RECOMPUTE)
+            found = self._solve(unlimited, self._threshold(stages.grid))
+            self.fastest[stages.grid] = found.lower_bound
+        return self.fastest[stages.grid]
 
     @cached_by(lambda self, grid: self.grids.settings_key(grid))
     def _choices(self, grid: PartialLayout) -> Choices:
@@ -415,7 +445,10 @@ class Search(Caching):
         if found.status is not Status.OPTIMAL:
             return False
         unlimited = self._in_unlimited_memory(stages, recompute)
-        if self._solve(unlimited, found.iteration - 1).status is not Status.BOUNDED:
+        if (
+            self.fastest.get(stages.grid, 0) < found.iteration
+            and self._solve(unlimited, found.iteration - 1).status is not Status.BOUNDED
+        ):
             return False
         longest = self._threshold_of_even_stages(stages.grid)
         if _tie_of(stages.grid, is_even=True) in self.ties:

@@ -358,6 +358,21 @@ def test_plans_that_are_of_no_interest_are_left_out(seed: int) -> None:
     assert list(found) == [plan for plan in whole if plan.iteration <= slowest]
 
 
+def test_a_search_goes_on_with_more_memory() -> None:
+    gained = 0
+    for seed in range(100):
+        rng = random.Random(seed)
+        model = CostModel(small_spec(rng), small_cluster(rng), small_settings())
+        job = model, rng.choice([4, 8, 12]), SMALL_SPACE, KERNEL
+        less = Search(*job, limit=HalfOfTheDevice(model), num_layouts=3)
+        best = best_time(less.run())
+        whole = Search(*job, num_layouts=1, slowest=best - 1).run().plans
+        found = Search(*job, num_layouts=1, slowest=best - 1, like=less).run().plans
+        assert found == whole
+        gained += bool(found)
+    assert gained > 10
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_some_plan_is_found_before_time_runs_out(seed: int) -> None:
     whole = timed(seed).run()
