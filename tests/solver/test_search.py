@@ -131,13 +131,16 @@ def test_recomputation_of_today_is_one_candidate(own: Recompute, full: bool, mem
 
 
 class HalfOfTheDevice(PeakLimit):
-    """Half of the device for ZeRO-2 and 3, four fifths of it for others."""
+    """Half of the device for ZeRO-2 and 3, four fifths of it for others; or a share of that."""
+
+    share = 1.0
 
     def of(self, grid: PartialLayout) -> int:
         return self.at_most(grid.zero)
 
     def at_most(self, zero: ZeroStage) -> int:
-        return int(self._model.capacity_bytes * (0.8 if zero < ZeroStage.GRADIENTS else 0.5))
+        share = 0.8 if zero < ZeroStage.GRADIENTS else 0.5
+        return int(self._model.capacity_bytes * self.share * share)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -364,7 +367,9 @@ def test_a_search_goes_on_with_more_memory() -> None:
         rng = random.Random(seed)
         model = CostModel(small_spec(rng), small_cluster(rng), small_settings())
         job = model, rng.choice([4, 8, 12]), SMALL_SPACE, KERNEL
-        less = Search(*job, limit=HalfOfTheDevice(model), num_layouts=3)
+        limit = HalfOfTheDevice(model)
+        limit.share = rng.choice([1.0, 0.3])
+        less = Search(*job, limit=limit, num_layouts=3)
         best = best_time(less.run())
         whole = Search(*job, num_layouts=1, slowest=best - 1).run().plans
         found = Search(*job, num_layouts=1, slowest=best - 1, like=less).run().plans
