@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from operator import attrgetter
+from typing import Any
 
 from nest_megatron.layout.layout import Layout, PartialLayout
 from nest_megatron.layout.recompute import Recompute, RecomputeGranularity
-from nest_megatron.layout.stage_layout import StagePartition
+from nest_megatron.layout.stage_layout import StagePartition, is_uniform
 from nest_megatron.layout.zero import DataParallelSharding
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import frozen
 from nest_megatron.solver.outcome import StageSolution
 from nest_megatron.units import Ticks
@@ -94,6 +97,105 @@ def preference(grid: PartialLayout) -> tuple[object, ...]:
         dims.rank_order.value,
         repr(grid.execution),
     )
+
+
+class FastestPlans:
+    """The best plan of each of the best layouts, and the plans that tie with the fastest.
+
+    Args:
+        spec: the job's model.
+        num_layouts, tie_percent, slowest: as of ``Search``.
+        cuts_alike: all plans have the stages that Megatron cuts by itself, or none has.
+
+    Attributes:
+        slowest: plans that take longer change nothing.
+        longest_tie: nor do those that are not the best of their layout, if they take longer.
+    """
+
+    def __init__(
+        self,
+        spec: TransformerSpec,
+        num_layouts: int,
+        tie_percent: float,
+        slowest: Ticks,
+        *,
+        cuts_alike: bool,
+    ) -> None:
+        self.spec, self.num_layouts, self.tie_percent = spec, num_layouts, tie_percent
+        self.slowest = self.longest_tie = slowest
+        self.cuts_alike = cuts_alike
+        self.best: dict[tuple[Any, ...], SolvedLayout] = {}
+        self.ties: dict[tuple[Any, ...], SolvedLayout] = {}
+
+    def keep(self, plan: SolvedLayout | None) -> None:
+        """Keep a plan that is the best of its layout, or simpler than what ties with it."""
+        if plan is None or plan.iteration > self.slowest:
+            return
+        longest = math.floor(plan.iteration * (1 + self.tie_percent / 100))
+        self.longest_tie = min(self.longest_tie, longest)
+        _keep_better(self.ties, _tie_of(plan.layout, is_even=False), plan)
+        if is_uniform(self.spec, plan.layout.partition):
+            _keep_better(self.ties, _tie_of(plan.layout, is_even=True), plan)
+        is_best = _keep_better(self.best, layout_of(plan.layout), plan)
+        if is_best and len(self.best) >= self.num_layouts:
+            times = sorted(kept.iteration for kept in self.best.values())
+            self.slowest = min(self.slowest, max(times[self.num_layouts - 1], self.longest_tie))
+
+    def threshold(self, grid: PartialLayout, *, decided: bool = True) -> Ticks:
+        """Largest time with which a plan of a grid still matters.
+
+        Args:
+            decided: whether the grid has its number of virtual stages.
+        """
+        if not decided:
+            return max(_least(self.best, layout_of(grid), self.slowest), self.longest_tie)
+        return max(self.threshold_of_any_stages(grid), self.threshold_of_even_stages(grid))
+
+    def threshold_of_any_stages(self, grid: PartialLayout) -> Ticks:
+        """Largest time of the fastest plan of the layout, or of a tie with its virtual stages."""
+        best = _least(self.best, layout_of(grid), self.slowest)
+        return max(best, _least(self.ties, _tie_of(grid, is_even=False), self.longest_tie))
+
+    def threshold_of_even_stages(self, grid: PartialLayout) -> Ticks:
+        """Largest time of a tie with the stages that Megatron cuts by itself; -1 for none."""
+        if self.cuts_alike or self.spec.num_layers % grid.dims.num_chunks:
+            return -1
+        return _least(self.ties, _tie_of(grid, is_even=True), self.longest_tie)
+
+    def has_even_tie(self, grid: PartialLayout) -> bool:
+        """Whether a plan is known that ties with the fastest and has such stages."""
+        return _tie_of(grid, is_even=True) in self.ties
+
+    def least(self) -> Ticks | None:
+        """The time of the fastest, ``None`` before there is one."""
+        return min((plan.iteration for plan in self.best.values()), default=None)
+
+    def ranked(self) -> tuple[tuple[SolvedLayout, ...], tuple[SolvedLayout, ...]]:
+        """The best plans, and those that tie, each in the order of preference."""
+        best = sorted(self.best.values(), key=lambda plan: plan.rank)[: self.num_layouts]
+        ties = [plan for plan in self.ties.values() if plan.iteration <= self.longest_tie]
+        return tuple(best), tuple(sorted(dict.fromkeys(ties), key=lambda plan: plan.rank))
+
+
+def _least(kept: dict[tuple[Any, ...], SolvedLayout], name: tuple[Any, ...], most: Ticks) -> Ticks:
+    """The time of the plan that is kept under a name, ``most`` where it is longer or none is."""
+    known = kept.get(name)
+    return most if known is None else min(known.iteration, most)
+
+
+def _keep_better(
+    kept: dict[tuple[Any, ...], SolvedLayout], name: tuple[Any, ...], plan: SolvedLayout
+) -> bool:
+    """Keep a plan under a name where none is kept that is better."""
+    is_better = name not in kept or plan.rank <= kept[name].rank
+    if is_better:
+        kept[name] = plan
+    return is_better
+
+
+def _tie_of(grid: PartialLayout, *, is_even: bool) -> tuple[object, ...]:
+    """What tells plans that tie apart."""
+    return (*layout_of(grid), grid.dims.virtual_pipeline_model_parallel_size, is_even)
 
 
 @frozen

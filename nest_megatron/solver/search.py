@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import bisect
 import heapq
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, InitVar, dataclass
-from typing import Any
 
 from nest_megatron.caching import Caching, cached_by
 from nest_megatron.cost_model.keys import SHARD as SHARD_KEY
@@ -26,7 +24,6 @@ from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.layout.layout import Layout, PartialLayout
 from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute
 from nest_megatron.layout.rulebook.facts import is_within
-from nest_megatron.layout.stage_layout import is_uniform
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.solver.bounds import (
     BLOCKS,
@@ -55,7 +52,7 @@ from nest_megatron.solver.outcome import (
     StageSolver,
     Status,
 )
-from nest_megatron.solver.ranking import SearchResult, SolvedLayout, layout_of
+from nest_megatron.solver.ranking import FastestPlans, SearchResult, SolvedLayout
 from nest_megatron.solver.space import Choices, SearchSpace, sort_settings
 from nest_megatron.units import Bytes, Ticks
 
@@ -116,11 +113,11 @@ class Search(Caching):
             self.bounds = Bounds(self.model, self.global_batch_size)
             self.memory = MemoryBounds(self.model, self.grids)
             self.lower_bounds: dict[PartialLayout, Ticks] = {}  # in any memory
-            self.fastest: dict[PartialLayout, Ticks] = {}  # the same, of whole partitions
+            self.in_any_memory: dict[PartialLayout, Ticks] = {}  # the same, of whole partitions
             self.shards, self.heap, self.serial = self.grids.shards(), list[Node](), 0
         else:
             self.grids, self.bounds, self.memory = like.grids, like.bounds, like.memory
-            self.lower_bounds, self.fastest = like.lower_bounds, like.fastest
+            self.lower_bounds, self.in_any_memory = like.lower_bounds, like.in_any_memory
             self.shards, self.heap, self.serial = iter(like.refused), like.stopped, like.serial
             heapq.heapify(self.heap)
         self.peaks = limit or PeakLimit(self.model)
@@ -139,10 +136,8 @@ class Search(Caching):
         # What the limit stops: shards, and nodes below which some layout is refused or slower.
         self.refused: list[PartialLayout] = []
         self.stopped: list[Node] = []
-        self.best: dict[tuple[int, ...], SolvedLayout] = {}
-        self.ties: dict[tuple[object, ...], SolvedLayout] = {}
-        self.longest_tie: Ticks = slowest
-        self.worst_kept: Ticks = slowest
+        wanted = self.num_layouts, self.tie_percent, slowest
+        self.plans = FastestPlans(self.model.spec, *wanted, cuts_alike=self.only_one)
         self.infeasible: Counter[str] = Counter()
         self.candidates = self.solved = self.nodes = self.simulations = 0
         self.unproven, self._least_open = NO_THRESHOLD, 0
@@ -152,8 +147,8 @@ class Search(Caching):
         present = self._price_present()
         self.enumerated = self._enumerate()
         drained = self.enumerated and self._drain()
-        if self.is_first and not (drained or (self.solved and self.best)):
-            self._keep_any(first_plan(self.grids, self.memory, self.peaks, self.solve_stages))
+        if self.is_first and not (drained or (self.solved and self.plans.best)):
+            self.plans.keep(first_plan(self.grids, self.memory, self.peaks, self.solve_stages))
         return self._result(present, drained=drained)
 
     def _price_present(self) -> SolvedLayout | None:
@@ -169,13 +164,8 @@ class Search(Caching):
             if found.boundaries
             else None
         )
-        self._keep_any(plan)
+        self.plans.keep(plan)
         return plan
-
-    def _keep_any(self, plan: SolvedLayout | None) -> None:
-        """Keep a plan that was found before the search, if it is one."""
-        if plan is not None and plan.iteration <= self.worst_kept:
-            self._keep(plan)
 
     def _enumerate(self) -> bool:
         """Put every shard whose states fit on the heap; false if time ran out."""
@@ -206,26 +196,25 @@ class Search(Caching):
         )
         while self.heap:
             node = self.heap[0]
-            if node.bound > self.worst_kept:
+            if node.bound > self.plans.slowest:
                 return True
             self._least_open = node.bound
             if self.out_of_time():
                 return False
             heapq.heappop(self.heap)
-            decided = node.level >= MEMBERS
-            if node.level == SHARD or node.bound <= self._threshold(node.grid, decided=decided):
+            decided, threshold = node.level >= MEMBERS, self.plans.threshold
+            if node.level == SHARD or node.bound <= threshold(node.grid, decided=decided):
                 expand[node.level](node)
         return True
 
     def _result(self, present: SolvedLayout | None, *, drained: bool) -> SearchResult:
-        plans = tuple(sorted(self.best.values(), key=lambda plan: plan.rank)[: self.num_layouts])
-        ties = [plan for plan in self.ties.values() if plan.iteration <= self.longest_tie]
+        plans, ties = self.plans.ranked()
         best = plans[0].iteration if plans else NO_THRESHOLD
         lower = min(best, self.unproven, NO_THRESHOLD if drained else self._open_bound())
         known = self.solved + sum(self.infeasible.values())
         return SearchResult(
             plans=plans,
-            ties=tuple(sorted(dict.fromkeys(ties), key=lambda plan: plan.rank)),
+            ties=ties,
             present=present,
             finished=drained and not self.interrupted,
             optimal=bool(plans) and lower >= best,
@@ -255,31 +244,10 @@ class Search(Caching):
         recompute: Recompute = NO_RECOMPUTE,
         stages: StageProblems | None = None,
     ) -> None:
-        if bound <= self.worst_kept:
+        if bound <= self.plans.slowest:
             self.serial += 1
             node = Node(bound, self.serial, grid, level, recompute, stages)
             heapq.heappush(self.heap, node)
-
-    def _threshold(self, grid: PartialLayout, *, decided: bool = True) -> Ticks:
-        """Largest time with which a plan of this grid still matters.
-
-        Args:
-            decided: whether the grid has its number of virtual stages.
-        """
-        if not decided:
-            return max(_least(self.best, layout_of(grid), self.worst_kept), self.longest_tie)
-        return max(self._threshold_of_any_stages(grid), self._threshold_of_even_stages(grid))
-
-    def _threshold_of_any_stages(self, grid: PartialLayout) -> Ticks:
-        """Largest time of the fastest plan of the layout, or of a tie with its virtual stages."""
-        best = _least(self.best, layout_of(grid), self.worst_kept)
-        return max(best, _least(self.ties, _tie_of(grid, is_even=False), self.longest_tie))
-
-    def _threshold_of_even_stages(self, grid: PartialLayout) -> Ticks:
-        """Largest time of a tie with the stages that Megatron cuts by itself; -1 for none."""
-        if self.only_one or self.model.spec.num_layers % grid.dims.num_chunks:
-            return -1
-        return _least(self.ties, _tie_of(grid, is_even=True), self.longest_tie)
 
     def _least_of(self, bound: Callable[[PartialLayout], Ticks], grid: PartialLayout) -> Ticks:
         """A bound of a grid in its fastest executions."""
@@ -292,11 +260,11 @@ class Search(Caching):
             return
         for grid in self.grids.grids(node.grid):
             bound = max(node.bound, self._least_of(self.bounds.waiting, grid))
-            if bound <= self._threshold(grid, decided=False):
+            if bound <= self.plans.threshold(grid, decided=False):
                 self._push(bound, grid, GRID)
 
     def _expand_grid(self, node: Node) -> None:
-        grid, threshold = node.grid, self._threshold(node.grid, decided=False)
+        grid, threshold = node.grid, self.plans.threshold(node.grid, decided=False)
         fitting = self._zeros_that_fit(grid)
         refused = [zero for zero in self.grids.zero_stages(grid.dims) if zero not in fitting]
         if refused and self.is_first:
@@ -314,15 +282,18 @@ class Search(Caching):
 
     def _expand_schedule(self, node: Node) -> None:
         """Bound the stage problems themselves."""
-        known, refused = self.lower_bounds, self.infeasible[_ACTIVATIONS]
+        refused = self.infeasible[_ACTIVATIONS]
         for family, most in self._families_that_fit(node.grid):
-            threshold = self._threshold(family)
-            if known.get(family, 0) <= threshold:
-                stages = StageProblems(self.model, family, most)
-                if family not in known:
-                    known[family] = self._bound_in_any_memory(stages, NO_RECOMPUTE).lower_bound
-                if known[family] <= threshold:
-                    self._push(max(node.bound, known[family]), family, MEMBERS, stages=stages)
+            threshold = self.plans.threshold(family)
+            least = self.lower_bounds.get(family)
+            if least is not None and least > threshold:
+                continue
+            stages = StageProblems(self.model, family, most)
+            if least is None:
+                least = self._bound_in_any_memory(stages, NO_RECOMPUTE).lower_bound
+                self.lower_bounds[family] = least
+            if least <= threshold:
+                self._push(max(node.bound, least), family, MEMBERS, stages=stages)
         if self.infeasible[_ACTIVATIONS] > refused:
             self.stopped.append(node)
 
@@ -350,7 +321,7 @@ class Search(Caching):
         if choices.none and self.memory.under(grid, (NO_RECOMPUTE,)) > stages.capacity_bytes:
             self.infeasible[_ACTIVATIONS] += 1
         elif choices.none:
-            if self._fastest(stages) > self._threshold(grid):
+            if self._in_any_memory(stages) > self.plans.threshold(grid):
                 return
             found = self._solve_and_record(stages, NO_RECOMPUTE)
             if self._is_best_in_any_memory(stages, NO_RECOMPUTE, found):
@@ -359,7 +330,7 @@ class Search(Caching):
         if choices.blocks:
             bound = node.bound + self.bounds.added_by_blocks(grid, choices.blocks[0])
             self._push(bound, grid, BLOCKS, choices.blocks[0], stages)
-        threshold = self._threshold(grid)
+        threshold = self.plans.threshold(grid)
         bounds = self.bounds.pipelines(grid, choices.others)
         pairs = zip(choices.others, bounds, strict=True)
         for recompute, bound in self._that_can_fit(stages, (p for p in pairs if p[1] <= threshold)):
@@ -367,19 +338,19 @@ class Search(Caching):
 
     def _solve_variant(self, node: Node) -> None:
         """Solve with another recompute setting, which takes as long as none in any memory."""
-        fastest = self._fastest(node.problems())
+        fastest = self._in_any_memory(node.problems())
         if fastest > node.bound:
             heapq.heappush(self.heap, node._replace(bound=fastest))
         else:
             self._solve_and_record(node.problems(), node.recompute)
 
-    def _fastest(self, stages: StageProblems) -> Ticks:
+    def _in_any_memory(self, stages: StageProblems) -> Ticks:
         """The time of the best partition in any memory, or one that is too long to matter."""
-        if stages.grid not in self.fastest:
+        if stages.grid not in self.in_any_memory:
             unlimited = self._in_unlimited_memory(stages, NO_RECOMPUTE)
-            found = self._solve(unlimited, self._threshold(stages.grid))
-            self.fastest[stages.grid] = found.lower_bound
-        return self.fastest[stages.grid]
+            found = self._solve(unlimited, self.plans.threshold(stages.grid))
+            self.in_any_memory[stages.grid] = found.lower_bound
+        return self.in_any_memory[stages.grid]
 
     @cached_by(lambda self, grid: self.grids.settings_key(grid))
     def _choices(self, grid: PartialLayout) -> Choices:
@@ -432,7 +403,7 @@ class Search(Caching):
     def _bound_in_any_memory(self, stages: StageProblems, recompute: Recompute) -> StageSolution:
         """A bound for every plan of this grid that takes at least as long: no limits, no search."""
         unlimited = self._in_unlimited_memory(stages, recompute)
-        return self._solve(unlimited, self._threshold(stages.grid), node_limit=0)
+        return self._solve(unlimited, self.plans.threshold(stages.grid), node_limit=0)
 
     def _is_best_in_any_memory(
         self, stages: StageProblems, recompute: Recompute, found: StageSolution
@@ -446,12 +417,12 @@ class Search(Caching):
             return False
         unlimited = self._in_unlimited_memory(stages, recompute)
         if (
-            self.fastest.get(stages.grid, 0) < found.iteration
+            self.in_any_memory.get(stages.grid, 0) < found.iteration
             and self._solve(unlimited, found.iteration - 1).status is not Status.BOUNDED
         ):
             return False
-        longest = self._threshold_of_even_stages(stages.grid)
-        if _tie_of(stages.grid, is_even=True) in self.ties:
+        longest = self.plans.threshold_of_even_stages(stages.grid)
+        if self.plans.has_even_tie(stages.grid):
             longest -= 1
         if longest < found.iteration:
             return True
@@ -507,7 +478,7 @@ class Search(Caching):
     def _solve_and_record(self, stages: StageProblems, recompute: Recompute) -> StageSolution:
         """Solve a candidate as far as it matters, count it, keep it if it is its layout's best."""
         grid, problem = stages.grid, stages.problem(recompute)
-        found = self._solve(problem, self._threshold_of_any_stages(grid))
+        found = self._solve(problem, self.plans.threshold_of_any_stages(grid))
         if found.status is Status.INFEASIBLE:
             self.infeasible[_ACTIVATIONS] += 1
             return found
@@ -516,14 +487,14 @@ class Search(Caching):
             self.unproven = min(self.unproven, found.lower_bound)
             self.interrupted |= self.out_of_time()
         if found.boundaries:
-            self._keep(SolvedLayout.of(grid, recompute, found, self.space.sharding))
-        longest = self._threshold_of_even_stages(grid)
+            self.plans.keep(SolvedLayout.of(grid, recompute, found, self.space.sharding))
+        longest = self.plans.threshold_of_even_stages(grid)
         if longest >= min(found.iteration, found.lower_bound):
             even = self.solve_even(problem, longest + 1, DEFAULT_NODE_LIMIT)
             if even.boundaries and even.boundaries != found.boundaries:
-                self._keep(SolvedLayout.of(grid, recompute, even, self.space.sharding))
+                self.plans.keep(SolvedLayout.of(grid, recompute, even, self.space.sharding))
         if self.on_progress:
-            best = min((kept.iteration for kept in self.best.values()), default=None)
+            best = self.plans.least()
             # What is being expanded is open, and no longer on the heap.
             proven = min(self._least_open, self.unproven)
             self.on_progress(self.solved, best, proven if best is None else min(proven, best))
@@ -537,37 +508,3 @@ class Search(Caching):
         self.nodes += found.nodes
         self.simulations += found.simulations
         return found
-
-    def _keep(self, plan: SolvedLayout) -> None:
-        """Keep a plan that is the best of its layout, or simpler than what ties with it."""
-        longest = math.floor(plan.iteration * (1 + self.tie_percent / 100))
-        self.longest_tie = min(self.longest_tie, longest)
-        _keep_better(self.ties, _tie_of(plan.layout, is_even=False), plan)
-        if is_uniform(self.model.spec, plan.layout.partition):
-            _keep_better(self.ties, _tie_of(plan.layout, is_even=True), plan)
-        is_best = _keep_better(self.best, layout_of(plan.layout), plan)
-        if is_best and len(self.best) >= self.num_layouts:
-            times = sorted(kept.iteration for kept in self.best.values())
-            last = max(times[self.num_layouts - 1], self.longest_tie)
-            self.worst_kept = min(self.worst_kept, last)
-
-
-def _least(kept: dict[tuple[Any, ...], SolvedLayout], name: tuple[Any, ...], most: Ticks) -> Ticks:
-    """The time of the plan that is kept under a name, ``most`` where it is longer or none is."""
-    known = kept.get(name)
-    return most if known is None else min(known.iteration, most)
-
-
-def _keep_better(
-    kept: dict[tuple[Any, ...], SolvedLayout], name: tuple[Any, ...], plan: SolvedLayout
-) -> bool:
-    """Keep a plan under a name where none is kept that is better."""
-    is_better = name not in kept or plan.rank <= kept[name].rank
-    if is_better:
-        kept[name] = plan
-    return is_better
-
-
-def _tie_of(grid: PartialLayout, *, is_even: bool) -> tuple[object, ...]:
-    """What tells plans that tie apart."""
-    return (*layout_of(grid), grid.dims.virtual_pipeline_model_parallel_size, is_even)

@@ -392,7 +392,7 @@ def test_some_plan_is_found_before_time_runs_out(seed: int) -> None:
 def a_slow_plan(seed: int) -> SolvedLayout | None:
     """A legal plan of a seed's job that is far from its best one."""
     bare = timed(seed)
-    bare.num_layouts = 1000
+    bare.plans.num_layouts = 1000
     plans = bare.run().plans
     return plans[-1] if plans else None
 
