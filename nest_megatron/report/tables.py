@@ -40,19 +40,22 @@ class FittingTable(Table):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Print the table, or the list where a column would be lost."""
-        wide = options.update(max_width=10_000)
-        needs = [_need(column, console, wide) for column in self.columns]
+        naturals = [_natural(column, console, options) for column in self.columns]
+        needs = [*map(_need, self.columns, naturals)]
         if self._width(needs) > options.max_width and self.box is not None:
             self.padding = 0
-        if self._width(needs) > options.max_width:
+        spare = options.max_width - self._width(needs)
+        if spare < 0:
             yield from self._rows_apart()
             return
-        spare = options.max_width - self._width(needs)
-        for column, need in zip(self.columns, needs, strict=True):
-            column.min_width = max(need, column.min_width or 0)
-            if column.no_wrap and column.justify != "right":  # cut before a figure is
-                column.max_width = need + spare
-                spare -= min(spare, max(0, _natural(column, console, wide) - need))
+        for column, need, natural in zip(self.columns, needs, naturals, strict=True):
+            column.min_width, more = need, max(0, natural - need)
+            if column.no_wrap:  # cut before a figure is
+                more = min(more, spare)
+            if column.no_wrap or need > _WORDS:
+                # rich makes one that wraps narrower than its least width, and the table too wide
+                column.width = need + more * (more <= spare)
+                spare -= column.width - need
         yield from super().__rich_console__(console, options)
 
     def _width(self, needs: Sequence[int]) -> int:
@@ -80,9 +83,8 @@ class EdgelessTable(FittingTable):
         super().__init__(*columns, **look)
 
 
-def _need(column: Column, console: Console, wide: ConsoleOptions) -> int:
+def _need(column: Column, natural: int) -> int:
     """Least width at which nothing of a column is lost."""
-    natural = _natural(column, console, wide)
     if column.justify == "right":
         return natural
     if column.min_width is not None:
@@ -90,9 +92,9 @@ def _need(column: Column, console: Console, wide: ConsoleOptions) -> int:
     return min(natural, _CUT if column.no_wrap else _WORDS)
 
 
-def _natural(column: Column, console: Console, wide: ConsoleOptions) -> int:
+def _natural(column: Column, console: Console, options: ConsoleOptions) -> int:
     """Width of a column whose cells have all the room that they take."""
-    cells = (column.header, *column.cells)
+    cells, wide = (column.header, *column.cells), options.update(max_width=10_000)
     return max(Measurement.get(console, wide, cell).maximum for cell in cells)
 
 

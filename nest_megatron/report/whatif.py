@@ -119,12 +119,13 @@ def _fields(variant: Variant, before: ParallelPlan | None) -> dict[str, Any]:
         "peak_memory_bytes": kept.predicted.peak_memory_bytes,
         "is_best": found is not None and layout_of(found) == layout_of(kept),
     }
-    own |= {
+    return {
+        "changes": dict(row.settings),
+        **own,
         "longer_percent": longer,
         "present_layout": present,
         "present_layout_told": variant.refusal,
     }
-    return {"changes": dict(row.settings), **own}
 
 
 def _heat_maps(changed: Sequence[Variant]) -> Iterator[Mapping[str, Any]]:

@@ -18,7 +18,7 @@ from nest_megatron.config.request import request_of
 from nest_megatron.errors import BAD_INPUT
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.planner import plan as run_plan
-from nest_megatron.report.tables import FittingTable, figure_columns, name_columns
+from nest_megatron.report.tables import FittingTable, figure_columns, name_columns, word_columns
 from nest_megatron.report.words import other_layouts
 from nest_megatron.units import format_seconds
 from tests.cli.runs import LIMITS, ROOT, SMALL, run
@@ -139,6 +139,28 @@ def test_a_long_name_is_cut_before_a_number() -> None:
     *names, gib, seconds, unit = captured.get().splitlines()[-2].split()
     assert all(name.endswith("…") for name in names)
     assert (gib, seconds, unit) == ("1234567.8", "1234.56", "s")
+
+
+@pytest.mark.parametrize("width", [*range(76, 88), 100, 120])
+@pytest.mark.parametrize("chosen", ["is the best", "3.439 s (-1.4 %), 5 % risk"])
+def test_a_least_width_of_words_makes_no_table_wider_than_the_terminal(
+    width: int, chosen: str
+) -> None:
+    columns = (
+        *word_columns("Change", min_width=18),
+        *word_columns("Best layout"),
+        *figure_columns("Step", "vs plan", "Tok/s/GPU"),
+        *word_columns("Chosen layout"),
+    )
+    figures = ("3.439 s", "+0.0 %", "9,528")
+    row = ("pipeline_model_parallel_size=\n1", "TP 2 PP 1 CP 1 DP 8, 5 % risk", *figures, chosen)
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(FittingTable(*columns, rows=[row]), crop=False)
+    printed = captured.get()
+    assert max(map(len, printed.splitlines())) <= width
+    assert all(each in printed for each in figures)
+    assert width < 100 or "pipeline_model_parallel_size=" in printed
 
 
 JOB = ("model=llama3_70b", "cluster=h100_spine_leaf", "cluster.num_gpus=1024")
