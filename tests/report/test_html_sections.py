@@ -133,6 +133,14 @@ def test_the_verdict_warns_of_a_plan_that_may_run_out_of_memory() -> None:
     assert told_at(0.05, ended).startswith('<p class="verdict warning">Search ended early')
 
 
+def test_the_summary_says_that_the_search_ended_early() -> None:
+    plan = searched_plan()
+    ended = dataclasses.replace(plan, search=dataclasses.replace(plan.search, certificate="gap"))
+    for each in (plan, ended):
+        summary = html_report(each).partition("<header>")[2].partition("</header>")[0]
+        assert ("Search ended early: within " in summary) is each.search.ended_early
+
+
 def test_the_certificate_stands_in_no_box_of_warnings() -> None:
     plan = searched_plan()
     assert plan.uncertainty is not None
