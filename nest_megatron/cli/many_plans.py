@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from nest_megatron.api import PlanTable, table_job
@@ -30,7 +31,7 @@ from nest_megatron.config.overrides import (
     split_launcher,
     swept,
 )
-from nest_megatron.errors import OK, UserInputError
+from nest_megatron.errors import ENDED_EARLY, OK, UserInputError
 from nest_megatron.files import is_standard_output, write_text
 from nest_megatron.integrations.megatron_lm.node_counts import (
     TableJob,
@@ -39,7 +40,13 @@ from nest_megatron.integrations.megatron_lm.node_counts import (
 )
 from nest_megatron.integrations.typed_command import command_of_plan, kept_command, read_request
 from nest_megatron.plain import frozen
-from nest_megatron.report.console import print_notes, progress, say, show_or_json
+from nest_megatron.report.console import (
+    print_notes,
+    progress,
+    say,
+    say_written,
+    show_or_json,
+)
 from nest_megatron.report.plan_rows import scaling_table, sweep_table
 
 _SIZE = "cluster.num_gpus"
@@ -47,12 +54,7 @@ _SIZE = "cluster.num_gpus"
 
 def run_plan_table(options: PlanOptions, nodes: str) -> int:
     """Plan one job for each number of nodes and print the table."""
-    settings, launcher = options.settings()
-    counts = read_counts(nodes, "--for-nodes")
-    for setting in launcher:
-        raise UserInputError(
-            setting.key, setting.value, "a launcher runs the jobs of a sweep", "Leave it out."
-        )
+    settings, counts = options.job_settings(), read_counts(nodes, "--for-nodes")
     composed = settings_for_nodes(composed_settings(settings, options.config_dir), counts)
     with progress() as report:
         if (command := options.command()) is None:
@@ -68,14 +70,12 @@ def run_plan_table(options: PlanOptions, nodes: str) -> int:
         made = plan_for_nodes(dataclasses.replace(job, on_progress=report), counts)
     found = PlanTable(record=made, notes=job.request.notes)
     show_or_json(found.to_dict, found.report, as_json=options.as_json)
-    if (out := composed.out) is None:
-        return OK
-    found.save(Path(out), force=True)  # checked before the search
-    if not (options.as_json or is_standard_output(Path(out))):
-        say(
-            f"Written to {out}; `nest-megatron pin {shlex.quote(out)}` freezes it for +nest=pinned."
-        )
-    return OK
+    if out := composed.out:
+        found.save(Path(out), force=True)  # checked before the search
+        if not (options.as_json or is_standard_output(Path(out))):
+            freezes = f"`nest-megatron pin {shlex.quote(out)}` freezes it for +nest=pinned."
+            say(f"Written to {out}; {freezes}")
+    return ENDED_EARLY * any(plan.search.may_be_far_off for _, plan in made.planned())
 
 
 def run_sweep(options: PlanOptions) -> int:
@@ -118,13 +118,12 @@ def run_scaling(options: PlanOptions, gpus: str) -> int:
             raise UserInputError(_SIZE, setting.value, limit, "Leave one of the two out.")
     same = tuple(setting for setting in settings if setting.key != "out")
     each = [(*same, Setting(key=_SIZE, value=str(size))) for size in sizes]
-    command = options.command()
-    if command is not None:
-        command = kept_command(command, compose(with_defaults(each[0]), options.config_dir))
+    if (command := options.command()) is not None:
+        composed = compose(with_defaults(each[0]), options.config_dir)
+        command = kept_command(command, composed)
         print_notes(command.notes)
+        command_content(command, composed)  # what cannot be read is so in all
     jobs = [sweep_job(job, [_SIZE], options.config_dir, command) for job in each]
-    if command is not None:
-        command_content(command, jobs[0].composed())  # what cannot be read is so in all
     swept_jobs = run_jobs(jobs, _sweep_options(settings, launcher))
     found, job = Scaling(rows=tuple(swept_jobs.rows)), " ".join(map(str, same))
     show_or_json(found.to_dict, lambda: (job, *found.report()), as_json=options.as_json)
@@ -132,7 +131,8 @@ def run_scaling(options: PlanOptions, gpus: str) -> int:
     if options.html:
         page = scaling_table(found.rows).page("One job on several numbers of GPUs", job, found.rows)
         write_text(options.html, page)
-    return OK if found.plans() else swept_jobs.exit_code()
+    code = swept_jobs.exit_code()
+    return code if code == ENDED_EARLY or not found.plans() else OK
 
 
 @frozen
@@ -151,30 +151,29 @@ class WhatIfOptions(CommandOptions):
 
 def run_whatif(options: WhatIfOptions) -> int:
     """Plan each change of a job, and print one row a change."""
-    words, command = list(options.overrides), options.command()
-    path = Path(words.pop(0)) if words and command is None else None
-    if command is None and (path is None or ("=" in path.name and not path.exists())):
-        raise UserInputError(
-            "whatif",
-            path and str(path),
-            "no job is named",
-            "Put a plan file before the changes, or add --from COMMAND.",
-        )
+    words = list(options.overrides)
+    if (command := options.command()) is None:
+        path = Path(words.pop(0)) if words else None
+        if path is None or ("=" in path.name and not path.exists()):
+            raise UserInputError(
+                "whatif",
+                path and str(path),
+                "no job is named",
+                "Put a plan file before the changes, or add --from COMMAND.",
+            )
+        plan_all = partial(plan_variants, path)
+    else:
+        plan_all = partial(command_variants, command)
     texts, launcher = split_launcher(words)
-    changes = parse_changes(texts)
     out = None if options.out is None else str(options.out)
     where = SweepOptions(launcher=launcher, out=out, force=forced())
-    if command is not None:
-        found = command_variants(command, changes, where)
-    else:
-        assert path is not None
-        found = plan_variants(path, changes, where)
+    found = plan_all(parse_changes(texts), where)
     if not found.variants:
         return found.swept.exit_code()
     show_or_json(found.to_dict, found.report, as_json=options.as_json)
     _say_files(found.swept, as_json=options.as_json)
     if html := options.html:
         found.write_html(html, force=True)  # checked before the search
-        if not (options.as_json or is_standard_output(html)):
-            say(f"Written to {html}.")
+        if not options.as_json:
+            say_written(html)
     return found.swept.exit_code()

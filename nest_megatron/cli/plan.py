@@ -108,8 +108,8 @@ def plan(**options: Any) -> int:
     """Find the fastest layout of a job that is expected to fit in memory.
 
     Settings are KEY=VALUE; those that you leave out are searched. docs/settings.md explains each.
-    Exits with 1 if nothing fits, and with 3 if search.max_seconds ends the search without a plan
-    or with one that may be more than 10 % slower than the best (it is written all the same).
+    Exits with 1 if nothing fits, and with 3 if search.max_seconds ends a search without a plan or
+    with one that may be more than 10 % slower than the best (it is written all the same).
     """
     from nest_megatron.cli import planning
 

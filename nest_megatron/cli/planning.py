@@ -195,18 +195,19 @@ class PlanOptions(CommandOptions):
         overrides, launcher = split_launcher(self.overrides)
         return parse(overrides), launcher
 
+    def job_settings(self) -> tuple[Setting, ...]:
+        """Settings of one job, which no launcher runs."""
+        settings, launcher = self.settings()
+        for setting in launcher:
+            limit = "a launcher runs the jobs of a sweep, and one job is planned"
+            fix = "Leave it out, or add --multirun."
+            raise UserInputError(setting.key, setting.value, limit, fix)
+        return settings
+
 
 def run_plan(options: PlanOptions) -> int:
     """Plan one job and print the result."""
-    settings, launcher = options.settings()
-    for setting in launcher:
-        raise UserInputError(
-            setting.key,
-            setting.value,
-            "a launcher runs the jobs of a sweep, and one job is planned",
-            "Add --multirun.",
-        )
-    composed = composed_settings(settings, options.config_dir)
+    composed = composed_settings(options.job_settings(), options.config_dir)
     placement = None if options.hosts is None else placed(composed, options.hosts)
     composed = composed if placement is None else placement.composed
     command = options.command()

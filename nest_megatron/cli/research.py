@@ -52,7 +52,7 @@ def compare(**options: Any) -> int:
 
     planners=[...] chooses among nest, manual, mcmc, phaze, alpa_e, mist, aceso and
     autoconfigurator; the default is all. nest always takes part: its plan is the one that `plan`
-    finds. All settings of `plan` work here. Exits with 1 if nest finds no plan.
+    finds. All settings of `plan` work here, and it exits with 1 and 3 as `plan` does.
     """
     from nest_megatron.research.comparison_run import run_compare
 

@@ -16,7 +16,7 @@ from nest_megatron.api.jobs import job_of_settings
 from nest_megatron.config.compose import Settings, compose
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.overrides import parse, refuse_sweeps
-from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
+from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, UserInputError
 from nest_megatron.files import require_folder, write_text
 from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.plain import to_plain
@@ -86,9 +86,10 @@ def run_compare(
         write_comparison(found.rows, chart, found.title, found.request.notes)
         if not as_json:
             say(f"Drawn into {chart}.")
-    if found.rows[0].plan is not None:
-        return OK
-    return ENDED_EARLY if found.rows[0].ended_early else NOTHING_FITS
+    nest = found.rows[0]
+    if nest.plan:
+        return ENDED_EARLY * nest.plan.search.may_be_far_off
+    return ENDED_EARLY if nest.ended_early else NOTHING_FITS
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -226,6 +226,19 @@ def test_a_plan_that_may_be_far_from_the_best_is_written_and_ends_with_3(tmp_pat
     assert loaded.search.gap_percent > 10
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "--for-gpus", "1024"),
+        ("plan", "--for-nodes", "64"),
+        ("compare", "cluster.num_gpus=1024", "planners=[phaze]"),
+    ],
+)
+def test_other_tables_of_such_a_plan_end_with_3(words: tuple[str, ...]) -> None:
+    job = (*SMALL[:2], "train.global_batch_size=64", "search.max_seconds=0.000001")
+    assert run(*words, *job).code == 3
+
+
 def test_a_plan_is_written_whole_and_explained(small_plan: Path) -> None:
     plan = plan_file.read(small_plan)
     assert plan == plan_file.load(plan_file.dump(plan))
