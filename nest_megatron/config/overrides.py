@@ -28,7 +28,7 @@ Choice = TypeVar("Choice", bound=Enum)
 
 #: As many nodes as a job may be asked to be planned for at once.
 _MOST = 1000
-_RANGE = re.compile(r"(\d{1,7})(?:\.\.(\d{1,7})(?::(\d{1,7}))?)?")
+_RANGE = re.compile(r"(\d{1,18})(?:\.\.(\d{1,18})(?::(\d{1,18}))?)?")
 
 #: Groups of the catalogue that a job chooses from.
 GROUPS = ("model", "cluster")

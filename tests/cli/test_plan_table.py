@@ -153,6 +153,7 @@ def test_a_table_is_no_plan(path: Path) -> None:
         (["--for-nodes", "4..8:0"], "at least 1"),
         (["--for-nodes", "many"], "it is a number of nodes"),
         (["--for-nodes", "1..9999"], "at most 1000"),
+        (["--for-nodes", "99999999"], "it is implausible"),
         (["--for-nodes", "2..4", "cluster.num_gpus=16"], "raise it to 32"),
         (["--for-nodes", "1..2", "cluster.num_gpus=4"], "Leave cluster.num_gpus out, or raise it"),
         (["--for-nodes", "2..4", "--shortlist"], "--shortlist"),

@@ -71,10 +71,13 @@ def test_what_means_other_jobs_is_refused(words: tuple[str, ...], told: str) -> 
     assert (done.code, told in done.err) == (2, True), done.err
 
 
-def test_nothing_that_can_be_planned_is_an_error() -> None:
-    done = run(*JOB, "--for-gpus", "9..10:1")
+@pytest.mark.parametrize(
+    ("sizes", "told"), [("9..10:1", "whole nodes"), ("100000000", "it is implausible")]
+)
+def test_nothing_that_can_be_planned_is_an_error(sizes: str, told: str) -> None:
+    done = run(*JOB, "--for-gpus", sizes)
     assert done.code == 2
-    assert "whole nodes" in " ".join(done.out.split())
+    assert told in " ".join(done.out.split())
 
 
 @pytest.mark.slow
