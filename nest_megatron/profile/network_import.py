@@ -47,22 +47,21 @@ def read_measurements(paths: Sequence[Path], kind: CollectiveKind | None) -> Net
     Raises:
         UserInputError: for a file that is neither, or a profile together with other files.
     """
-    texts = [(str(path), read_text(path, "measurements")) for path in paths]
-    found = [network.load(text, name) for name, text in texts if network.is_profile(text)]
-    if found and len(texts) > 1:
-        raise UserInputError(
-            "measurements",
-            [name for name, _ in texts],
-            "a network profile is imported alone",
-            "Import it by itself, or the logs of nccl-tests.",
-        )
-    if found:
-        return found[0]
-    reading = read_logs(texts, kind)
+    names = {read_text(path, "measurements"): str(path) for path in paths}  # each counts once
+    if any(map(network.is_profile, names)):
+        if len(names) > 1:
+            raise UserInputError(
+                "measurements",
+                [*names.values()],
+                "a network profile is imported alone",
+                "Import it by itself, or the logs of nccl-tests.",
+            )
+        return network.load(*names.popitem())
+    reading = read_logs(zip(names.values(), names, strict=True), kind)
     return NetworkProfile(
         name=paths[0].stem,
         created=now(),
-        source=f"nccl-tests: {', '.join(path.name for path in paths)}",
+        source=f"nccl-tests: {', '.join(Path(name).name for name in names.values())}",
         backend=NetworkBackend.IMPORTED,
         versions={"nest-megatron": __version__, **reading.versions},
         samples=reading.samples,

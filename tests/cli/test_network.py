@@ -32,6 +32,18 @@ def test_an_import_prints_what_it_fitted() -> None:
     assert found["samples"] == 70
 
 
+def test_a_file_that_is_named_twice_counts_once(tmp_path: Path) -> None:
+    path = tmp_path / "network.yaml"
+    once, twice = (
+        run("network", "import", *files, "--profile", str(path), "--force", "--json").json()
+        for files in ((NODE,), (NODE, NODE))
+    )
+    assert once == twice
+    again = run("network", "import", str(path), str(path), "--json")
+    assert again.json()["samples"] == once["samples"]
+    assert path.read_text().count(Path(NODE).name) == 1
+
+
 @pytest.mark.parametrize("cluster", ["dgx_h100", "file"])
 def test_a_measured_cluster_is_planned_on(cluster: str, tmp_path: Path) -> None:
     out, mine = tmp_path / "measured.yaml", tmp_path / "mine.yaml"
