@@ -21,15 +21,7 @@ from typing import Any, NamedTuple
 
 from nest_megatron.documents import parse_json
 from nest_megatron.errors import NestError, UserInputError
-from nest_megatron.files import (
-    MAX_BYTES,
-    append_line,
-    read_bytes,
-    read_text,
-    require_folder,
-    warn_once,
-    write_text,
-)
+from nest_megatron.files import append_line, read_text, require_folder, warn_once, write_text
 from nest_megatron.history.records import Outcome, RunRecord
 from nest_megatron.history.store import read
 from nest_megatron.plain import Name, from_plain, frozen, to_plain
@@ -127,10 +119,10 @@ def record_of(history: Path) -> RunRecord | None:
 def judged(trial: Trial, record: RunRecord | None, ended: Ended, output: Path) -> Trial:
     """A run that has ended, from what it recorded and from the last lines that it printed."""
     known = dataclasses.replace(trial, seconds=ended.seconds)
-    if record is not None and record.measured is not None and record.outcome is Outcome.FINISHED:
+    if record and record.measured and record.outcome is Outcome.FINISHED:
         return measured(known, record)
     lines = last_lines(output)
-    if record is not None and record.outcome is Outcome.OUT_OF_MEMORY:
+    if record and record.outcome is Outcome.OUT_OF_MEMORY:
         failure, reason = Failure.OUT_OF_MEMORY, record.error
     elif ended.code is None:
         failure, reason = Failure.TIMEOUT, f"it was ended after {format_duration(ended.seconds)}"
@@ -138,7 +130,7 @@ def judged(trial: Trial, record: RunRecord | None, ended: Ended, output: Path) -
         failure, reason = Failure.OTHER, _SILENT
     else:
         failure, reason = _failure(lines)
-        if record is not None and record.error is not None:
+        if record and record.error is not None:
             reason = record.error
             if failure is Failure.NCCL:  # where one rank ends, the others lose its connections
                 failure, _ = _failure([record.error])
@@ -173,8 +165,9 @@ def last_lines(output: Path) -> list[str]:
     """The last lines that a run printed."""
     if not output.is_file():
         return []
-    text = read_bytes(output, "output", most=MAX_BYTES, whole=False)[-_TAIL_BYTES:]
-    return text.decode("utf-8", errors="replace").splitlines()
+    with output.open("rb") as stream:
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return stream.read().decode(errors="replace").splitlines()
 
 
 def _failure(lines: Iterable[str]) -> tuple[Failure, str | None]:
@@ -191,8 +184,7 @@ def _failure(lines: Iterable[str]) -> tuple[Failure, str | None]:
             ours = (re.search(r"\berror: (.+?)\.?$", line) for line in ends)
             reason = next((error[1] for error in ours if error), shown[at])
             return failure, reason[:300]
-    errors = [line for line in shown if re.search(r"\w(Error|Exception)\b|^error: ", line)]
-    said = errors or shown
+    said = [line for line in shown if re.search(r"\w(Error|Exception)\b|^error: ", line)] or shown
     return Failure.OTHER, said[-1][:300] if said else None
 
 
@@ -245,7 +237,6 @@ class Session:
 
     def note(self, trial: Trial) -> None:
         """Append what is known of a run now."""
-        (self.folder / trial.folder).mkdir(exist_ok=True)
         self._trials[trial.number] = trial
         _append(self.folder, to_plain(trial))
 
@@ -258,9 +249,10 @@ def new_session(folder: Path, request: TuneRequest) -> Iterator[Session]:
         UserInputError: if the folder has one, or another process holds it.
     """
     require_folder(folder, "--out")
+    is_new = not folder.exists()
     folder.mkdir(exist_ok=True)
     with _held(folder):
-        if any(path.name not in (_LOCK, _HOLDER) for path in folder.iterdir()):
+        if {path.name for path in folder.iterdir()} - {_LOCK, _HOLDER}:
             raise UserInputError(
                 "--out",
                 str(folder),
@@ -273,7 +265,10 @@ def new_session(folder: Path, request: TuneRequest) -> Iterator[Session]:
             yield session
         except NestError:
             if not session.trials:  # there is nothing to go on with
-                shutil.rmtree(folder)
+                for path in folder.iterdir():
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                if is_new:
+                    folder.rmdir()
             raise
 
 

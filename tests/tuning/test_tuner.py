@@ -10,6 +10,7 @@ import pytest
 
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.errors import UserInputError
+from nest_megatron.files import MAX_BYTES
 from nest_megatron.history import store
 from nest_megatron.history.records import Outcome
 from nest_megatron.planner.choice import Candidate
@@ -27,6 +28,7 @@ from nest_megatron.tuning.session import (
     State,
     Trial,
     in_history,
+    judged,
     new_session,
     resumed_session,
 )
@@ -263,6 +265,32 @@ def test_a_killed_run_that_had_run_out_of_memory_is_not_repeated(tmp_path: Path)
     with resumed_session(tmp_path / "a") as session:
         tuner(session, Answered(as_predicted)).run()
         assert session.trials[0].failure is Failure.OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_what_is_refused_leaves_folders_as_they_were(is_there: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    if is_there:
+        folder.mkdir()
+
+    def refuse() -> None:
+        (folder / "run-1").mkdir()
+        raise UserInputError("tune", None, "it is refused", "Ask.")
+
+    with pytest.raises(UserInputError), new_session(folder, ASKED):
+        refuse()
+    assert [*tmp_path.rglob("*")] == [folder] * is_there
+
+
+def test_the_last_lines_of_a_long_output_say_why_it_failed(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    with output.open("wb") as stream:
+        stream.truncate(MAX_BYTES)
+        stream.seek(MAX_BYTES)
+        stream.write(b"\ntorch.OutOfMemoryError: CUDA out of memory.\n")
+    trial = Trial(number=1, plan="0", layout="TP 1", predicted_s=1.0, state=State.STARTED)
+    found = judged(trial, None, Ended(1, 60.0), output)
+    assert found.failure is Failure.OUT_OF_MEMORY
 
 
 def test_a_folder_is_held_by_one_tuning(tmp_path: Path) -> None:
