@@ -261,6 +261,21 @@ def test_a_policy_that_others_may_write_to_ends_everything(
         read_policy()
 
 
+@pytest.mark.parametrize("folder", ["etc", "home/nest-megatron"])
+def test_a_policy_in_a_folder_that_may_not_be_entered_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    closed = tmp_path / folder
+    assert read_policy() == ()
+    closed.mkdir(parents=True)
+    assert read_policy() == ()
+    access, lexists = os.access, os.path.lexists  # root enters every folder
+    monkeypatch.setattr(os, "access", lambda path, mode: path != closed and access(path, mode))
+    monkeypatch.setattr(os.path, "lexists", lambda path: path == closed or lexists(path))
+    with pytest.raises(UserInputError, match="cannot be read"):
+        read_policy()
+
+
 @pytest.mark.parametrize("which", ["key", "folder", "owner"])
 def test_keys_that_others_may_write_to_are_not_trusted(
     tmp_path: Path, pinned: Path, which: str

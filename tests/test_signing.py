@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import io
 import os
 import shutil
@@ -46,6 +47,17 @@ WHOLE_SIGNATURE = (
     "Q6SOgOwrweq5+enPMljS+iOptzkTrY+P63uj+Pf+0ISujvarJEdxdRcXEcF870gX1J0Ncivr0fo4tXZfodaVAA==\n"
 )
 KEY = minisign.read_public(PUBLIC, "a.pub")
+
+
+def test_a_folder_of_keys_that_may_not_be_read_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(PermissionError):
+        read_signers([str(tmp_path)])
 
 
 @pytest.mark.parametrize("text", [SIGNATURE, WHOLE_SIGNATURE])

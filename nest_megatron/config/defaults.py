@@ -130,7 +130,9 @@ def naming_defaults(settings: Sequence[Setting]) -> Iterator[None]:
 def site_files(name: str, variable: str) -> Iterator[Path]:
     """Files of a name that hold here: the operators', the user's own, and that of a variable."""
     for folder in (SYSTEM_FOLDER, user_folder("config")):
-        if os.path.lexists(folder / name):  # one that cannot be followed is refused, not missed
+        # one that cannot be followed, or that lies in a closed folder, is refused, not missed
+        is_closed = os.path.lexists(folder) and not os.access(folder, os.X_OK)
+        if is_closed or os.path.lexists(folder / name):
             yield folder / name
     if named := os.environ.get(variable):
         yield expanded(Path(named), variable)
@@ -148,10 +150,9 @@ def read_site_file(path: Path, what: str, fix: str) -> tuple[Mapping[str, Any], 
     """
     text = read_text(path, what, most=DESCRIPTION.num_bytes)
     fields = parse_yaml(text, what, name=str(path))
-    fields = {} if fields is None else fields
-    if not isinstance(fields, Mapping):
+    if not isinstance(fields, Mapping | None):
         raise UserInputError(what, str(path), "it is no mapping", fix)
-    return fields, dict(_lines(yaml.compose(text, Loader=LOADER)))
+    return fields or {}, dict(_lines(yaml.compose(text, Loader=LOADER)))
 
 
 def _lines(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:

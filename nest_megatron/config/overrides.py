@@ -457,15 +457,14 @@ def read_counts(text: str, option: str, *, doubling: bool = False) -> tuple[int,
 
     if (found := _RANGE.fullmatch(text.strip())) is None:
         raise wrong(f"it is a number of {of}, or the first and the last of a range")
-    first, last, step = (int(part) if part else None for part in found.groups())
-    assert first is not None
+    first, last, step = (int(part or -1) for part in found.groups())
     if first < 1 or step == 0:
         raise wrong(f"{of}, and the step between two numbers of them, are at least 1")
-    if last is not None and last < first:
+    if 0 <= last < first:
         raise wrong(f"the range goes up, and {last} is below {first}")
-    last = first if last is None else last
-    counts: Sequence[int] = range(first, last + 1, step or 1)
-    if doubling and step is None:
+    last = max(first, last)
+    counts: Sequence[int] = range(first, last + 1, abs(step))
+    if doubling and step < 0:
         counts = [first << power for power in range((last // first).bit_length())]
     if len(counts) > _MOST:
         raise wrong(f"it is {len(counts)} numbers, and at most {_MOST} are planned at once")

@@ -52,8 +52,8 @@ def _read(path: Path) -> PolicyFile:
     for name in fields:
         require_known(f"{path}: policy", str(name), ("plan", "launch", "audit"))
     stated = {name: section for name, section in fields.items() if section is not None}
-    of_file = {"path": str(path), "owners": [path.stat().st_uid], "lines": lines}
-    found = from_plain(PolicyFile, {**stated, **of_file}, f"{path}:", _TYPED)
+    stated |= {"path": str(path), "owners": [path.stat().st_uid], "lines": lines}
+    found = from_plain(PolicyFile, stated, f"{path}:", _TYPED)
     for name in found.plan.ranges:
         require_known(f"{path}: plan.ranges", name, DEGREES)
     for what, value, limit, fix in _mistakes(found, stated.get("launch", ())):

@@ -93,7 +93,7 @@ def find_site(cluster: Cluster) -> tuple[Path, SiteCalibration] | None:
         UserInputError: if its file cannot be read, or is of another kind of cluster.
     """
     path = site_path(cluster.name, cluster.accelerator.name)
-    if not path.exists():
+    if not os.path.lexists(path):  # or its folder, a container's home, cannot be read
         return _of_same_machines(cluster)
     found = read_site(path)
     if differences := found.differences(cluster):
@@ -111,7 +111,7 @@ def _of_same_machines(cluster: Cluster) -> tuple[Path, SiteCalibration] | None:
     base = cluster.name.removesuffix(DISCOVERED)
     other = base if base != cluster.name else f"{base}{DISCOVERED}"
     path = site_path(other, cluster.accelerator.name)
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
     found = read_site(path)
     is_same = not dataclasses.replace(found, cluster=cluster.name).differences(cluster)

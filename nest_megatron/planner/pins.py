@@ -340,7 +340,9 @@ def read_signers(named: Iterable[str], owners: Collection[int] | None = None) ->
             found.append(Signer(source=name, key=minisign.read_public(name, name)))
             continue
         path = expanded(Path(name), "--key")
-        files = sorted(path.glob(f"*{PUBLIC_SUFFIX}")) if path.is_dir() else [path]
+        files = [path]
+        if path.is_dir():
+            files = sorted(each for each in path.iterdir() if each.suffix == PUBLIC_SUFFIX)
         if owners is not None:
             for each in dict.fromkeys((path, *files)):
                 require_unwritable(each, "launch.signers", owners)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import math
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -295,6 +297,16 @@ def test_a_file_that_cannot_be_read_is_told_and_not_used(sites: SiteCalibration)
     asked = request("cluster.num_gpus=8")
     assert asked.site is None
     assert any("No calibration of the site is used" in note for note in asked.notes)
+
+
+def test_a_home_that_may_not_be_entered_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = nest_megatron.clusters()["dgx_h100"]
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    assert site_file.find_site(cluster) is None
 
 
 def test_the_command_writes_it_and_says_what_it_learnt(
