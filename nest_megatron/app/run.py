@@ -11,6 +11,7 @@ import contextlib
 import io
 import multiprocessing
 import signal
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection
@@ -37,8 +38,12 @@ class Run:
 
     def __init__(self, task: Task) -> None:
         spawning = multiprocessing.get_context("spawn")
+        # a process that is ended removes no files
+        self._folder = tempfile.TemporaryDirectory(prefix="nest-megatron-app-")
         self._messages, theirs = spawning.Pipe(duplex=False)
-        self._process = spawning.Process(target=_work, args=(task, theirs), daemon=True)
+        self._process = spawning.Process(
+            target=_work, args=(task, theirs, self._folder.name), daemon=True
+        )
         self._begun_s, self._is_cancelled = time.monotonic(), False
         # a process that starts here leaves Ctrl-C to this one, which ends it
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -51,7 +56,7 @@ class Run:
     async def messages(self) -> AsyncIterator[Working | Answer]:
         """How far it is, and at last the answer."""
         message: str | Answer = "planning"
-        with self._messages:
+        with self._messages, self._folder:
             while True:
                 while self._messages.poll() and isinstance(message, str):
                     message = self._received()
@@ -100,25 +105,20 @@ def _ending(code: int | None) -> str:
     return f"the signal {name} ended it.\n       Plan again; the form is as it was."
 
 
-class _Sender:
-    """Sends how far a search is, as often as it is read, so that no search waits for a reader."""
-
-    def __init__(self, messages: Connection) -> None:
-        self._messages, self._sent_s = messages, 0.0
-
-    def __call__(self, solved: int, best: float | None, bound: float) -> None:
-        now_s = time.monotonic()
-        if now_s - self._sent_s >= _REFRESH_S:
-            self._sent_s = now_s
-            self._messages.send(search_words(solved, best, bound))
-
-
-def _work(task: Task, messages: Connection) -> None:
+def _work(task: Task, messages: Connection, folder: str) -> None:
     """Send how far the answer to a form is, and the answer; a server that has gone wants none."""
+    tempfile.tempdir, sent_s = folder, 0.0
+
+    def on_progress(solved: int, best: float | None, bound: float) -> None:
+        nonlocal sent_s
+        if (now_s := time.monotonic()) - sent_s >= _REFRESH_S:  # no search waits for a reader
+            sent_s = now_s
+            messages.send(search_words(solved, best, bound))
+
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
-            answer = task.answer(_Sender(messages), messages.send)
+            answer = task.answer(on_progress, messages.send)
         except Exception as error:  # noqa: BLE001 - no user should see a traceback
             if isinstance(error, WITHOUT_PLAN):
                 show(*error.report())

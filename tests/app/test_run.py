@@ -6,13 +6,16 @@ import asyncio
 import os
 import re
 import signal
+import tempfile
 from multiprocessing import Pipe
+from pathlib import Path
 
 import pytest
 
-from nest_megatron.app.run import Run, Working, _Sender
+from nest_megatron.app.run import Run, Working, _work
 from nest_megatron.app.task import Answer, Task, Work
 from nest_megatron.layout import plan_file
+from nest_megatron.planner import Progress
 
 SMALL = {"cluster": "dgx_h100", "num_gpus": "8"}
 #: Solves thousands of candidates.
@@ -98,8 +101,34 @@ def test_a_search_says_how_far_it_is_and_can_be_cancelled_then() -> None:
     )
 
 
-def test_a_server_that_has_gone_ends_the_search() -> None:
+def test_a_server_that_has_gone_ends_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached = []
+
+    def answer(task: Task, on_progress: Progress, on_part: object) -> None:
+        reached.append("search")
+        on_progress(1, None, 2.0)
+        reached.append("answer")
+
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(Task, "answer", answer)
     ours, theirs = Pipe(duplex=False)
     ours.close()
-    with theirs, pytest.raises(OSError, match="Broken pipe"):
-        _Sender(theirs)(1, None, 2.0)
+    with theirs:
+        _work(LARGE, theirs, str(tmp_path))
+    assert reached == ["search"]
+
+
+def test_a_run_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def cancelled() -> None:
+        run = Run(LARGE)
+        async for message in run.messages():
+            if isinstance(message, Working) and "solved" in message.text:
+                assert [*tmp_path.rglob("nest-megatron-app-*")]
+                run.cancel()
+
+    asyncio.run(cancelled())
+    assert not [*tmp_path.iterdir()]
