@@ -86,7 +86,7 @@ class Accelerator:
     source: str = ""
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "accelerator")
+        _check_values(self, "accelerator")
 
     def supports(self, precision: Precision) -> bool:
         """Whether the device has matrix units for this number format."""
@@ -135,7 +135,7 @@ class NetworkLevel:
     source: str = ""
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "network level")
+        _check_values(self, "network level")
 
     def ring_share(self, members: int) -> float:
         """Share of a device's links that rings through so many members use."""
@@ -170,7 +170,7 @@ class Cluster:
                 "it must be a whole number of at least 1",
                 "Give the job's number of GPUs.",
             )
-        _check_numbers(self, "cluster")
+        _check_values(self, "cluster")
         self._check_levels()
         if not self.part_of_nodes(self.num_gpus):
             raise self._uneven()
@@ -270,8 +270,10 @@ _MAY_BE_ZERO = (
 )
 
 
-def _check_numbers(record: Accelerator | NetworkLevel | Cluster, what: str) -> None:
-    """Refuse a number that is none, or lies outside of what its field means."""
+def _check_values(record: Accelerator | NetworkLevel | Cluster, what: str) -> None:
+    """Refuse an empty name, and a number that is none or lies outside of what its field means."""
+    if not record.name.strip():
+        raise UserInputError(f"{what}: name", record.name, "it is empty", "Give it a name.")
     for each in dataclasses.fields(record):
         if is_number(each):
             for place, value in _numbers(getattr(record, each.name)):
@@ -289,7 +291,7 @@ def _numbers(value: Any) -> Iterable[tuple[str, Any]]:
 def _check_number(what: str, value: Any, name: str) -> None:
     may_be_zero = name in _MAY_BE_ZERO
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
+    if not is_number or not 0 <= value < math.inf or not (value or may_be_zero):
         raise UserInputError(
             what,
             value,

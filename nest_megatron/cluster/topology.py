@@ -270,11 +270,10 @@ def parse_host_file(text: str) -> Topology:
     Raises:
         UserInputError: for a host twice, lines of unlike length, or a file without a host.
     """
-    lines = [line.partition("#")[0].split() for line in text.splitlines()]
-    rows: list[Sequence[str]] = list(filter(None, lines))
-    rows = [(host, *names) for some, *names in rows for host in hosts_of(some)]
+    filled = filter(None, (line.partition("#")[0].split() for line in text.splitlines()))
+    rows = [(host, *names) for some, *names in filled for host in hosts_of(some)]
     groups = {host: tuple(names) for host, *names in rows}
-    limit = None
+    limit = ""
     if not rows:
         limit = "it names no host"
     elif len(groups) < len(rows):
@@ -282,7 +281,7 @@ def parse_host_file(text: str) -> Topology:
         limit = f"it names {twice} twice"
     elif len({len(row) for row in rows}) > 1:
         limit = "its lines have unlike numbers of groups"
-    if limit is not None:
+    if limit:
         raise unreadable("host file", limit, "Write HOST GROUP... with a line for each host.")
     return Topology(source="host file", level_names=level_names(len(rows[0]) - 1), groups=groups)
 

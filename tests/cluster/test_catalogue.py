@@ -288,11 +288,20 @@ def test_every_number_format_needs_its_share() -> None:
         *([], "node", 3, [3], [FABRIC, NODE], [NODE, NODE]),
         [NODE, {**FABRIC, "name": "node"}],
         [NODE, {**NODE, "name": "leaf"}, FABRIC],
+        [NODE, {**FABRIC, "name": ""}],
     ],
 )
 def test_impossible_levels_are_refused(levels: object) -> None:
     with pytest.raises(UserInputError):
         cluster_from_mapping({**CLUSTER, "levels": levels})
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_clusters_and_devices_have_names(name: str) -> None:
+    with pytest.raises(UserInputError, match="cluster: name"):
+        cluster_from_mapping({**CLUSTER, "name": name})
+    with pytest.raises(UserInputError, match="accelerator: name"):
+        accelerator_from_mapping({**ACCELERATOR, "name": name})
 
 
 def test_whole_floats_are_taken_as_whole_numbers() -> None:
