@@ -172,7 +172,7 @@ def check_output(
         raise _refused(what, path, "the command reads this file", "Name another file.")
     if not force and not _is_ours(read_bytes(target, what, whole=False)):
         limit = "this file exists, and nothing in it says that nest-megatron has written it"
-        or_force = "Name another file, or add --force to replace it."
+        or_force = "Name another file, or add --force (in Python force=True) to replace it."
         raise _refused(what, path, limit, "Name another file." if force is None else or_force)
 
 

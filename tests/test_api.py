@@ -62,6 +62,17 @@ def lasting(document: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def test_a_file_of_somebody_else_is_replaced_as_a_call_says(
+    plan: nest_megatron.Plan, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("mine")
+    with pytest.raises(UserInputError, match="force=True"):
+        plan.save(path)
+    plan.save(path, force=True)
+    plan.save(path)
+
+
 def test_the_public_names_are_frozen() -> None:
     assert sorted(nest_megatron.__all__) == PUBLIC
     for name in nest_megatron.__all__:
@@ -372,6 +383,7 @@ def test_hybrid_models_of_megatron_bridge_have_no_virtual_stages(target: str) ->
         ({"model": 7}, "none of a name, a path"),
         ({"cluster": nest_megatron.models}, "nest_megatron.clusters"),
         ({"config_dir": 5}, "config_dir = 5: it is no path"),
+        ({"config_dir": "absent"}, "config_dir = 'absent': there is no such folder"),
         ({"config_dir": "a\0b"}, "it is no path"),
         ({"flags": [5]}, r"flags = \[5\]: it is neither a text nor a list of texts"),
         ({"overrides": [5]}, "override = '5': settings are written key=value"),
