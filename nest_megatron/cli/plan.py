@@ -260,6 +260,7 @@ def tune(**options: Any) -> int:
 
     Each run is your job with the layout of a plan, without checkpoints, evaluation and trackers.
     Its measured step time corrects the predictions of all plans, and so decides which runs next.
+    Exits with 1 if no plan is chosen, since no run has measured a step.
     """
     from nest_megatron.cli.tuning import TuneOptions, run_tune
 
