@@ -86,7 +86,7 @@ class Accelerator:
     source: str = ""
 
     def __post_init__(self) -> None:
-        _check_values(self, "accelerator")
+        _check_numbers(self, "accelerator")
 
     def supports(self, precision: Precision) -> bool:
         """Whether the device has matrix units for this number format."""
@@ -135,7 +135,7 @@ class NetworkLevel:
     source: str = ""
 
     def __post_init__(self) -> None:
-        _check_values(self, "network level")
+        _check_numbers(self, "network level")
 
     def ring_share(self, members: int) -> float:
         """Share of a device's links that rings through so many members use."""
@@ -170,7 +170,7 @@ class Cluster:
                 "it must be a whole number of at least 1",
                 "Give the job's number of GPUs.",
             )
-        _check_values(self, "cluster")
+        _check_numbers(self, "cluster")
         self._check_levels()
         if not self.part_of_nodes(self.num_gpus):
             raise self._uneven()
@@ -270,10 +270,8 @@ _MAY_BE_ZERO = (
 )
 
 
-def _check_values(record: Accelerator | NetworkLevel | Cluster, what: str) -> None:
-    """Refuse an empty name, and a number that is none or lies outside of what its field means."""
-    if not record.name.strip():
-        raise UserInputError(f"{what}: name", record.name, "it is empty", "Give it a name.")
+def _check_numbers(record: Accelerator | NetworkLevel | Cluster, what: str) -> None:
+    """Refuse a number that is none, or lies outside of what its field means."""
     for each in dataclasses.fields(record):
         if is_number(each):
             for place, value in _numbers(getattr(record, each.name)):
@@ -319,9 +317,10 @@ def cluster_from_mapping(mapping: Mapping[str, object], *, num_gpus: int | None 
     """Check a cluster description and build its record.
 
     Args:
-        mapping: fields of ``Cluster``, levels from the node outwards; null is the same as absent.
-            Numbers may have a unit (``100GB/s``). ``oversubscription`` divides the bandwidth of the
-            outermost level: how many times more the devices can send than it carries.
+        mapping: fields of ``Cluster``, levels from the node outwards; null and an empty text are
+            the same as absent. Numbers may have a unit (``100GB/s``). ``oversubscription`` divides
+            the bandwidth of the outermost level: how many times more the devices can send than it
+            carries.
         num_gpus: size of the job; the mapping's own ``num_gpus`` if not given.
 
     Raises:
@@ -387,4 +386,4 @@ def _require_same_precisions(accelerator: Accelerator) -> None:
 def _without_nulls(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
-    return {key: item for key, item in value.items() if item is not None}
+    return {key: item for key, item in value.items() if item is not None and str(item).strip()}

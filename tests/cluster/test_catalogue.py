@@ -298,9 +298,9 @@ def test_impossible_levels_are_refused(levels: object) -> None:
 
 @pytest.mark.parametrize("name", ["", " "])
 def test_clusters_and_devices_have_names(name: str) -> None:
-    with pytest.raises(UserInputError, match="cluster: name"):
+    with pytest.raises(UserInputError, match=r"name = None: it is missing"):
         cluster_from_mapping({**CLUSTER, "name": name})
-    with pytest.raises(UserInputError, match="accelerator: name"):
+    with pytest.raises(UserInputError, match=r"name = None: it is missing"):
         accelerator_from_mapping({**ACCELERATOR, "name": name})
 
 
