@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
+import re
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 
@@ -48,7 +49,7 @@ def exit_code_of(error: BaseException) -> int:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
-    return NestError.exit_code if isinstance(error, OSError) else FaultError.exit_code
+    return BAD_INPUT if isinstance(error, OSError) else OUR_FAULT
 
 
 def interruption_of(error: BaseException | None) -> KeyboardInterrupt | None:
@@ -131,13 +132,18 @@ def settings_typed_as(prefix: str) -> Iterator[None]:
 
 
 def typed_setting(key: str) -> str:
-    """A setting of a job as the user types it here.
+    """A setting of a job as the user types it here; in a Hydra application some have their key.
 
     >>> with settings_typed_as("nest."):
     ...     typed_setting("search.max_seconds")
     'nest.search.max_seconds'
+    >>> with settings_typed_as("+nest.overrides."):
+    ...     typed_setting("search.max_seconds"), typed_setting("cluster")
+    ('+nest.overrides.search.max_seconds', 'nest.cluster')
     """
-    return f"{_setting_prefix.get()}{key}"
+    return re.sub(
+        r"^\+nest\.overrides\.(cluster|model|plan)$", r"nest.\1", f"{_setting_prefix.get()}{key}"
+    )
 
 
 #: Known names that an error lists whole.
@@ -154,12 +160,12 @@ def nearest(name: str, known: Iterable[str], *, count: int = 3) -> str:
     if close := _close(name, names, count):
         return close
     if len(names) > _MOST_LISTED:
-        return f"The nearest are {', '.join(difflib.get_close_matches(name, names, 3, cutoff=0))}."
+        return f"The nearest are {', '.join(difflib.get_close_matches(name, names, 3, 0))}."
     return f"Known: {', '.join(names)}."
 
 
-def _close(name: str, names: list[str], count: int = 3) -> str:
-    close = difflib.get_close_matches(str(name), names, n=count, cutoff=0.4)
+def _close(name: str, names: Iterable[str], count: int = 3) -> str:
+    close = difflib.get_close_matches(str(name), names, count, 0.4)
     return f"Did you mean {' or '.join(close)}?" if close else ""
 
 
@@ -177,7 +183,7 @@ def require_known(what: str, name: str, known: Iterable[str], limit: str = "") -
         if limit:
             raise UserInputError(what, name, limit, nearest(name, names))
         limit = f"it must be one of {', '.join(names)}"
-        fix = _close(name, sorted(names)) or "Give one of them."
+        fix = _close(name, names) or "Give one of them."
         raise UserInputError(what, name, limit, fix)
 
 

@@ -122,7 +122,7 @@ def _job_setting(text: str) -> Setting:
 
 
 #: Settings that a mode has no use for, with the reason and the fix.
-_OF_OTHER_MODES = {
+OF_OTHER_MODES = {
     "on_mismatch": (
         Mode.AUTO,
         "+nest=auto plans for the machines that are there",
@@ -158,7 +158,7 @@ def read_launch(words: LaunchWords) -> LaunchConfig:
         launch = OmegaConf.to_object(config)
         assert isinstance(launch, LaunchConfig)
         _check(launch)
-        for key, (mode, limit, fix) in _OF_OTHER_MODES.items():
+        for key, (mode, limit, fix) in OF_OTHER_MODES.items():
             if words.mode is mode and any(s.key == key for s in words.launch):
                 raise UserInputError(f"nest.{key}", getattr(launch, key), limit, fix)
         return launch

@@ -31,7 +31,7 @@ from nest_megatron.config.cluster_detection import (
     processes_per_host,
 )
 from nest_megatron.config.compose import compose
-from nest_megatron.config.launch import Mode
+from nest_megatron.config.launch import OF_OTHER_MODES, Mode
 from nest_megatron.config.overrides import value_text
 from nest_megatron.errors import OneRankError, UserInputError, settings_typed_as
 from nest_megatron.history.records import Launch, RunRecord
@@ -227,6 +227,9 @@ def plan_app(view: AppView, environment: Environment) -> AppPlan:
         if here:
             require_launch(settings.mode)
         if settings.mode is Mode.AUTO:
+            if settings.plan is not None:
+                _, limit, fix = OF_OTHER_MODES["plan"]
+                raise UserInputError("nest.plan", settings.plan, limit, fix)
             found = place()
             job = read_app(view, found.settings)
             job = replace(

@@ -95,7 +95,7 @@ def test_launchers_that_start_other_processes_know_the_values(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("nest.cluster=dgx_h1000",), 2, "there is no such cluster"),
+        (("nest.cluster=dgx_h1000",), 2, "nest.cluster = dgx_h1000: there is no such"),
         (("nest.clusters=dgx_h100",), 1, "Key 'clusters' is not in struct"),
         (("model.hidden_size=51200", "model.num_layers=200"), 1, "predicted to fit in memory"),
         (("model.ffn_hidden_size=${nest:micro_batch_size}",), 2, "asks for the plan"),

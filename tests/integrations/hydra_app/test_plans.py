@@ -237,6 +237,7 @@ def test_a_value_that_no_plan_has(searches: list[object]) -> None:
         ("nest.fields.num_layers", 3, "it must be text"),
         ("nest.overrides", [1], "it must be a mapping"),
         ("nest.clusters", "x", "Did you mean cluster"),
+        ("nest.plan", "plan.yaml", r"nest=auto makes a plan.* Type \+nest=pinned"),
     ],
 )
 def test_wrong_settings_are_named(path: str, value: object, said: str) -> None:
