@@ -266,7 +266,7 @@ def pin(
             f"Signed: {signature}. `nest-megatron verify {shlex.quote(str(target))} "
             "--key PUBLIC.KEY` says by whom."
         )
-    how = f"+nest=pinned nest.plan={shlex.quote(str(target))}"
+    how = "+nest=pinned nest.plan"
     if str(plan.provenance.settings.get("target")).startswith("nemo"):
-        how = f"run.plugins=nest run.plugins.mode=pinned run.plugins.plan={target}"
-    say(f"Launch that job with {how}; any other is refused.")
+        how = "run.plugins=nest run.plugins.mode=pinned run.plugins.plan"
+    say(f"Launch that job with {how}={shlex.quote(str(target))}; any other is refused.")

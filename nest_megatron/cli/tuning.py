@@ -119,8 +119,9 @@ def _tuned(session: Session, options: TuneOptions) -> int:
     runs, _ = expected_runs(known, left)
     _require_time(runs, request)
     say_all(plan_words(known, runs, left, request.run_timeout_s))
-    say_all(f"Runs are kept in {session.folder}; --resume {session.folder} goes on after a stop.")
-    tuned, folder = tuner.run(), session.folder
+    folder = session.folder
+    say_all(f"Runs are kept in {folder}; --resume {shlex.quote(str(folder))} goes on after a stop.")
+    tuned = tuner.run()
     taken = chosen(tuned.known) if tuned.known.steps_s else None
     path = None if taken is None else folder / "plan.yaml"
     if options.as_json:

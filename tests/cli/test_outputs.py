@@ -418,8 +418,12 @@ def test_a_command_that_is_proposed_quotes_the_file(tmp_path: Path) -> None:
     said = run("plan", *SMALL, f"out={out}").out + run("verify", str(out)).err
     said += run("plan", *SMALL, "--for-nodes", "1", f"out={tmp_path / 'a table.yaml'}").out
     said += run("pin", str(out), "--note", "x").out
+    nemo = tmp_path / "of bob.yaml"
+    assert run("plan", *SMALL, "target=nemo_2.7", f"out={nemo}").code == 0
+    said += run("pin", str(nemo)).out
     words = "".join(said.split())
-    for verb, name in {"explain": out, "pin": out, "nest.plan=": out}.items():
+    named = {"explain": out, "pin": out, "nest.plan=": out, "run.plugins.plan=": nemo}
+    for verb, name in named.items():
         assert f"{verb}'{name}'".replace(" ", "") in words
     assert f"pin'{tmp_path / 'a table.yaml'}'".replace(" ", "") in words
 

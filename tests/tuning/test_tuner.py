@@ -66,10 +66,11 @@ def test_runs_that_would_be_ended_before_their_end_are_not_begun(tmp_path: Path)
     assert (done.code, "a run is expected to take" in done.err) == (2, True)
     minutes = done.err.partition("Begin a tuning with --run-timeout ")[2].partition("min")[0]
     assert run("tune", "--from", typed, *words[:-1], f"{minutes}min").code == 0
-    runs = tmp_path / "runs"
+    runs = tmp_path / "my runs"
     for more in (words[3:], ("--launcher", "local"), ("--launcher", "srun"), (f"out={runs}",)):
         done = run("tune", "--from", typed, *words[:2], *more, "--out", str(runs))
         assert (done.code, more[0].partition("=")[0] in done.err) == (2, True)
+        assert ("Runs are kept" in done.out) is (f"--resume '{runs}' goes on" in done.out)
         assert not runs.exists()
 
 
