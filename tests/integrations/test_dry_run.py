@@ -111,6 +111,9 @@ SNIPPETS = {
     "all arguments": 'torchrun t.py $M "$@" ${@:2}',
     "indirect": "A=5; n=A; torchrun t.py $M ${!n}",
     "options": "set -euo pipefail; false || X=1; ! false; torchrun t.py $M ${X} ${Y:-2}",
+    "failures that are no errors": "set -e; tail /no/a || A=1; command tail /no/b || B=2"
+    "\nif command cd /no; then :; fi; tee /no/c < /dev/null || C=3; command export D=4"
+    '\ntorchrun t.py $M "$A$B$D"',
     "continued": "torchrun \\\n  t.py \\\n  $M `# comment` \\\n  --x 1 2>&1 | tee log.txt",
     "background": "mkdir -p out && nohup torchrun t.py $M --x 1 > log 2>&1 &\nwait",
     "joined": 'X=(1 2 3); S="${X[*]}"; IFS=:; J="${X[*]/2/5}"; unset IFS; torchrun t.py $M "$S" $J',
@@ -182,6 +185,21 @@ IDIOMS = {
         f"ray job submit -- python3 train.py {MODEL}",
     ),
     "a script that it writes": (f"cat > in.sh <<EOF\n{LAUNCH}\nEOF\n./in.sh", f"{LAUNCH}"),
+    "a batch script that it writes in a folder of its own": (
+        "set -euo pipefail; mkdir -p out/jobs; F=out/jobs/a.sbatch; T=$(mktemp)\n"
+        f"printf '#SBATCH -N 2\\nsrun {LAUNCH}\\n' | tee $T > /dev/null; cp -f $T $F; sbatch $F",
+        f"srun {LAUNCH}",
+    ),
+    "logs in folders that are not here": (
+        "O=/no/such; C='torchrun t.py > /dev/null/x'\n"
+        f'{LAUNCH} > "$O/$(date "+%F %T").log" 2> $O/`date`_$(basename "$(pwd)")\\ x.log',
+        LAUNCH,
+    ),
+    "options and arguments of a shell": (
+        f"bash -euo pipefail -lc '{LAUNCH} \"$@\"' x '' -il",
+        f"{LAUNCH} '' -il",
+    ),
+    "a variable that shells read": (f"{LAUNCH} --x ${{ENV:-none}}", f"{LAUNCH} --x none"),
     "GPUs that are counted": (
         f"N=$(nvidia-smi -L | wc -l); torchrun --nproc-per-node $N t.py {MODEL}",
         f"torchrun --nproc-per-node 8 t.py {MODEL}",
@@ -366,6 +384,17 @@ def test_a_script_has_its_arguments_variables_and_folder(
         script_launch(["bash", str(tmp_path / "absent.sh")])
 
 
+def test_no_shell_of_a_script_reads_files_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in (".bashrc", ".profile"):
+        write(tmp_path, "A=read", name)
+    for options in ("-ic", "-lic", "--login -i -c"):
+        path = write(tmp_path, f"bash {options} '{LAUNCH} --x ${{A-no}}'")
+        assert read(path).words[-1] == "no"
+
+
 def test_a_batch_job_has_the_sizes_of_its_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,6 +415,8 @@ def test_a_batch_job_has_the_sizes_of_its_lines(
     found = script_launch(["sbatch", "-N", "2", str(path)])
     assert found.environment["SLURM_NNODES"] == "2"
     assert "SLURM_NNODES" not in " ".join(found.words)
+    found = script_launch(["sbatch", "-N", "2", str(path), "--nodes", "7", "-n", "9"])
+    assert found.header == ("--nodes=4", "--ntasks-per-node=8", "-N", "2")
     text = f"""
         L=2
         sbatch --nodes=2 <<EOF

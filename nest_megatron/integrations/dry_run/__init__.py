@@ -275,7 +275,7 @@ READS = """
 _MAX_BATCHES = 8
 _MAX_LAUNCHES, _END_S, _TAIL_BYTES = 1000, 5.0, 4096
 #: Variables of the shell's own.
-_OWN = ("PATH", "PWD", "OLDPWD", "SHLVL", "_", "BASH_ENV", "ENV", "BASH_XTRACEFD")
+_OWN = ("PATH", "PWD", "OLDPWD", "SHLVL", "_", "BASH_ENV", "BASH_XTRACEFD")
 #: Variables of the dry run.
 _IN_RUN = re.compile("NEST_DRY_RUN|BASH_FUNC_")
 VIEW = Path(__file__).with_name("view.py")

@@ -128,11 +128,14 @@ def _is_shell_script(path: str) -> bool:
 
 
 def _run_shell(words: list[str], **variables: str) -> NoReturn:
-    """Go on as bash, which is no login shell and reads what stands for programs first."""
-    own = [re.sub(r"^(-[a-z]*)l", r"\1", word) if word != "-l" else "" for word in words[:3]]
-    words = [word for word in (*own, *words[3:]) if word not in ("", "--login")] if own else words
+    """Go on as bash, which reads what stands for programs first, and no file of the user's."""
+    at = 0
+    while words[at:] and words[at].startswith("-"):
+        at += 2 if re.fullmatch("-[a-z]*[oO]", words[at]) else 1
+    own = (re.sub("[il]", "", w) if re.fullmatch("-[a-zA-Z]+", w) else w for w in words[:at])
+    words = [*(word for word in own if word not in ("-", "--login")), *words[at:]]
     first = str(FOLDER / "shell.bash")
-    variables |= {"BASH_ENV": first, "ENV": first, "PATH": str(PROGRAMS)}
+    variables |= {"BASH_ENV": first, "PATH": str(PROGRAMS)}
     os.execve(_settings()["bash"], ["bash", *words], {**os.environ, **variables})
 
 
@@ -160,7 +163,9 @@ def _batch_script(words: list[str]) -> list[str]:
             return ["bash", str(copy)]
         if Path(word).is_file():
             shutil.copyfile(word, copy)
-            return ["bash", str(copy), *words[at + 1 :]]
+            call = ["bash", str(copy), *words[at + 1 :]]
+            del words[at:]  # what follows is the script's
+            return call
     copy.write_bytes(sys.stdin.buffer.read())
     return ["bash", str(copy)]
 

@@ -4,9 +4,9 @@
 # a slash to a function of that name, which the trap makes before bash looks for it. Nothing here
 # may change what the script sees: $?, IFS, BASH_REMATCH and its options.
 
+exec {BASH_XTRACEFD}> /dev/null
 __nest_bin=$NEST_DRY_RUN/bin
 [[ ${NEST_DRY_RUN_PATH+set} ]] || export NEST_DRY_RUN_PATH=$PATH
-exec {BASH_XTRACEFD}> /dev/null
 
 # Write a name and its line down. Lists: skipped, absent, unset.
 __nest_note() {
@@ -34,26 +34,39 @@ __nest_exec() {
   exit
 }
 
+# Run a program of PATH; `builtin command` ends a script of `set -e` where it may fail, too.
+__nest_run() {
+  (builtin exec "$@")
+}
+
 cd() { __nest_cd cd "$@"; }
 pushd() { __nest_cd pushd "$@" > /dev/null; }
 which() { PATH=$__nest_bin:$NEST_DRY_RUN_PATH builtin type -P "$@"; }
 command() {
   case ${1-} in
     -v | -V) PATH=$__nest_bin:$NEST_DRY_RUN_PATH builtin command "$@" ;;
+    -p) shift; command "$@" ;;
     */*) __nest_call "$@" ;;
-    *) builtin command "$@" ;;
+    *)
+      if [[ $(builtin type -at -- "${1-}") == *builtin* ]]; then
+        builtin "$@"
+      elif [[ -e $__nest_bin/${1-} ]]; then
+        __nest_run "$@"
+      else
+        __nest_note skipped "$1"
+      fi
+      ;;
   esac
 }
 enable() { __nest_note skipped enable; }
 ulimit() { :; }
 trap() { __nest_note skipped trap; } # no DEBUG trap watches what one on EXIT does
 sleep() { :; }
-tee() { cat; }
 xargs() { cat > /dev/null; __nest_note skipped xargs; }
 tail() {
   case " $* " in
     *" -f "* | *" -F "* | *" --follow"*) __nest_note skipped "tail -f" ;;
-    *) builtin command tail "$@" ;;
+    *) __nest_run tail "$@" ;;
   esac
 }
 
@@ -62,22 +75,38 @@ if [[ -e $NEST_DRY_RUN/open ]]; then # what is written would stay
   sed() {
     case " $*" in
       *" -i"* | *" -"[nErsz]*i* | *" --in-place"*) __nest_note skipped "sed -i" ;;
-      *) builtin command sed "$@" ;;
+      *) __nest_run sed "$@" ;;
     esac
   }
   find() {
     case " $*" in
       *" -delete"* | *" -exec"* | *" -ok"* | *" -fprint"* | *" -fls"*) __nest_note skipped find ;;
-      *) builtin command find "$@" ;;
+      *) __nest_run find "$@" ;;
     esac
   }
   sort() {
     case " $*" in
       *" -o"* | *" --output"*) __nest_note skipped "sort -o" ;;
-      *) builtin command sort "$@" ;;
+      *) __nest_run sort "$@" ;;
     esac
   }
   kill() { __nest_note skipped kill; }
+  tee() { cat; }
+else # files that it makes on the way to its launch
+  __nest_make() {
+    (PATH=$NEST_DRY_RUN_PATH; builtin exec "$@" 2> /dev/null) || __nest_note skipped "$1"
+  }
+  mkdir() { __nest_make mkdir "$@"; }
+  mktemp() { __nest_make mktemp "$@"; }
+  touch() { __nest_make touch "$@"; }
+  tee() { __nest_make tee "$@"; }
+  cp() {
+    local word
+    for word; do
+      [[ $word != -*[arR]* || $word == --[!ar]* ]] || { __nest_note skipped cp; return; }
+    done
+    __nest_make cp "$@"
+  }
 fi
 
 # Cut the first word of $1 into __nest_word, the rest into __nest_rest; fail where that is not sure.
@@ -172,15 +201,46 @@ __nest_unset() {
   done
 }
 
-# Have __nest_target look at the files that $1 writes to, where a plain word names them.
+# Have __nest_target look at the files that $1 writes to.
 __nest_targets() {
   local __nest_text=$1
   while [[ $__nest_text == *\>* ]]; do
     __nest_text=${__nest_text#*>}
     __nest_text=${__nest_text#[>|]}
-    [[ $__nest_text == ' '[!\&\(]* ]] && __nest_cut "${__nest_text# }" || continue
+    [[ $__nest_text == ' '[!\&\(]* ]] && __nest_file "${__nest_text# }" || continue
     __nest_todo+="__nest_target ${__nest_word@Q} $__nest_word;"
   done
+}
+
+# Cut the name of a file that $1 begins with into __nest_word; fail where it is no plain word and
+# must not be filled in twice.
+__nest_file() {
+  local __nest_at __nest_quoted=0 __nest_depth=0 __nest_ticks=0
+  for ((__nest_at = 0; __nest_at < ${#1}; __nest_at++)); do
+    case ${1:__nest_at:1} in
+      \\) ((__nest_at += 1)) ;;
+      \") ((__nest_quoted ^= 1)) ;;
+      \`) ((__nest_ticks ^= 1)) ;;
+      \')
+        ((__nest_quoted && !__nest_depth)) || {
+          __nest_word=${1:__nest_at + 1}
+          [[ $__nest_word == *\'* ]] || return 1
+          __nest_word=${__nest_word%%\'*}
+          ((__nest_at += ${#__nest_word} + 1))
+        }
+        ;;
+      \()
+        [[ ${1:__nest_at - 1:3} == \$\([!\(] ]] || return 1
+        ((__nest_depth += 1))
+        ;;
+      [[:space:]\;\&\|\<\>\)])
+        ((__nest_quoted || __nest_depth || __nest_ticks)) || break
+        [[ ${1:__nest_at:1} != \) ]] || ((__nest_depth -= 1))
+        ;;
+    esac
+  done
+  __nest_word=${1:0:__nest_at}
+  ((__nest_at && !__nest_quoted && !__nest_depth && !__nest_ticks))
 }
 
 # Let the command write to /dev/null in the place of $1, which is $2, where it cannot or may not.
