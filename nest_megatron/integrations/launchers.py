@@ -296,7 +296,7 @@ def _option_values(launcher: Launcher, words: Sequence[str]) -> _Said:
         quantity = launcher.quantity(name)
         if quantity is None:
             continue
-        text = value if equals else following
+        text = value if equals else "" if following.startswith("--") else following
         if launcher is _SLURM and quantity in ("gpus", "gpus_per_node", "gpus_per_rank"):
             counted = re.fullmatch(
                 r"(?:gres/)?(?:gpu\b)?[:=]?(?:[^:,]*[A-Za-z][^:,]*:)?(\d+).*", text

@@ -164,6 +164,11 @@ def test_count_that_is_no_number_is_refused(value: str) -> None:
         launched_ranks(["torchrun", f"--nproc_per_node={value}"])
 
 
+def test_an_option_without_a_value_does_not_take_the_next_option() -> None:
+    with pytest.raises(UserInputError, match="--nnodes = '': it must be a whole number"):
+        launched_ranks(["torchrun", "--nproc-per-node", "8", "--nnodes", "--node_rank", "0"])
+
+
 def test_size_of_a_described_cluster_is_taken_and_told(tmp_path: Path) -> None:
     catalogue = composed(["cluster=dgx_h100", "cluster.num_gpus=24"])
     _, cluster = read_typed(TypedCommand(text=JOB, version="0.16"), catalogue)

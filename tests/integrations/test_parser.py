@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.integrations.megatron_lm.parser import (
     known_flags,
     load_arguments,
@@ -71,6 +71,24 @@ def test_own_flags_pass_through_untouched_and_typos_are_named() -> None:
     assert any("--tensor-model-parallel-size?" in note for note in read.notes)
     assert any("--num-layers?" in note for note in read.notes)
     assert any("--my-flag; it is passed on" in note for note in read.notes)
+
+
+def test_tokenizers_of_a_fork_are_passed_on_and_other_choices_are_not() -> None:
+    for words in ("--tokenizer-type MyTokenizer", "--tokenizer-type=MyTokenizer"):
+        read = read_command(f"python a.py {words} --bf16")
+        assert read.values["tokenizer_type"] == "MyTokenizer"
+        assert read.notes == (
+            "Megatron 0.19 has no --tokenizer-type MyTokenizer; it is passed on as it is.",
+        )
+    assert not read_command("python a.py --tokenizer-type NullTokenizer").notes
+    with pytest.raises(UserInputError, match="invalid choice: 'mine'"):
+        read_command("python a.py --moe-token-dispatcher-type mine")
+
+
+def test_jobs_of_megatron_deepspeed_are_refused_as_such() -> None:
+    words = "--deepspeed --deepspeed_config a.json --checkpoint-activations --normalization rmsnorm"
+    with pytest.raises(UnplannableModelError, match="Megatron-DeepSpeed has stages"):
+        read_command(f"deepspeed pretrain_gpt.py {words}")
 
 
 def test_flags_of_the_other_release_are_named() -> None:

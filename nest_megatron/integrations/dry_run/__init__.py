@@ -350,18 +350,18 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
         folder = Path(name).resolve()
         _furnish(folder, bash, cluster)
         start = {**os.environ, **variables}
-        options: tuple[str, ...] = ()
         script = next((Path(word) for word in words[1:] or words if Path(word).is_file()), None)
         in_job = "SLURM_JOB_ID" in start or words[0].endswith("sbatch")
-        if script is not None and b"\r\n" in script.read_bytes():
+        text = b"" if script is None else script.read_bytes()
+        if b"\r\n" in text:
             raise UserInputError(
                 "script",
                 f"{script}",
                 "its lines end as on Windows, and bash takes their carriage returns for text",
                 f"Convert it: sed -i 's/\\r$//' {shlex.quote(str(script))}",
             )
-        if script is not None and not in_job:  # bash starts a batch script
-            options = header_options(script.read_text(encoding="utf-8", errors="replace"))
+        # bash starts a batch script
+        options = () if in_job else header_options(text.decode(errors="replace"))
         launches: list[RecordedLaunch] = []
         code, pending = _run(folder, words, options, start)
         batches = 0
@@ -380,8 +380,8 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
                 launches.append(launch)
             elif batches < _MAX_BATCHES:
                 batches += 1
-                text = Path(record["script"][1]).read_text(encoding="utf-8", errors="replace")
-                options = (*header_options(text), *record["words"][1:])
+                text = Path(record["script"][1]).read_bytes()
+                options = (*header_options(text.decode(errors="replace")), *record["words"][1:])
                 code, found = _run(folder, record["script"], options, record["environment"])
                 pending += found
         return DryRun(
@@ -503,9 +503,7 @@ def _read_names(path: Path) -> dict[str, str]:
 
 
 def _last_lines(path: Path) -> tuple[str, ...]:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        text = file.read().decode(errors="replace")
+    text = path.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
     text = _ESCAPE.sub("", text).replace(f"{path.parent}/bin/", "")
     lines = ("".join(filter(str.isprintable, line)).strip() for line in text.splitlines())
     return tuple(filter(None, lines))[-3:]

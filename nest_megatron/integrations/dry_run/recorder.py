@@ -51,7 +51,7 @@ def main(words: list[str]) -> None:
     elif name == "nvidia-smi":
         _answer(words[1:])
     elif name == "scontrol":
-        if words[1:2] == ["show"] and words[2:3] in (["hostnames"], ["hostname"]):
+        if words[1:3] in (["show", "hostnames"], ["show", "hostname"]):
             text = os.environ.get("SLURM_NNODES", "1")
             nodes = min(int(text), 4096) if text.isdigit() else 1
             print(*(f"node{at}" for at in range(1, nodes + 1)), sep="\n")
@@ -63,7 +63,7 @@ def main(words: list[str]) -> None:
     elif name in WRAPPERS or (name in RUNNERS and words[1:2] == ["run"]):
         _pass_on(words)
     elif name == "python" and "-c" in words[1:3]:
-        counts = any("device_count" in word for word in words)
+        counts = "device_count" in " ".join(words)
         if counts:
             print(_settings()["gpus_per_node"])
         _note(f"{name} -c", "answered" if counts else "skipped")
@@ -93,8 +93,12 @@ def _launch(words: list[str]) -> None:
         if of_task and "SLURM_JOB_ID" not in os.environ:  # srun makes an allocation
             said = re.search(r"\s(?:-N\s*|--nodes[=\s])(\d+)\s", " ".join(words[: at + 1]))
             nodes = said[1] if said else "1"
-            first |= dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), nodes)
-            first |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": f"node[1-{nodes}]"}
+            first |= {
+                "SLURM_NNODES": nodes,
+                "SLURM_JOB_NUM_NODES": nodes,
+                "SLURM_JOB_ID": "1",
+                "SLURM_JOB_NODELIST": f"node[1-{nodes}]",
+            }
         _run_shell(rest, NEST_DRY_RUN_AROUND=around, **first)
     if "-m" in words or any(map(_PROGRAM.search, words)):
         _write(words)
@@ -145,9 +149,10 @@ def _pass_on(words: list[str]) -> None:
     for at, word in enumerate(words[1:], 1):
         name = _name(word)
         if (PROGRAMS / name).exists() or ("/" in word and os.access(word, os.X_OK)):
-            found = PROGRAMS / name if "/" not in word else PROGRAMS / ".recorder"
-            passed = [word, *words[at + 1 :]] if "/" not in word else ["", *words[at:]]
-            os.execve(found, passed, variables)
+            found, passed = name, words[at:]
+            if "/" in word:
+                found, passed = ".recorder", ["", *passed]
+            os.execve(PROGRAMS / found, passed, variables)
         if set_to := _ASSIGNMENT.fullmatch(word):
             variables[set_to[1]] = set_to[2]
     _note(" ".join(words[:2]))
@@ -190,8 +195,7 @@ def _note(name: str, kind: str = "skipped") -> None:
 
 
 def _settings() -> dict[str, str]:
-    found: dict[str, str] = json.loads((FOLDER / "settings.json").read_text(encoding="utf-8"))
-    return found
+    return dict(json.loads((FOLDER / "settings.json").read_bytes()))
 
 
 def _answer(words: list[str]) -> None:
@@ -202,21 +206,28 @@ def _answer(words: list[str]) -> None:
     query = asked.get("--query-gpu")
     one = next((word for flag, word in pairwise(words) if flag in ("-i", "--id")), None)
     gpus = range(count) if one is None else [int(part) for part in one.split(",") if part.isdigit()]
-    if {"-L", "--list-gpus"} & set(words):
+    listed = {"-L", "--list-gpus"} & set(words)
+    if listed:
         print(*(f"GPU {n}: {settings['gpu']} (UUID: GPU-{n})" for n in gpus), sep="\n")
     elif query:
         form = asked.get("--format", "")
         unit = "" if "nounits" in form else " MiB"
         memory = f"{settings['memory_mib']}{unit}"
-        known = {"name": settings["gpu"], "gpu_name": settings["gpu"], "count": str(count)}
-        known |= {"memory.total": memory, "memory.free": memory, "memory.used": f"0{unit}"}
+        known = {
+            "name": settings["gpu"],
+            "gpu_name": settings["gpu"],
+            "count": str(count),
+            "memory.total": memory,
+            "memory.free": memory,
+            "memory.used": f"0{unit}",
+        }
         fields = [field.strip() for field in query.split(",")]
         if "noheader" not in form:
             print(*fields, sep=", ")
         for n in gpus:
             row = {**known, "index": str(n), "uuid": f"GPU-{n}"}
             print(*(row.get(field, "[N/A]") for field in fields), sep=", ")
-    _note("nvidia-smi", "answered" if query or set(words) & {"-L", "--list-gpus"} else "skipped")
+    _note("nvidia-smi", "answered" if query or listed else "skipped")
 
 
 if __name__ == "__main__":

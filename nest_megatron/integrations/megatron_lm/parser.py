@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nest_megatron.config.job import LaunchedRanks, Option, ReadCommand
 from nest_megatron.documents import packaged
-from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.errors import UnplannableModelError, UserInputError, nearest
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, RELEASES, is_within, release_number
 from nest_megatron.model.layer_pattern import read_frequency
 from nest_megatron.plain import frozen
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 #: A command of the shell, as one text or as its words.
 CommandText = str | Sequence[str]
+#: Of which forks have more values than Megatron-LM; nothing is priced by it.
+_OF_FORKS = "tokenizer_type"
 _NEST_TOKEN = re.compile(r"^\+?\+?nest[.=]")
 
 
@@ -73,6 +75,13 @@ def read_argv(
 
 def _read(split: SplitCommand, version: str) -> ReadCommand:
     argv = tuple(token for token in split.argv if not _NEST_TOKEN.match(token))
+    if "--deepspeed" in argv:
+        raise UnplannableModelError(
+            "--deepspeed",
+            "given",
+            "Megatron-DeepSpeed has stages and shards of its own, which are not planned",
+            "Launch this job without nest.",
+        )
     given, unknown = parse_words(argv, version)
     loose = [token for token in (split.script, *unknown) if token.startswith("$")]
     if loose:
@@ -84,7 +93,7 @@ def _read(split: SplitCommand, version: str) -> ReadCommand:
         )
     values = defaults_of(version)
     if sees_images(split.script):  # options that it adds and a plan reads (add_vlm_extra_args)
-        parser = _Parser(prog="pretrain_vlm.py", allow_abbrev=False, add_help=False)
+        parser = _Parser(allow_abbrev=False, add_help=False)
         for flag in ("--freeze-LM", "--freeze-ViT", "--disable-vision-class-token"):
             parser.add_argument(flag, action="store_true")
         parser.add_argument("--dataloader-seq-length", type=int)
@@ -247,11 +256,13 @@ def known_flags(version: str) -> frozenset[str]:
 @cache
 def build_parser(version: str) -> argparse.ArgumentParser:
     """A parser with Megatron's options and no defaults (what was not given stays absent)."""
-    parser = _Parser(prog="Megatron-LM", allow_abbrev=False, add_help=False)
+    parser = _Parser(allow_abbrev=False, add_help=False)
     for argument in load_arguments(version):
         flags, options = argument.flags, dict[str, Any](action=argument.action)
         if argument.action == "store":
-            options = {"nargs": argument.nargs, "choices": argument.choices or None}
+            options["nargs"] = argument.nargs
+            if argument.dest != _OF_FORKS:
+                options["choices"] = argument.choices or None
             options["type"] = _CONVERTERS[argument.type]
         elif argument.action == "boolean_optional":
             flags, options = flags[:1], {"action": argparse.BooleanOptionalAction}
@@ -281,10 +292,14 @@ _CONVERTERS: dict[str, Callable[[str], Any]] = {
 
 def _notes(options: Iterable[Option], unknown: tuple[str, ...], version: str) -> Iterable[str]:
     flags, behind = known_flags(version), ""
+    choices = next(a.choices for a in load_arguments(version) if a.dest == _OF_FORKS)
     for option in options:
         name = option.flag
         if option.dest or option.tokens[0] not in unknown:
             behind = name
+            value = option.tokens[-1].rpartition("=")[2]
+            if option.dest == _OF_FORKS and value not in choices:
+                yield f"Megatron {version} has no {name} {value}; it is passed on as it is."
             continue
         if not name.startswith("-"):  # a value of an unknown flag, or of one that has none
             if behind:
