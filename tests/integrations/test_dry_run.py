@@ -465,6 +465,21 @@ def test_the_rank_of_a_node_and_a_folder_are_told(tmp_path: Path) -> None:
     assert "--node_rank is that of the first node: each node has its own." in notes
 
 
+@pytest.mark.parametrize("sizes", ["-np 16 --npernode 8", "-N 8 --n 16"])
+def test_a_script_in_mpirun_has_the_variables_of_its_first_rank(sizes: str, tmp_path: Path) -> None:
+    inner = f"""
+        set -u
+        export RANK=$OMPI_COMM_WORLD_RANK
+        python t.py {MODEL} --x $A "$B" $OMPI_COMM_WORLD_LOCAL_RANK $OMPI_COMM_WORLD_SIZE
+    """
+    path = write(tmp_path, inner, "inner.sh")
+    outer = write(tmp_path, f"mpirun {sizes} -x A=1 -x 'B=a b' bash {path}")
+    found = read(outer)
+    assert found.words[-5:] == ("--x", "1", "a b", "0", "16")
+    assert read_command(found.words).ranks.num_ranks == 16
+    assert not any(word.startswith(("RANK=", "OMPI_")) for word in found.words)
+
+
 def test_the_host_of_a_job_of_slurm_is_its_first_node(tmp_path: Path) -> None:
     text = f"torchrun --rdzv_endpoint $(hostname):29500 t.py {MODEL}"
     assert "node1:29500" in read(write(tmp_path, f"#SBATCH --nodes=2\n{text}")).words

@@ -109,7 +109,7 @@ def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> Recor
     given = {
         name: value
         for name, value in found.environment.items()
-        if os.environ.get(name) != value and not name.startswith("SLURM_")
+        if os.environ.get(name) != value and not name.startswith(("SLURM_", "OMPI_COMM_"))
     }
     notes = [*_notes(run, found, script or rest[0])]
     if secret := sorted(filter(is_secret, given)):
@@ -368,16 +368,18 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
         while pending:
             options, record = pending.pop(0)
             if record["script"] is None:
-                given = record["environment"]
-                kept = (name for name in given if name not in _OWN and not _IN_RUN.match(name))
-                launch = RecordedLaunch(
-                    words=tuple(record["words"]),
-                    environment={name: given[name] for name in kept},
-                    header=options,
-                    line=record["place"].rpartition(":")[2],
-                    folder=given.get("PWD", ""),
+                given = record["environment"].items()
+                launches.append(
+                    RecordedLaunch(
+                        words=tuple(record["words"]),
+                        environment={
+                            k: v for k, v in given if k not in _OWN and not _IN_RUN.match(k)
+                        },
+                        header=options,
+                        line=record["place"].rpartition(":")[2],
+                        folder=record["environment"].get("PWD", ""),
+                    )
                 )
-                launches.append(launch)
             elif batches < _MAX_BATCHES:
                 batches += 1
                 text = Path(record["script"][1]).read_bytes()
@@ -423,7 +425,7 @@ def _furnish(folder: Path, bash: str, cluster: Cluster | None) -> None:
             "gpu": cluster.accelerator.name,
             "memory_mib": str(int(cluster.accelerator.memory_bytes) >> 20),
         }
-    (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
+    (folder / "settings.json").write_text(json.dumps(settings))
 
 
 def _run(
@@ -467,7 +469,7 @@ def _run(
                 process.wait()
     found = []
     for path in sorted((folder / "launches").glob("*.json"))[:_MAX_LAUNCHES]:
-        found.append((options, json.loads(path.read_text(encoding="utf-8"))))
+        found.append((options, json.loads(path.read_bytes())))
         path.unlink()
     return code, found
 
@@ -495,7 +497,7 @@ def _read_names(path: Path) -> dict[str, str]:
     """Names with the line of their first call."""
     if not path.exists():
         return {}
-    parts = path.read_text(encoding="utf-8", errors="replace").split("\0")[:-1]
+    parts = path.read_bytes().decode(errors="replace").split("\0")[:-1]
     found: dict[str, str] = {}
     for name, place in zip(parts[::2], parts[1::2], strict=False):
         found.setdefault(name, place.rpartition(":")[2])

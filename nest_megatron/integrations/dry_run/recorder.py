@@ -87,9 +87,9 @@ def _launch(words: list[str]) -> None:
     if (at := next(starts, None)) is not None:  # srun ... bash -c TEXT, docker run ... train.sh
         place, before = _around()
         around = json.dumps([place, [*before, *words[:at]]])
-        rest = words[at + 1 :] if _name(words[at]) in SHELLS else words[at:]
+        rest = words[at + (_name(words[at]) in SHELLS) :]
         of_task = OF_A_TASK if _name(words[0]) == "srun" else ()
-        first = {name: os.environ.get(name, "0") for name in of_task}
+        first = {name: os.environ.get(name, "0") for name in of_task} | _assigned(words[:at])
         if of_task and "SLURM_JOB_ID" not in os.environ:  # srun makes an allocation
             said = re.search(r"\s(?:-N\s*|--nodes[=\s])(\d+)\s", " ".join(words[: at + 1]))
             nodes = said[1] if said else "1"
@@ -138,41 +138,44 @@ def _run_shell(words: list[str], **variables: str) -> NoReturn:
         at += 2 if re.fullmatch("-[a-z]*[oO]", words[at]) else 1
     own = (re.sub("[il]", "", w) if re.fullmatch("-[a-zA-Z]+", w) else w for w in words[:at])
     words = [*(word for word in own if word not in ("-", "--login")), *words[at:]]
-    first = str(FOLDER / "shell.bash")
-    variables |= {"BASH_ENV": first, "PATH": str(PROGRAMS)}
+    variables |= {"BASH_ENV": str(FOLDER / "shell.bash"), "PATH": str(PROGRAMS)}
     os.execve(_settings()["bash"], ["bash", *words], {**os.environ, **variables})
+
+
+def _assigned(words: list[str]) -> dict[str, str]:
+    """Variables that words set for what they start: ``env A=1``, ``mpirun -x A=1``."""
+    found = map(_ASSIGNMENT.fullmatch, words)
+    return {each[1]: each[2] for each in found if each}
 
 
 def _pass_on(words: list[str]) -> None:
     """Go on as the program that a wrapper starts, with the variables that stand before it."""
-    variables = dict(os.environ)
     for at, word in enumerate(words[1:], 1):
         name = _name(word)
         if (PROGRAMS / name).exists() or ("/" in word and os.access(word, os.X_OK)):
             found, passed = name, words[at:]
             if "/" in word:
                 found, passed = ".recorder", ["", *passed]
-            os.execve(PROGRAMS / found, passed, variables)
-        if set_to := _ASSIGNMENT.fullmatch(word):
-            variables[set_to[1]] = set_to[2]
+            os.execve(PROGRAMS / found, passed, {**os.environ, **_assigned(words[:at])})
     _note(" ".join(words[:2]))
 
 
 def _batch_script(words: list[str]) -> list[str]:
     """The words that run what ``sbatch`` is given, from a copy as Slurm makes one."""
     copy = FOLDER / f"batch-{os.getpid()}.sh"
+    call = ["bash", str(copy)]
     for at, word in enumerate(words[1:], 1):
         if word.startswith("--wrap"):
             text = word.partition("=")[2] or " ".join(words[at + 1 : at + 2])
             copy.write_text(text, encoding="utf-8")
-            return ["bash", str(copy)]
+            return call
         if Path(word).is_file():
             shutil.copyfile(word, copy)
-            call = ["bash", str(copy), *words[at + 1 :]]
+            call += words[at + 1 :]
             del words[at:]  # what follows is the script's
             return call
     copy.write_bytes(sys.stdin.buffer.read())
-    return ["bash", str(copy)]
+    return call
 
 
 def _write(words: list[str], script: list[str] | None = None) -> None:
@@ -185,7 +188,7 @@ def _write(words: list[str], script: list[str] | None = None) -> None:
         "script": script,
     }
     path = FOLDER / "launches" / f"{time.time_ns():020}-{os.getpid()}"
-    path.write_text(json.dumps(record), encoding="utf-8")
+    path.write_text(json.dumps(record))
     path.rename(path.with_suffix(".json"))
 
 

@@ -8,6 +8,15 @@ exec {BASH_XTRACEFD}> /dev/null
 __nest_bin=$NEST_DRY_RUN/bin
 [[ ${NEST_DRY_RUN_PATH+set} ]] || export NEST_DRY_RUN_PATH=$PATH
 
+# What MPI tells a rank of the launcher around this shell: of its first one.
+if [[ ${NEST_DRY_RUN_AROUND-} == *[\"/]@(mpirun|mpiexec|mpiexec.hydra|orterun|prterun)\"* ]]; then
+  export OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_RANK=0
+  for __nest_word in -n --n -np --np; do
+    __nest_rest=${NEST_DRY_RUN_AROUND#*"\"$__nest_word\", \""}
+    [[ $__nest_rest != [1-9]* ]] || OMPI_COMM_WORLD_SIZE=${__nest_rest%%[!0-9]*}
+  done
+fi
+
 # Write a name and its line down. Lists: skipped, absent, unset.
 __nest_note() {
   printf '%s\0%s\0' "$2" "${NEST_DRY_RUN_AT-}" >> "$NEST_DRY_RUN/$1"

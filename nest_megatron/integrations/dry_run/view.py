@@ -45,7 +45,7 @@ def main(folder: Path, words: list[str]) -> int:
     _libc("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     said = folder / "open"
-    said.write_text("the view was not finished", encoding="utf-8")
+    said.write_text("the view was not finished")
     child = os.fork()
     if child == 0:
         os._exit(_run_closed(folder, said, words))
