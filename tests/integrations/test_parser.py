@@ -73,6 +73,11 @@ def test_own_flags_pass_through_untouched_and_typos_are_named() -> None:
     assert any("--my-flag; it is passed on" in note for note in read.notes)
 
 
+def test_another_word_is_no_typo() -> None:
+    flags = "--no-query-key-layer-scaling --patch-size 14 --use-mpi"
+    assert "Did you mean" not in " ".join(read_command(f"python a.py {flags}").notes)
+
+
 def test_tokenizers_of_a_fork_are_passed_on_and_other_choices_are_not() -> None:
     for words in ("--tokenizer-type MyTokenizer", "--tokenizer-type=MyTokenizer"):
         read = read_command(f"python a.py {words} --bf16")

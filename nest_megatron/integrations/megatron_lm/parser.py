@@ -307,7 +307,7 @@ def _notes(options: Iterable[Option], unknown: tuple[str, ...], version: str) ->
             continue
         behind = ""
         others = [v for v in RELEASES if v != version and name in known_flags(v)]
-        close = difflib.get_close_matches(name.replace("_", "-"), flags, n=1, cutoff=0.88)
+        close = difflib.get_close_matches(name.replace("_", "-"), flags, n=1, cutoff=0.92)
         if others:
             yield f"{name} belongs to Megatron {others[-1]}, not to {version}."
         elif close:
