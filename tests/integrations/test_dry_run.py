@@ -157,6 +157,10 @@ IDIOMS = {
         f"for i in 1 0; do torchrun --nnodes 2 --node_rank $i t.py {MODEL} & done; wait",
         f"torchrun --nnodes 2 --node_rank 0 t.py {MODEL}",
     ),
+    "one of each rank": (
+        f"for i in 1 0; do python t.py {MODEL} --rank $i --local_rank=$i & done; wait",
+        f"python t.py {MODEL} --rank 0 --local_rank=0",
+    ),
     "a pipeline": (f"{LAUNCH} 2>&1 | tee log", LAUNCH),
     "the background": (f"{LAUNCH} > log 2>&1 &", LAUNCH),
     "exec": (f"exec > >(tee -a log) 2>&1\nexec {LAUNCH}", LAUNCH),
@@ -462,7 +466,7 @@ def test_the_rank_of_a_node_and_a_folder_are_told(tmp_path: Path) -> None:
     text = f"mkdir -p sub; cd {tmp_path}; torchrun --nnodes 2 --node_rank=0 t.py {MODEL}"
     notes = read(write(tmp_path, text)).notes
     assert any(f"which starts it in {tmp_path};" in note for note in notes)
-    assert "--node_rank is that of the first node: each node has its own." in notes
+    assert "--node_rank is that of the first: each node or rank has its own." in notes
 
 
 @pytest.mark.parametrize("sizes", ["-np 16 --npernode 8", "-N 8 --n 16"])
@@ -470,12 +474,13 @@ def test_a_script_in_mpirun_has_the_variables_of_its_first_rank(sizes: str, tmp_
     inner = f"""
         set -u
         export RANK=$OMPI_COMM_WORLD_RANK
-        python t.py {MODEL} --x $A "$B" $OMPI_COMM_WORLD_LOCAL_RANK $OMPI_COMM_WORLD_SIZE
+        python t.py {MODEL} --rank $RANK --local-rank $RANK --x $A "$B" $OMPI_COMM_WORLD_LOCAL_RANK $OMPI_COMM_WORLD_SIZE
     """
     path = write(tmp_path, inner, "inner.sh")
     outer = write(tmp_path, f"mpirun {sizes} -x A=1 -x 'B=a b' bash {path}")
     found = read(outer)
     assert found.words[-5:] == ("--x", "1", "a b", "0", "16")
+    assert "--rank is that of the first: each node or rank has its own." in found.notes
     assert read_command(found.words).ranks.num_ranks == 16
     assert not any(word.startswith(("RANK=", "OMPI_")) for word in found.words)
 

@@ -51,8 +51,8 @@ _TRAINING = re.compile(
 )
 #: Variables that no two ranks have the same of.
 _OF_A_RANK = {"RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "CUDA_VISIBLE_DEVICES"}
-#: Options in which the launches of one job differ, one on each node.
-_OF_A_NODE = re.compile(r"--(node[-_]rank|machine[-_]rank)(=.*)?")
+#: Options in which the launches of one job differ, one on each node or of each rank.
+_OF_A_NODE = re.compile(r"--((?:(?:node|machine|local)[-_])?rank)(=.*)?")
 
 
 def is_script_call(words: Sequence[str]) -> bool:
@@ -241,7 +241,7 @@ def _notes(run: DryRun, found: RecordedLaunch, script: str) -> Iterator[str]:
             "What Slurm tells a task is made up: hosts are node1 and so on, and the rank is 0."
         )
     if rank := next(filter(_OF_A_NODE.fullmatch, found.words), None):
-        yield f"{rank.partition('=')[0]} is that of the first node: each node has its own."
+        yield f"{rank.partition('=')[0]} is that of the first: each node or rank has its own."
     if run.code is None:
         yield f"It was ended after {MAX_SECONDS:g} s; what it launches later is not seen."
     if run.exposed:
