@@ -474,12 +474,13 @@ def test_a_script_in_mpirun_has_the_variables_of_its_first_rank(sizes: str, tmp_
     inner = f"""
         set -u
         export RANK=$OMPI_COMM_WORLD_RANK
-        python t.py {MODEL} --rank $RANK --local-rank $RANK --x $A "$B" $OMPI_COMM_WORLD_LOCAL_RANK $OMPI_COMM_WORLD_SIZE
+        python t.py {MODEL} --rank $RANK --local-rank $OMPI_COMM_WORLD_LOCAL_RANK \\
+            --x $A "$B" $OMPI_COMM_WORLD_SIZE
     """
     path = write(tmp_path, inner, "inner.sh")
     outer = write(tmp_path, f"mpirun {sizes} -x A=1 -x 'B=a b' bash {path}")
     found = read(outer)
-    assert found.words[-5:] == ("--x", "1", "a b", "0", "16")
+    assert found.words[-5:] == ("0", "--x", "1", "a b", "16")
     assert "--rank is that of the first: each node or rank has its own." in found.notes
     assert read_command(found.words).ranks.num_ranks == 16
     assert not any(word.startswith(("RANK=", "OMPI_")) for word in found.words)
