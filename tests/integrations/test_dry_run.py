@@ -178,6 +178,15 @@ IDIOMS = {
     ),
     "PATH of its own": (f"export PATH=/usr/bin:$PATH; PATH=/bin:$PATH {LAUNCH}", LAUNCH),
     "wrappers": (f"nohup env A=1 timeout -s INT 9 numactl --all {LAUNCH}", f"A=1 {LAUNCH}"),
+    "wrappers of a path": (
+        f"nohup /opt/conda/bin/python -u t.py {MODEL}",
+        f"/opt/conda/bin/python -u t.py {MODEL}",
+    ),
+    "a wrapper of the user's that is not here": (
+        f"apt install python3; mpirun -np 2 bash -c './bind.sh 0 /opt/bin/python t.py {MODEL}'",
+        f"mpirun -np 2 /opt/bin/python t.py {MODEL}",
+    ),
+    "a program of the user's that is not here": (f"bindpcie --cpu=node -- {LAUNCH}", LAUNCH),
     "a login shell": (f'bash -lc "{LAUNCH}"', LAUNCH),
     "a shell in srun": (f"srun -N 2 bash -c '{LAUNCH}'", f"srun -N 2 {LAUNCH}"),
     "a container": (

@@ -351,7 +351,6 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
         _furnish(folder, bash, cluster)
         start = {**os.environ, **variables}
         script = next((Path(word) for word in words[1:] or words if Path(word).is_file()), None)
-        in_job = "SLURM_JOB_ID" in start or words[0].endswith("sbatch")
         text = b"" if script is None else script.read_bytes()
         if b"\r\n" in text:
             raise UserInputError(
@@ -360,6 +359,7 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
                 "its lines end as on Windows, and bash takes their carriage returns for text",
                 f"Convert it: sed -i 's/\\r$//' {shlex.quote(str(script))}",
             )
+        in_job = "SLURM_JOB_ID" in start or words[0].endswith("sbatch")
         # bash starts a batch script
         options = () if in_job else header_options(text.decode(errors="replace"))
         launches: list[RecordedLaunch] = []
@@ -444,11 +444,10 @@ def _run(
         "NEST_DRY_RUN": str(folder),
         "NEST_DRY_RUN_PATH": os.environ.get("PATH", ""),
     }
-    view = [sys.executable, "-I", "-S", str(VIEW), str(folder)]
-    start = [*view, str(folder / "bin" / ".recorder"), *words]
+    view = [sys.executable, "-I", "-S", str(VIEW), str(folder), str(folder / "bin" / ".recorder")]
     with (folder / "printed").open("wb") as printed:
         process = subprocess.Popen(
-            start,
+            [*view, *words],
             env=given,
             stdin=subprocess.DEVNULL,
             stdout=printed,

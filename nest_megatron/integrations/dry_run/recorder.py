@@ -30,8 +30,8 @@ LAUNCHERS = _names("""
     accelerate accelerate-launch ft_launcher ray uv uvx docker podman nerdctl apptainer singularity
     enroot nsys ncu
 """)
-_ANSWERED = ("nvidia-smi", "scontrol", "hostname")
-STANDS_FOR = (*SHELLS, *WRAPPERS, *RUNNERS, *LAUNCHERS, "sbatch", *_ANSWERED)
+_OTHERS = _names("sbatch nvidia-smi scontrol hostname")
+STANDS_FOR = (*SHELLS, *WRAPPERS, *RUNNERS, *LAUNCHERS, *_OTHERS)
 _PYTHON = re.compile(r"python[\d.]*")
 _PROGRAM = re.compile(r"\S\.py(\s|$|\"|')")
 _SHELL_LINE = re.compile(rb"#!\s*\S*?(/env\s+)?(bash|sh|dash|zsh|ksh)\b")
@@ -63,8 +63,7 @@ def main(words: list[str]) -> None:
     elif name in WRAPPERS or (name in RUNNERS and words[1:2] == ["run"]):
         _pass_on(words)
     elif name == "python" and "-c" in words[1:3]:
-        counts = "device_count" in " ".join(words)
-        if counts:
+        if counts := "device_count" in " ".join(words):
             print(_settings()["gpus_per_node"])
         _note(f"{name} -c", "answered" if counts else "skipped")
     elif name in LAUNCHERS or words[0].endswith(".py"):
@@ -73,6 +72,8 @@ def main(words: list[str]) -> None:
         os.execv(PROGRAMS / name, words)
     elif _is_shell_script(words[0]):
         _run_shell(words)
+    elif {"python", "python3", "torchrun"} & {*map(_name, words)}:  # a wrapper of the user's
+        _pass_on(words)
     else:
         _note(words[0])
 
@@ -151,12 +152,9 @@ def _assigned(words: list[str]) -> dict[str, str]:
 def _pass_on(words: list[str]) -> None:
     """Go on as the program that a wrapper starts, with the variables that stand before it."""
     for at, word in enumerate(words[1:], 1):
-        name = _name(word)
-        if (PROGRAMS / name).exists() or ("/" in word and os.access(word, os.X_OK)):
-            found, passed = name, words[at:]
-            if "/" in word:
-                found, passed = ".recorder", ["", *passed]
-            os.execve(PROGRAMS / found, passed, {**os.environ, **_assigned(words[:at])})
+        if (PROGRAMS / _name(word)).exists() or ("/" in word and os.access(word, os.X_OK)):
+            variables = {**os.environ, **_assigned(words[:at])}
+            os.execve(PROGRAMS / ".recorder", ["/", *words[at:]], variables)
     _note(" ".join(words[:2]))
 
 

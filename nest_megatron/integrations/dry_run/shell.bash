@@ -23,7 +23,10 @@ __nest_note() {
 }
 
 command_not_found_handle() {
-  __nest_note skipped "$1"
+  case " $* " in
+    *[\ /]python\ * | *[\ /]python3\ * | *[\ /]torchrun\ *) __nest_call "$@" ;;
+    *) __nest_note skipped "$1" ;;
+  esac
 }
 
 __nest_call() {
