@@ -502,6 +502,20 @@ def test_the_host_of_a_job_of_slurm_is_its_first_node(tmp_path: Path) -> None:
     assert f"{own}:29500" in read(write(tmp_path, text, "alone.sh")).words
 
 
+@pytest.mark.parametrize("option", ["--cpus-per-task=72", "-c 72", "-c72"])
+def test_a_job_of_slurm_has_its_cpus_and_the_name_of_its_node(option: str, tmp_path: Path) -> None:
+    text = f"""
+        #!/bin/bash
+        #SBATCH --nodes=2 --ntasks-per-node=8 {option}
+        set -u
+        srun -c $SLURM_CPUS_PER_TASK python t.py {MODEL} --x $SLURMD_NODENAME
+    """
+    words = read(write(tmp_path, text, "job.slurm")).words
+    assert words[:3] == ("srun", "-c", "72")
+    assert words[-1] == "node1"
+    assert read_command(words).ranks.num_ranks is None
+
+
 def test_the_head_of_a_slurm_job_is_its_first_node_and_its_task_the_first(tmp_path: Path) -> None:
     head = "ip=$(srun --nodes=1 --ntasks=1 -w node1 hostname --ip-address)"
     text = f"#SBATCH --nodes=2\n{head}\nsrun torchrun --rdzv_endpoint $ip:29500 t.py {MODEL}"

@@ -109,7 +109,7 @@ def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> Recor
     given = {
         name: value
         for name, value in found.environment.items()
-        if os.environ.get(name) != value and not name.startswith(("SLURM_", "OMPI_COMM_"))
+        if os.environ.get(name) != value and not name.startswith(("SLURM", "OMPI_COMM_"))
     }
     notes = [*_notes(run, found, script or rest[0])]
     if secret := sorted(filter(is_secret, given)):

@@ -8,6 +8,8 @@ exec {BASH_XTRACEFD}> /dev/null
 __nest_bin=$NEST_DRY_RUN/bin
 [[ ${NEST_DRY_RUN_PATH+set} ]] || export NEST_DRY_RUN_PATH=$PATH
 
+[[ ! ${SLURM_JOB_ID-} ]] || export SLURMD_NODENAME=${SLURMD_NODENAME-node1}
+
 # What MPI tells a rank of the launcher around this shell: of its first one.
 if [[ ${NEST_DRY_RUN_AROUND-} == *[\"/]@(mpirun|mpiexec|mpiexec.hydra|orterun|prterun)\"* ]]; then
   export OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_RANK=0
