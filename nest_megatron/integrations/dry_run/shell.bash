@@ -25,8 +25,8 @@ __nest_note() {
 }
 
 command_not_found_handle() {
-  case " $* " in
-    *[\ /]python\ * | *[\ /]python3\ * | *[\ /]torchrun\ *) __nest_call "$@" ;;
+  case " $*" in
+    *[\ /]python\ ?* | *[\ /]python3\ ?* | *[\ /]torchrun\ ?*) __nest_call "$@" ;;
     *) __nest_note skipped "$1" ;;
   esac
 }
