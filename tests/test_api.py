@@ -147,9 +147,9 @@ def test_attention_in_chunks_is_nemos_alone() -> None:
     own = nest_megatron.plan(target="nemo_2.7", **job)
     assert own.layout.dims.context_parallel_size == 1
     assert own.model.attention_chunk_size == 8192
-    with pytest.raises(UserInputError, match="cuts chunks from the part of a sequence"):
+    with pytest.raises(UserInputError, match="attends to whole sequences alone"):
         nest_megatron.plan(target="nemo_2.7", cp=2, **job)
-    with pytest.raises(UserInputError, match="cuts chunks from the part of a sequence"):
+    with pytest.raises(UserInputError, match="attends to whole sequences alone"):
         nest_megatron.estimate(target="nemo_2.7", cp=2, **job)
     whole = nest_megatron.plan(**job)
     assert whole.model.attention_chunk_size is None
@@ -364,12 +364,28 @@ def test_gemma_3_of_megatron_bridge_recomputes_no_whole_layers() -> None:
     assert other.layout.recompute.granularity is RecomputeGranularity.FULL
 
 
+@pytest.mark.parametrize(
+    ("model", "target", "degree"),
+    [
+        ("olmo2_7b", "megatron_bridge", "context"),  # its layers are those of EXAONE 4
+        ("bert_large", "nemo", "virtual_pipeline_model"),
+    ],
+)
+def test_degrees_that_a_class_lacks_are_not_planned(model: str, target: str, degree: str) -> None:
+    job = {"model": model, "cluster": "dgx_h100", **JOB, "target": target}
+    name = f"{degree}_parallel_size"
+    with pytest.raises(UserInputError, match=rf"{name} = 2: {model} in \S+ \S+ needs 1: it"):
+        nest_megatron.plan(**job, pipeline_model_parallel_size=2, **{name: 2})
+
+
 @pytest.mark.parametrize("target", ["megatron_bridge_0.4", "megatron_bridge"])
 def test_hybrid_models_of_megatron_bridge_have_no_virtual_stages(target: str) -> None:
     job = {"model": "nemotron_h_8b", "cluster": "dgx_h100", **JOB, "target": target}
     staged = {**job, "pipeline_model_parallel_size": 2}
     assert nest_megatron.plan(**staged).layout.dims.virtual_pipeline_model_parallel_size == 1
-    with pytest.raises(UserInputError, match=r"Megatron-Bridge 0\.\d takes no virtual stages"):
+    with pytest.raises(
+        UserInputError, match=r"Megatron-Bridge 0\.\d needs 1: it takes no virtual stages"
+    ):
         nest_megatron.plan(**staged, virtual_pipeline_model_parallel_size=2)
     assert nest_megatron.plan(
         **{**staged, "target": "megatron_lm"}, virtual_pipeline_model_parallel_size=2

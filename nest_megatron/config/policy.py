@@ -172,29 +172,12 @@ def offers_within(offers: Iterable[NumericOffer], policy: Policy) -> tuple[Numer
     return tuple(left)
 
 
-def require_may_free(names: Collection[str], policy: Policy) -> None:
-    """Refuse that this user frees a flag that no rule lets them free.
-
-    Raises:
-        PolicyError: naming the flag.
-    """
-    for file in policy if names else ():
-        rules = file.launch.may_free
-        if rules is None:
-            continue
-        allowed = {name for who in _identities() for name in rules.get(who, ())}
-        for name in sorted(names):
-            if name not in allowed and "all" not in allowed:
-                words = f"you may free {', '.join(sorted(allowed)) or 'nothing'}"
-                raise file.broken("launch.may_free", "nest.free", name, words)
-
-
 def may_tune(file: PolicyFile) -> bool:
     """Whether a file lets this user launch short runs of ``tune`` with plans of their own."""
-    return not {*file.launch.may_tune}.isdisjoint(_identities())
+    return not {*file.launch.may_tune}.isdisjoint(identities())
 
 
-def _identities() -> Iterator[str]:
+def identities() -> Iterator[str]:
     """This user, by the account (not by what the environment says), their groups, and everybody."""
     yield "*"
     try:

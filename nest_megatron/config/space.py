@@ -11,11 +11,18 @@ from dataclasses import replace
 from typing import Any
 
 from nest_megatron.config.compose import Settings
+from nest_megatron.config.job import Requirement
 from nest_megatron.config.overrides import Choice, choice
 from nest_megatron.config.policy import policy_notes
 from nest_megatron.config.schema import ParallelConfig, stated_values
 from nest_megatron.config.train import assumed_batch
-from nest_megatron.cost_model.target_defaults import MEGATRON_LM, NEMO, newest_stable, target_named
+from nest_megatron.cost_model.target_defaults import (
+    BRIDGE,
+    MEGATRON_LM,
+    NEMO,
+    newest_stable,
+    target_named,
+)
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import (
     UnplannableModelError,
@@ -45,7 +52,7 @@ from nest_megatron.layout.stage_layout import (
 )
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.model.variant import NormPlacement
 from nest_megatron.planner import Request, plan
 from nest_megatron.planner.layouts import estimate_for
@@ -198,6 +205,49 @@ def attention_of(spec: TransformerSpec, target: Target) -> tuple[TransformerSpec
     return replace(spec, attention_chunk_size=None), [note] if size < spec.seq_length else []
 
 
+def class_limits(spec: TransformerSpec, target: Target) -> dict[str, Requirement]:
+    """Degrees that the model's class in its framework takes only as 1.
+
+    Source: ``bert.BertConfig``, ``gemma2.Gemma2Model``, ``gemma3.Gemma3Config.configure_model``,
+    ``llama4_utils.Llama4SelfAttention``, ``ssm.SSMConfig`` of ``nemo.collections.llm``;
+    Megatron-Bridge's ``Gemma2DotProductAttention``, ``exaone4_layer_spec``, ``OLMoESelfAttention``,
+    ``HybridModelProvider.provide``, ``Qwen25VLModel`` and ``Qwen3VLModel``.
+    """
+    variant, is_nemo = spec.variant, target is NEMO
+    norms, encoder = variant.norm_placement, None if spec.has_split_encoder else spec.vision
+    is_gemma = is_nemo and norms is NormPlacement.SANDWICH
+    found = (
+        (
+            "virtual_pipeline_model",
+            "it takes no virtual stages",
+            is_gemma
+            or (is_nemo and spec.family is ModelFamily.BERT)
+            or (spec.hybrid_layer_pattern and target not in MEGATRON_LM)
+            or (encoder and encoder.deepstack_layers),
+        ),
+        (
+            "context",
+            "it attends to whole sequences alone",
+            is_gemma
+            or (is_nemo and spec.attention_chunk_size)
+            or (target in BRIDGE and norms is NormPlacement.POST)  # of EXAONE 4, and of Gemma 2
+            or (target in BRIDGE and norms is NormPlacement.SANDWICH and not spec.qk_layernorm)
+            or encoder,
+        ),
+        (
+            "tensor_model",
+            "it norms all heads of queries and keys on every rank",
+            variant.qk_norm_full_width and not is_nemo,
+        ),
+    )
+    who, fix = f"{spec.name} in {target.framework}", "plan another model"
+    return {
+        f"{name}_parallel_size": Requirement(value=1, reason=why, fix=fix, who=who)
+        for name, why, holds in found
+        if holds
+    }
+
+
 def buildable_degrees(
     spec: TransformerSpec, target: Target, fixed: Mapping[str, int]
 ) -> Mapping[str, int]:
@@ -205,37 +255,10 @@ def buildable_degrees(
 
     Raises:
         UserInputError: if others are requested.
-
-    Source: ``gemma2.Gemma2Model``, ``gemma3.Gemma3Config.configure_model``,
-    ``llama4_utils.Llama4SelfAttention`` of ``nemo.collections.llm.gpt.model``; Megatron-Bridge's
-    ``Gemma2DotProductAttention``, ``OLMoESelfAttention``, ``HybridModelProvider.provide``,
-    ``Qwen25VLModel`` and ``Qwen3VLModel``.
     """
-    virtual, context = "virtual_pipeline_model_parallel_size", "context_parallel_size"
-    refused = {}
-    if target is NEMO:
-        if spec.variant.norm_placement is NormPlacement.SANDWICH:
-            refused = {virtual: "takes no virtual stages", context: "splits no sequence"}
-        if spec.attention_chunk_size is not None:
-            refused[context] = "cuts chunks from the part of a sequence on one rank"
-    elif spec.variant.qk_norm_full_width:
-        refused["tensor_model_parallel_size"] = "norms all heads of queries and keys on every rank"
-    if spec.hybrid_layer_pattern and target not in MEGATRON_LM:
-        refused[virtual] = "takes no virtual stages"
-    if spec.vision is not None and not spec.has_split_encoder:
-        refused[context] = "splits no sequence"
-        if spec.vision.deepstack_layers:
-            refused[virtual] = "tells its layers of no virtual stage"
-    if spec.variant.attn_logit_softcapping is not None:
-        refused[context] = "keeps all scores and splits no sequence"
-    for name, why in refused.items():
+    for name, need in class_limits(spec, target).items():
         if (value := fixed.get(name, 1)) != 1:
-            raise UserInputError(
-                f"parallel.{name}",
-                value,
-                f"the class of {spec.name} in {target.framework} {why}",
-                "Use 1.",
-            )
+            raise UserInputError(f"parallel.{name}", value, need.limit, "Use 1.")
         fixed = {**fixed, name: 1}
     return fixed
 

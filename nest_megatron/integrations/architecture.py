@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import field, replace
 from types import FunctionType, MappingProxyType
 from typing import Any
 
-from nest_megatron.config.job import Requirement
 from nest_megatron.documents import packaged
 from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.integrations.fields import (
@@ -28,7 +26,6 @@ from nest_megatron.model.encoder import EncoderSpec
 from nest_megatron.model.heterogeneous import read_heterogeneous_layers
 from nest_megatron.model.hugging_face import read_vision_config
 from nest_megatron.model.layer_pattern import pattern_from_ratios
-from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.model.variant import ModelVariant, NormPlacement
 from nest_megatron.plain import frozen
 
@@ -226,26 +223,13 @@ class Family:
     Args:
         fields: of a ``TransformerSpec``, by Megatron's names, from a configuration: those that the
             family spells otherwise, or that its code fixes.
-        ones: the degrees that its code takes only as 1, and why.
-        cuts_chunks: they are so only where its attention is cut into chunks.
         packs: its attention takes packed sequences.
         keeps_scores: its attention is ``DotProductAttention``, which is not fused.
     """
 
     fields: Callable[[Any], dict[str, Any]] = lambda _: {}
-    ones: Mapping[str, str] = field(default_factory=dict)
-    cuts_chunks: bool = False
     packs: bool = True
     keeps_scores: bool = False
-
-    def requirements(self, name: str, spec: TransformerSpec) -> dict[str, Requirement]:
-        """The degrees that its code fixes for a model, whose configuration's class is named."""
-        if self.cuts_chunks and spec.attention_chunk_size is None:
-            return {}
-        return {
-            degree: Requirement(value=1, reason=why, fix="plan another model", who=name)
-            for degree, why in self.ones.items()
-        }
 
 
 def family_of(config: Any) -> Family:
@@ -404,7 +388,6 @@ FAMILIES: dict[str | None, Family] = {
     "HeterogeneousTransformerConfig": Family(fields=_heterogeneous),
     "Gemma2Config": Family(fields=_gemma2, packs=False),
     "Gemma2ModelProvider": Family(fields=_gemma2, packs=False),
-    "BertConfig": Family(),
     "Gemma3Config": Family(fields=_gemma3),
     "Gemma3ModelProvider": Family(fields=_gemma3),
     "OlMoEModelProvider": Family(
@@ -416,8 +399,5 @@ FAMILIES: dict[str | None, Family] = {
     "Llama4Config": Family(
         # on every layer, rotated or not (``Llama4SelfAttention.forward`` of ``llama4_utils``)
         fields=lambda config: {"attention_chunk_size": value_or(config, "attention_chunk_size")},
-        cuts_chunks=True,
     ),
 }
-for _name, _ones in _TABLE["family_ones"].items():
-    FAMILIES[_name] = replace(FAMILIES[_name], ones=_ones)

@@ -22,7 +22,7 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.job import Job
 from nest_megatron.config.launch import MixedGpus, Mode
 from nest_megatron.config.overrides import Setting
-from nest_megatron.config.policy import may_tune, read_policy, require_may_free
+from nest_megatron.config.policy import identities, may_tune, read_policy
 from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM as MEGATRON_LM_TARGETS
 from nest_megatron.cost_model.target_defaults import target_named
@@ -165,10 +165,14 @@ def require_launch(mode: Mode, free: Collection[str] = (), release: str | None =
     Raises:
         PolicyError: naming the rule.
     """
-    policy = read_policy()
-    require_may_free(free, policy)
-    for file in policy:
+    for file in read_policy():
         rules = file.launch
+        if rules.may_free is not None:
+            allowed = {name for who in identities() for name in rules.may_free.get(who, ())}
+            words = f"you may free {', '.join(sorted(allowed)) or 'nothing'}"
+            for name in sorted(free):
+                if allowed.isdisjoint((name, "all")):
+                    raise file.broken("launch.may_free", "nest.free", name, words)
         if mode is Mode.AUTO and rules.pinned_only:
             raise file.broken(
                 "launch.pinned_only", "+nest", mode.value, "only pinned plans are launched here"

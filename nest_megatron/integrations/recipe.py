@@ -14,6 +14,7 @@ from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.job import GATHER, Job, Requirement
+from nest_megatron.config.space import class_limits
 from nest_megatron.cost_model.execution_flags import time_notes
 from nest_megatron.cost_model.memory_flags import memory_flags, text
 from nest_megatron.cost_model.target_defaults import newer_release_notes
@@ -397,12 +398,11 @@ class Recipe(Configuration, ABC):
 
     def requirements(self, spec: TransformerSpec) -> dict[str, Requirement]:
         """What its data and its classes fix of a layout."""
-        config, micro = self.find(self.model), self.whole(self.items["micro_batch_size"])
         return {
-            **data_requirements(self, micro),
+            **data_requirements(self, self.whole(self.items["micro_batch_size"])),
             **({_ORDER: _ONE_ORDER} if self._has_one_order else {}),
             **({GATHER: _GATHERED_BEFORE} if self.gathers_before_forward else {}),
-            **family_of(config).requirements(class_names(config)[0], spec),
+            **class_limits(spec, self.target),
         }
 
     def batch_schedule(self, seq_length: int) -> BatchSchedule | None:
