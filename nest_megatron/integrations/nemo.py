@@ -80,12 +80,8 @@ class NemoRecipe(PlannedRecipe, framework="nemo"):
     def __init__(self, root: Any, assume_harmless: Collection[str] = ()) -> None:
         super().__init__(root, NEMO, assume_harmless)
 
-    @property
-    def callbacks(self) -> Sequence[Any]:
-        """The trainer's, which may be a single one."""
-        return self._each("callbacks")
-
-    def _each(self, name: str) -> Sequence[Any]:
+    def of_trainer(self, name: str = "callbacks") -> Sequence[Any]:
+        """What the trainer has of a kind, where it may have a single one."""
         found = value_or(self.root.trainer, name, [])
         return found if isinstance(found, list | tuple) else [found]
 
@@ -96,7 +92,7 @@ class NemoRecipe(PlannedRecipe, framework="nemo"):
         Their settings replace those of the model (``MegatronCommOverlapCallback.setup``).
         """
         overlap = []
-        for index, callback in enumerate(self.callbacks):
+        for index, callback in enumerate(self.of_trainer()):
             if "MegatronCommOverlapCallback" in class_names(callback):
                 path = f"trainer.callbacks[{index}]"
                 given = f"{path}.user_comm_overlap_cfg"
@@ -114,7 +110,7 @@ class NemoRecipe(PlannedRecipe, framework="nemo"):
             recipe=self,
             overlap=tuple(overlap),
             lacks=lacks,
-            forced=_DEEPEP if any(map(turns_on_deepep, self.callbacks)) else {},
+            forced=_DEEPEP if any(map(turns_on_deepep, self.of_trainer())) else {},
         )
 
     def _model_length(self, length: int) -> int:
@@ -180,7 +176,7 @@ class NemoRecipe(PlannedRecipe, framework="nemo"):
         plugin = "trainer.plugins"
         drops = (
             f"trainer.callbacks[{index}]"
-            for index, each in enumerate(self.callbacks)
+            for index, each in enumerate(self.of_trainer())
             if "MegatronTokenDropCallback" in class_names(each)
         )
         others = (_STRATEGY, plugin, self.model, "optim.config", self.ddp)
@@ -189,7 +185,7 @@ class NemoRecipe(PlannedRecipe, framework="nemo"):
 
     @property
     def _plugin(self) -> Any:
-        plugins = self._each("plugins")
+        plugins = self.of_trainer("plugins")
         return next((each for each in plugins if "Precision" in " ".join(class_names(each))), None)
 
     def number_format(self) -> tuple[Precision, Any]:
@@ -303,7 +299,7 @@ class NemoRecipe(PlannedRecipe, framework="nemo"):
             yield from found
             return
         yield from replace(places, forced={}).fields(plan)
-        others = [each for each in self.callbacks if not turns_on_deepep(each)]
+        others = [each for each in self.of_trainer() if not turns_on_deepep(each)]
         why = "the plan states the dispatcher itself, which this callback would replace"
         yield "trainer.callbacks", others, why
 
@@ -323,7 +319,7 @@ class NemoRecipe(PlannedRecipe, framework="nemo"):
             **{name: plan.arguments[name] for name in OVERLAPS},
         )
         why = "it makes the user buffers of tp_comm_overlap"
-        return "trainer.callbacks", [*self.callbacks, callback], why
+        return "trainer.callbacks", [*self.of_trainer(), callback], why
 
 
 def turns_on_deepep(callback: Any) -> bool:
@@ -405,7 +401,7 @@ def watch_recipe(recipe: Any, plan: Any, *, steps: int = STEPS) -> None:
     recipe.trainer.callbacks = [
         *(
             each
-            for each in NemoRecipe(recipe).callbacks
+            for each in NemoRecipe(recipe).of_trainer()
             if classes_of(each)[0] is not WatchCallback
         ),
         make(plan=plan_file.dump(getattr(plan, "record", plan)), steps=steps),

@@ -166,6 +166,12 @@ def _read(typed: TypedCommand, composed: Settings) -> Job:
         gpus_per_node=None if composed.cluster is None else read_cluster(composed).host_size,
     )
     if not launch.notes and (recipe := _read_recipe(composed, text, place)) is not None:
+        if typed.version not in (None, recipe.version):
+            other = (
+                f"Release {typed.version} of Megatron-LM is not taken: the recipe's framework has "
+                f"megatron-core {recipe.version}."
+            )
+            return replace(recipe, notes=(*recipe.notes, other))
         return recipe
     try:
         version, notes = _release_of_tree(launch, composed, typed.version)

@@ -13,7 +13,7 @@ import pytest
 
 import nest_megatron
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations import recipe_command
+from nest_megatron.integrations import megatron_bridge, recipe_command
 from nest_megatron.integrations.recipe_command import read_recipe
 from tests import catalogue
 from tests.cli.runs import run
@@ -202,6 +202,46 @@ def test_a_recipe_is_priced_as_it_is(command: str) -> None:
     assert (*sizes, found.layout.dims.data_parallel_size) == (4, 2, 2)
     assert found.layout.sequence_parallel
     assert not found.record.launch
+
+
+def test_a_release_of_megatron_lm_is_not_that_of_a_recipe(command: str) -> None:
+    found = nest_megatron.estimate_command(command, cluster="dgx_h100", megatron_version="0.15")
+    note = r"Release 0\.15 of Megatron-LM is not taken: .* megatron-core 0\.\d\d\."
+    assert re.search(note, " ".join(found.record.notes))
+    same = nest_megatron.estimate_command(command, cluster="dgx_h100")
+    assert found.layout == same.layout
+    assert "is not taken" not in " ".join(same.record.notes)
+
+
+@pytest.mark.parametrize(
+    ("release", "words", "stages"),
+    [
+        ("0.6", "model.pipeline_model_parallel_size=5", (12, 12)),
+        ("0.7", "model.pipeline_model_parallel_size=5", (None, None)),
+        ("0.7", "+model.pipeline_model_parallel_size=4", (12, 12)),
+        ("0.7", "model.num_layers=32", (12, 12)),
+        ("0.7", "-pp 5 model.num_layers_in_first_pipeline_stage=12", (12, None)),
+    ],
+)
+def test_stages_that_do_not_go_with_a_typed_number_are_dropped_by_the_script(
+    release: str, words: str, stages: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``run_recipe.py`` does so since Megatron-Bridge 0.7."""
+
+    def made(name: str, scheme: object, fields: list[str], data: object) -> Any:
+        cfg = frameworks.bridge_config(catalogue.model("llama3_8b"))
+        cfg.model.pipeline_model_parallel_size = 4 if "=4" in fields[0] else 5
+        for end in ends:
+            setattr(cfg.model, end, 12)
+        found.append(megatron_bridge.as_script(cfg, fields))
+        return cfg
+
+    found = list[Any]()
+    ends = [f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")]
+    monkeypatch.setattr(megatron_bridge, "installed_name", lambda _: f"megatron_bridge_{release}")
+    monkeypatch.setattr(recipe_command, "_bridge_recipe", made)
+    read_recipe(f"{BRIDGE} {words}")
+    assert tuple(getattr(found[0].model, end) for end in ends) == stages
 
 
 def test_what_its_data_do_not_take_is_not_priced(monkeypatch: pytest.MonkeyPatch) -> None:

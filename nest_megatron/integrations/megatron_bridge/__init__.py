@@ -54,6 +54,7 @@ NVLINK_RANKS = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 #: Parts of a configuration whose settings count, by precedence after mixed precision.
 _PARTS = "comm_overlap model optimizer ddp dist checkpoint train validation rerun_state_machine"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
 def needs_connections(plan: ParallelPlan) -> str:
@@ -93,12 +94,11 @@ class BridgeConfig(PlannedRecipe, framework="megatron_bridge"):
     @property
     def places(self) -> ExecutionPlaces:
         """``comm_overlap`` replaces the model's settings (``CommOverlapConfig.setup``)."""
-        alone = self.find("dist.use_decentralized_pg") is True
         why = "dist.use_decentralized_pg makes no process groups of two levels"
         return ExecutionPlaces(
             recipe=self,
             overlap=() if self.find("comm_overlap") in (ABSENT, None) else ("comm_overlap",),
-            lacks={"hierarchical_context_parallel_sizes": why} if alone else {},
+            lacks={"hierarchical_context_parallel_sizes": why} if self._has_one_order else {},
             graph_switches=("model.use_te_rng_tracker", "rng.te_rng_tracker"),
         )
 
@@ -274,22 +274,32 @@ def as_script(cfg: Any, words: Iterable[str]) -> Any:
     """A configuration as ``run_recipe.py`` trains it with some overrides.
 
     Packs are as long as sequences, and stages are laid out for the sizes that are typed: once, as
-    the function that does so ends for other sizes, which a plan may have.
+    the function that does so ends for other sizes, which a plan may have. 0.7 drops the layers of
+    the first and the last stage where they do not go with a number of stages that is typed.
 
     Source: ``sync_offline_packing_alignment``, ``sync_model_pipeline_layout``,
     ``sync_finetuning_cp_invariants`` (0.6).
     """
     if specs := value_or(cfg.dataset, "offline_packing_specs"):
         specs.packed_sequence_size = cfg.dataset.seq_length
-    model = cfg.model
+    model, typed = cfg.model, " ".join(words)
     if is_finetuning(cfg.dataset) and model.context_parallel_size > 1:
         model.calculate_per_token_loss, cfg.ddp.average_in_collective = True, False
     layout = value_or(model, "_pipeline_model_parallel_layout_builder")
-    if layout and "model.pipeline_model_parallel_layout=" not in " ".join(words):
+    if layout and "model.pipeline_model_parallel_layout=" not in typed:
         model.pipeline_model_parallel_layout = layout(
             model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size
         )
         model._pipeline_model_parallel_layout_builder = None
+    ends = {name: size for name in _ENDS if (size := value_or(model, name))}
+    release = release_number(target_named(installed_name("megatron_bridge")).megatron_core)
+    if ends and release > (0, 19) and "model.pipeline_model_parallel_size=" in typed:
+        stages = model.pipeline_model_parallel_size - len(ends)
+        layers = model.num_layers - sum(ends.values())
+        if layers % stages or min(layers, stages) < 1 if stages else layers:
+            for name in ends:
+                if f"model.{name}=" not in typed:
+                    setattr(model, name, None)
     return cfg
 
 
