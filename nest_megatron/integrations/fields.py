@@ -254,7 +254,7 @@ def short_text(value: Any) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    plain = value is None or isinstance(value, bool | int | float | str | list | tuple)
+    plain = value is None or isinstance(value, int | float | str | list | tuple)
     return plain or type(value).__module__ == "torch"
 
 

@@ -168,15 +168,16 @@ class Recipe(Configuration, ABC):
     def option_fields(self) -> dict[str, list[tuple[str, Any]]]:
         """The fields that state an option of ``OPTIONS``, with their values, by precedence.
 
-        What overlap settings leave open is off; a callback sets its own once all is checked.
+        What overlap settings and mixed precision leave open is off, as they replace what others
+        say; a callback sets its own once all is checked.
         """
         found: dict[str, list[tuple[str, Any]]] = {}
-        overlap = self.places.overlap
+        replacing = (*self.places.overlap, "mixed_precision", "trainer.plugins")
         for name, (part, holder) in product({*OPTIONS.values()}, self.holders.items()):
             for path in (f"{part}.{spelled}" for spelled in SPELLINGS.get(name, (name,))):
                 value = attribute(holder, path.rpartition(".")[2])
                 if value is not ABSENT and "callbacks" not in part and path != _NOT_READ:
-                    is_open = value is None and part in overlap
+                    is_open = value is None and part in replacing
                     found.setdefault(name, []).append((path, False if is_open else value))
         return found
 
@@ -186,7 +187,7 @@ class Recipe(Configuration, ABC):
         for name, fields in self.option_fields().items():
             for field in reversed(fields):
                 if (value := (changed or {}).get(*field)) is not None:
-                    plain = isinstance(value, bool | int | float | list | tuple)
+                    plain = isinstance(value, int | float | list | tuple)
                     found[name] = value if plain else text(getattr(value, "__name__", value))
         return found
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from nest_megatron.cluster.records import Precision
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_for
@@ -119,6 +121,20 @@ def test_no_estimate_of_what_the_framework_refuses(
     assert estimate(framework, recipe(framework, {})).layout.num_gpus == 16
     with pytest.raises(UserInputError, match=refused):
         estimate(framework, recipe(framework, fields))
+
+
+@pytest.mark.parametrize("framework", [megatron_bridge, nemo])
+def test_what_mixed_precision_replaces_is_not_refused(framework: Any) -> None:
+    """Both copy all of its settings over the model's, those that are unset too."""
+    mixed = SimpleNamespace(bf16=True, precision="bf16-mixed", fp8="hybrid", fp4=None)
+    fields = {"mixed_precision": mixed, "model.fp4": "e2m1"}
+    if framework is nemo:
+        fields = {"trainer.plugins": PrecisionPlugin(**vars(mixed)), "model.config.fp4": "e2m1"}
+    assert estimate(framework, recipe(framework, fields)).train.precision is Precision.FP8
+
+
+class PrecisionPlugin(SimpleNamespace):
+    """Stands for ``MegatronMixedPrecision``."""
 
 
 @pytest.mark.parametrize(
