@@ -79,7 +79,7 @@ def parse(texts: Iterable[str]) -> tuple[Setting, ...]:
 
     A single text is a list of one.
     """
-    settings = tuple(map(_setting, [texts] if isinstance(texts, str) else texts))
+    settings = tuple(map(_setting, map(str, [texts] if isinstance(texts, str) else texts)))
     for setting in settings:
         _check_key(setting)
         key, name = setting.key, setting.key.rpartition(".")[2]

@@ -370,12 +370,12 @@ def plan_recipe(
     settings = tuple(overrides)
     for setting in settings:
         section, _, key = setting.key.partition(".")
-        if section in ("model", "train") and key not in LENGTH_SETTINGS:
+        if section in ("model", "train", "flags", "out") and key not in LENGTH_SETTINGS:
             raise UserInputError(
                 setting.key,
                 setting.value,
-                "the model and the batch are the recipe's own",
-                "Change the job.",
+                "the model and the batch are the recipe's own, and no file is written",
+                "Leave it out, or change the recipe.",
             )
     if isinstance(cluster, os.PathLike):
         cluster = os.fspath(cluster)

@@ -167,11 +167,10 @@ def _read(typed: TypedCommand, composed: Settings) -> Job:
     )
     if not launch.notes and (recipe := _read_recipe(composed, text, place)) is not None:
         if typed.version not in (None, recipe.version):
-            other = (
-                f"Release {typed.version} of Megatron-LM is not taken: the recipe's framework has "
-                f"megatron-core {recipe.version}."
+            note = (
+                f"--megatron-version {typed.version} is not taken: the recipe has {recipe.version}."
             )
-            return replace(recipe, notes=(*recipe.notes, other))
+            return replace(recipe, notes=(*recipe.notes, note))
         return recipe
     try:
         version, notes = _release_of_tree(launch, composed, typed.version)

@@ -292,7 +292,7 @@ def as_script(cfg: Any, words: Iterable[str]) -> Any:
         )
         model._pipeline_model_parallel_layout_builder = None
     ends = {name: size for name in _ENDS if (size := value_or(model, name))}
-    release = release_number(target_named(installed_name("megatron_bridge")).megatron_core)
+    release = release_number(target_named("megatron_bridge").megatron_core)
     if ends and release > (0, 19) and "model.pipeline_model_parallel_size=" in typed:
         stages = model.pipeline_model_parallel_size - len(ends)
         layers = model.num_layers - sum(ends.values())

@@ -501,3 +501,16 @@ def test_another_number_format_than_the_plan_counts_is_warned_of() -> None:
     recipe.trainer.plugins.fp8 = "hybrid"
     with pytest.warns(UserWarning, match="the plan counts bf16, and the job is fp8; auto_recipe"):
         apply_plan(recipe, laid_out())
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("out=plan.yaml", r"out = 'plan\.yaml': .* no file is written"),
+        ("flags=--bf16", "flags = '--bf16': the model and the batch are the recipe's own"),
+        (5, "override = '5': settings are written key=value"),
+    ],
+)
+def test_overrides_that_say_nothing_of_a_recipe_are_refused(override: Any, told: str) -> None:
+    with pytest.raises(UserInputError, match=told):
+        auto_recipe(llama(), cluster="dgx_h100", overrides=[override])
