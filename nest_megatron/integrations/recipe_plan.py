@@ -248,17 +248,21 @@ def plan_changes(
         )
     own = recipe.job(found.model.vocab_size)
     spec = own.spec
-    framework = recipe.target.framework
-    request = replace(launch_request(found, version=own.version), framework=framework)
-    require_launchable(request)
     require_same_model(found, spec)
+    request = replace(
+        launch_request(found, version=own.version), framework=recipe.target.framework, spec=spec
+    )
+    require_launchable(request)
     for_optimizer([found.layout.zero], own)
     values = {**planned_items(found), **found.layout.sizes}
     needs = recipe.requirements(spec)
     if restored := own.restored:
         restored.check(found, own.version)
-        by_format = restored.required(own.version).items()
-        needs |= {name: need for name, need in by_format if name == "use_megatron_fsdp"}
+        needs |= {
+            name: need
+            for name, need in restored.required(own.version).items()
+            if name == "use_megatron_fsdp"
+        }
     for name, need in needs.items():
         if need.value is not None and values[name] != need.value:
             raise UserInputError(

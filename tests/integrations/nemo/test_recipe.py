@@ -514,3 +514,14 @@ def test_another_number_format_than_the_plan_counts_is_warned_of() -> None:
 def test_overrides_that_say_nothing_of_a_recipe_are_refused(override: Any, told: str) -> None:
     with pytest.raises(UserInputError, match=told):
         auto_recipe(llama(), cluster="dgx_h100", overrides=[override])
+
+
+def test_a_plan_is_held_to_the_layers_of_the_recipe_that_takes_it() -> None:
+    """Windows, which may differ from those of the catalogue's model, have no kernel with a ring."""
+    recipe = llama()
+    plan, _ = auto_recipe(
+        recipe, cluster="dgx_h100", overrides=["parallel.context_parallel_size=2"]
+    )
+    recipe.model.config.window_size = (4096, 0)
+    with pytest.raises(UserInputError, match="sliding windows have no kernel with the ring"):
+        apply_plan(recipe, plan)
