@@ -103,7 +103,7 @@ class NemoRecipe(PlannedRecipe, framework="nemo"):
             lacks = {**lacks, option: why}
         length = self.find(self.seq_length)
         learned = self.find(f"{self.model}.position_embedding_type") == "learned_absolute"
-        if learned and self._model_length(length) != length:
+        if learned and value_or(self.root.model.config, "seq_length", length) != length:
             why = "its buffers are as long as model.config.seq_length, which has learned positions"
             lacks = {**lacks, option: why}
         return ExecutionPlaces(
@@ -112,10 +112,6 @@ class NemoRecipe(PlannedRecipe, framework="nemo"):
             lacks=lacks,
             forced=_DEEPEP if any(map(turns_on_deepep, self.of_trainer())) else {},
         )
-
-    def _model_length(self, length: int) -> int:
-        """The sequence that the model's configuration states, by default that of the data."""
-        return int(value_or(self.root.model.config, "seq_length", length))
 
     @property
     def gathers_before_forward(self) -> bool:
@@ -243,7 +239,8 @@ class NemoRecipe(PlannedRecipe, framework="nemo"):
         length, why = plan.train.seq_length, "the sequences that were planned for"
         if packed_sequence_size(self.root.data) is None:  # else the length is that of a pack
             yield self.seq_length, length, why
-        cp, own = plan.layout.dims.context_parallel_size, self._model_length(length)
+        cp = plan.layout.dims.context_parallel_size
+        own = value_or(self.root.model.config, "seq_length", length)  # by default the data's
         if (cp > 1 and own % (2 * cp)) or (
             own != length and plan.layout.execution.tp_comm_overlap  # user buffers are as long
         ):

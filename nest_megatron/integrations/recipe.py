@@ -17,7 +17,7 @@ from nest_megatron.config.job import GATHER, Job, Requirement
 from nest_megatron.config.space import class_limits
 from nest_megatron.cost_model.execution_flags import time_notes
 from nest_megatron.cost_model.memory_flags import memory_flags, text
-from nest_megatron.cost_model.target_defaults import newer_release_notes
+from nest_megatron.cost_model.target_defaults import NEMO, newer_release_notes
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.architecture import (
@@ -351,12 +351,7 @@ class Recipe(Configuration, ABC):
                 **needs,
             },
             restored=restored,
-            stated={
-                **self.arguments(),
-                **overlaps,
-                **graphs,
-                **fsdp,
-            },
+            stated={**self.arguments(), **overlaps, **graphs, **fsdp},
             options={**self.options(), "use_megatron_fsdp": self.uses_fsdp},
             recompute=recompute,
             zero=read_zero(sharded) or ZeroStage.NONE,
@@ -448,6 +443,9 @@ class Recipe(Configuration, ABC):
             stated[_ETP] = stated.get(_ETP) or 1
         if self._has_one_order and _ORDER in stated:
             stated[_ORDER] = False
+        # ``_validate_config`` of NeMo drops them where there is no pipeline
+        if self.target is NEMO and stated["pipeline_model_parallel_size"] in (None, 1):
+            stated["virtual_pipeline_model_parallel_size"] = None
         return {**stated, layout: layout_text(stated.get(layout))}
 
     def own_notes(self, restored: Restored | None) -> tuple[str, ...]:

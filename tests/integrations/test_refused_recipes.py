@@ -123,6 +123,16 @@ def test_no_estimate_of_what_the_framework_refuses(
         estimate(framework, recipe(framework, fields))
 
 
+@pytest.mark.parametrize("pipeline", [1, None])
+def test_nemo_drops_virtual_stages_without_a_pipeline(pipeline: int | None) -> None:
+    sizes = {"pipeline_model_parallel_size": pipeline, "virtual_pipeline_model_parallel_size": 4}
+    made = recipe(nemo, {f"trainer.strategy.{name}": size for name, size in sizes.items()})
+    assert estimate(nemo, made).layout.dims.virtual_pipeline_model_parallel_size == 1
+    made = recipe(megatron_bridge, {f"model.{name}": size for name, size in sizes.items()})
+    with pytest.raises(UserInputError, match="4 virtual stages need more than one pipeline rank"):
+        estimate(megatron_bridge, made)
+
+
 @pytest.mark.parametrize("framework", [megatron_bridge, nemo])
 def test_what_mixed_precision_replaces_is_not_refused(framework: Any) -> None:
     """Both copy all of its settings over the model's, those that are unset too."""

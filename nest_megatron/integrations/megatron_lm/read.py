@@ -169,6 +169,10 @@ def job_from_values(
         flags[_ROUNDS] = rounds
     if values.get(_OVERLAP_P2P) is False:
         flags[_OVERLAP_P2P] = False
+    # options that stay and go without graphs (0.17 args:1515, 0.20 args:1858, :1898)
+    unfused = values.get("add_qkv_bias") or not values.get("gradient_accumulation_fusion")
+    delayed = values.get("delay_wgrad_compute") and (values.get("add_bias_linear") or unfused)
+    threshold = values.get("inference_batch_times_seqlen_threshold") or -1
     return Job(
         spec=spec,
         version=version,
@@ -189,7 +193,7 @@ def job_from_values(
         zero=read_zero(values),
         sharding=read_sharding(values),
         graphs=cuda_graphs(values),
-        capturable=not (schedule or packs or own_layers(values) or _excludes_graphs(values)),
+        capturable=not (schedule or packs or own_layers(values) or delayed or threshold >= 0),
         packs=packs,
         required=_needs_of_options(values, version),
         closed=closed_fields(values.get("deterministic_mode"), packs=packs) | _unfused(values),
@@ -212,16 +216,6 @@ _COUNTED_ON_HOST = (
     "moe_router_padding_for_fp8",
     "moe_router_padding_for_quantization",
 )
-
-
-def _excludes_graphs(values: Values) -> bool:
-    """Whether options that stay go without CUDA graphs (0.17 args:1515, 0.20 args:1858, :1898)."""
-    delayed = values.get("delay_wgrad_compute") and (
-        values.get("add_bias_linear")
-        or values.get("add_qkv_bias")
-        or not values.get("gradient_accumulation_fusion")
-    )
-    return bool(delayed or (values.get("inference_batch_times_seqlen_threshold") or -1) >= 0)
 
 
 def _unfused(values: Values) -> frozenset[str]:
