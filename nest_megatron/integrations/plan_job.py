@@ -61,8 +61,7 @@ class TypedCommand:
 _FIELDS = tuple(
     field.name
     for field in dataclasses.fields(Job)
-    if field.name
-    not in ("spec", "target", "options", "restored", "command", "changes", "fields", "notes")
+    if field.name not in ("spec", "target", "restored", "command", "changes", "fields", "notes")
 )
 
 

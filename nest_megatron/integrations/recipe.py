@@ -173,7 +173,7 @@ class Recipe(Configuration, ABC):
         """
         found: dict[str, list[tuple[str, Any]]] = {}
         replacing = (*self.places.overlap, "mixed_precision", "trainer.plugins")
-        for name, (part, holder) in product({*OPTIONS.values()}, self.holders.items()):
+        for name, (part, holder) in product(sorted({*OPTIONS.values()}), self.holders.items()):
             for path in (f"{part}.{spelled}" for spelled in SPELLINGS.get(name, (name,))):
                 value = attribute(holder, path.rpartition(".")[2])
                 if value is not ABSENT and "callbacks" not in part and path != _NOT_READ:

@@ -12,6 +12,7 @@ import nest_megatron
 from nest_megatron.api.sweep import WhatIf
 from nest_megatron.config.catalogue import read_cluster
 from nest_megatron.config.compose import compose
+from nest_megatron.config.job import Job
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import recorded_settings
 from nest_megatron.errors import UserInputError
@@ -20,6 +21,7 @@ from nest_megatron.integrations.megatron_lm.planning import job_request
 from nest_megatron.integrations.plan_job import RecipeJob, recorded_fields
 from nest_megatron.layout import plan_file
 from nest_megatron.layout.plan import ParallelPlan
+from nest_megatron.planner import Request
 from tests import catalogue
 from tests.integrations import frameworks
 
@@ -109,18 +111,40 @@ def test_what_the_recipe_says_itself_is_not_changed(path: Path) -> None:
         what_if(path, train__precision="fp8")
 
 
-@pytest.mark.parametrize("cluster", ["dgx_h100", "gb200_nvl72"])
-def test_its_job_is_searched_as_that_of_the_recipe(
-    framework: str, path: Path, cluster: str
-) -> None:
-    read = nemo.read_recipe if framework == "nemo" else megatron_bridge.read_recipe
-    job = read(mixtral(framework))
-    composed = compose(parse([f"cluster={cluster}", "cluster.num_gpus=72"]))
+def asked_again(path: Path, job: Job, cluster: str, size: int) -> tuple[Request, Request]:
+    """What is searched for a job, and for that of a plan's file that records it."""
+    place = [f"cluster={cluster}", f"cluster.num_gpus={size}"]
+    composed = compose(parse(place))
     asked = job_request(job, read_cluster(composed), composed)
     model = ("model=mixtral_8x7b", f"target={asked.settings.target}")
     plan = plan_file.read(path)
     origin = dataclasses.replace(plan.provenance, recipe=recorded_fields(job))
     text = plan_file.dump(dataclasses.replace(plan, provenance=origin))
     said = RecipeJob(fields=plan_file.load(text).provenance.recipe)
-    again = said.request(compose(parse([*model, f"cluster={cluster}", "cluster.num_gpus=72"])))
+    again = said.request(compose(parse([*model, *place])))
+    return asked, again
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_what_its_options_forbid_does_not_run_today(
+    framework: str, path: Path, offloads: bool
+) -> None:
+    recipe = mixtral(framework)
+    is_nemo = framework == "nemo"
+    layout = recipe.trainer.strategy if is_nemo else recipe.model
+    layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size = 1, 2
+    (
+        recipe.model.config if is_nemo else recipe.model
+    ).cpu_offloading = offloads  # not in a pipeline
+    read = nemo.read_recipe if framework == "nemo" else megatron_bridge.read_recipe
+    for request in asked_again(path, read(recipe), "dgx_h100", 32):
+        assert (request.present is None) is offloads
+
+
+@pytest.mark.parametrize("cluster", ["dgx_h100", "gb200_nvl72"])
+def test_its_job_is_searched_as_that_of_the_recipe(
+    framework: str, path: Path, cluster: str
+) -> None:
+    read = nemo.read_recipe if framework == "nemo" else megatron_bridge.read_recipe
+    asked, again = asked_again(path, read(mixtral(framework)), cluster, 72)
     assert {n: getattr(again, n) for n in SEARCHED} == {n: getattr(asked, n) for n in SEARCHED}
