@@ -200,3 +200,12 @@ def test_recomputed_layers_of_experts_count_by_their_old_name() -> None:
     fields = {"model.moe_layer_recompute": True}
     found = estimate(megatron_bridge, recipe(megatron_bridge, fields)).layout.recompute
     assert "moe" in [module.value for module in found.modules]
+
+
+def test_what_refuses_a_recipe_is_not_megatron_lm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron_bridge, "installed_name", lambda _: "megatron_bridge_0.6")
+    fields = {"optimizer.use_precision_aware_optimizer": True, "optimizer.optimizer": "sgd"}
+    with pytest.raises(UserInputError, match=r"optimizer = True: megatron-core 0\.19 refuses it"):
+        megatron_bridge.auto_recipe(
+            recipe(megatron_bridge, fields), cluster="dgx_h100", overrides=["cluster.num_gpus=16"]
+        )

@@ -386,7 +386,7 @@ def for_optimizer(
     ]
     if kept:
         return tuple(kept)
-    refuses = f"Megatron-LM {job.version} refuses it"
+    refuses = f"{'megatron-core' if job.fields else 'Megatron-LM'} {job.version} refuses it"
     if needs and allowed:
         raise flag_error(
             needs,

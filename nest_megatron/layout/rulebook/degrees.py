@@ -287,7 +287,7 @@ DEGREE_RULES = (
         "ssm/mamba_hybrid_layer_allocation.py Symbols",
         lambda spec: "+" not in spec.hybrid_layer_pattern,
         "hybrid_layer_pattern",
-        "Megatron-LM {version} has no layer of latent attention (+) in a hybrid model",
+        "{core} has no layer of latent attention (+) in a hybrid model",
         "Use Megatron-LM 0.19.",
         until="0.18",
     ),

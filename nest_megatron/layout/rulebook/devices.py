@@ -240,7 +240,7 @@ SHARDING_RULES = (
         "args:1184-1186",
         allows_optimizer,
         "optimizer",
-        "Megatron-LM {version} does not divide its state (ZeRO-{zero:d})",
+        "{core} does not divide its state (ZeRO-{zero:d})",
         "Use parallel.zero_stage=0, or adam.",
     ),
 )

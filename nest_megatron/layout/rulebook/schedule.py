@@ -224,7 +224,7 @@ SCHEDULE_RULES = (
         "ssm/mamba_block.py (at build)",
         lambda spec, vpp: vpp == 1 or not spec.hybrid_layer_pattern,
         _VPP,
-        "Megatron-LM {version} has no virtual stages for hybrid models",
+        "{core} has no virtual stages for hybrid models",
         "Use 1, or Megatron-LM 0.17.",
         until="0.16",
     ),
