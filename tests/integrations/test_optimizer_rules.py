@@ -258,6 +258,8 @@ def test_a_job_that_does_not_train_is_refused_or_named() -> None:
     "script",
     [
         "tools/run_text_generation_server.py",
+        "generate_samples_gpt.py",
+        "tools/merge_mp_partitions.py",
         "examples/inference/gpt/gpt_static_inference.py",
         "tools/checkpoint/convert.py",
         "tasks/main.py",
