@@ -111,8 +111,9 @@ def _of_same_machines(cluster: Cluster) -> tuple[Path, SiteCalibration] | None:
     base = cluster.name.removesuffix(DISCOVERED)
     other = base if base != cluster.name else f"{base}{DISCOVERED}"
     path = site_path(other, cluster.accelerator.name)
-    if not os.path.lexists(path):
-        return None
-    found = read_site(path)
-    is_same = not dataclasses.replace(found, cluster=cluster.name).differences(cluster)
-    return (path, found) if is_same and found.has_links_of(cluster) else None
+    if os.path.lexists(path):
+        found = read_site(path)
+        own = dataclasses.replace(found, cluster=cluster.name)
+        if not own.differences(cluster) and own.has_links_of(cluster):
+            return path, found
+    return None

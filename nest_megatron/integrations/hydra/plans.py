@@ -228,8 +228,7 @@ def plan_app(view: AppView, environment: Environment) -> AppPlan:
             require_launch(settings.mode)
         if settings.mode is Mode.AUTO:
             if settings.plan is not None:
-                _, limit, fix = OF_OTHER_MODES["plan"]
-                raise UserInputError("nest.plan", settings.plan, limit, fix)
+                raise UserInputError("nest.plan", settings.plan, *OF_OTHER_MODES["plan"][1:])
             found = place()
             job = read_app(view, found.settings)
             job = replace(
