@@ -111,7 +111,7 @@ def read_typed(typed: TypedCommand, composed: Settings) -> tuple[Job, Cluster]:
     if job.num_gpus is None:
         cluster = read_cluster(composed)
         if not composed.describes_cluster:  # the size of one of the catalogue is an example
-            unsaid = "the recipe does not say it" if command is None else command.ranks.unsaid
+            unsaid = command.ranks.unsaid if command else "the recipe does not say it"
             raise UserInputError(
                 "cluster.num_gpus",
                 None,

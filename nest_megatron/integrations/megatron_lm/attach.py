@@ -102,8 +102,8 @@ def launch_request(
         restored_settings(plan.provenance.settings),
         execution=allowed_execution(plan.layout.execution, plan.layout),
         schedule=plan.train.batch_schedule,
-        values={} if command is None else command.values,
-        version=version if command is None else command.version,
+        values=command.values if command else {},
+        version=command.version if command else version,
     )
 
 

@@ -190,7 +190,7 @@ def plan_for_nodes(job: TableJob, counts: Sequence[int]) -> PlanTable:
     loads, found = max(tables, key=lambda each: _worth(each[1]))
     return PlanTable(
         entries=_entries_with_advice(found, _best_below(job, found, loads)),
-        plans={plan_file.checksum(plan): plan for _, plan in found if plan is not None},
+        plans={plan_file.checksum(plan): plan for _, plan in found if plan},
         notes=tuple(_notes(job, loads)),
     )
 
@@ -212,10 +212,7 @@ def _worth(found: Sequence[Planned]) -> tuple[float, ...]:
 
     Where a number has no plan, or a slow one, some of its nodes stay idle.
     """
-    rates = (
-        0.0 if plan is None else 1.0 / plan.predicted.iteration_time_s
-        for _, plan in reversed(found)
-    )
+    rates = (1.0 / plan.predicted.iteration_time_s if plan else 0.0 for _, plan in reversed(found))
     steps_per_s = [*accumulate(rates, max)]
     return sum(each > 0 for each in steps_per_s), *reversed(steps_per_s)
 
@@ -244,7 +241,7 @@ def _best_below(
     least, plan = found[-1]
     size = least.num_gpus // least.num_nodes
     with contextlib.suppress(*WITHOUT_PLAN):  # fewer nodes have less memory
-        for nodes in range(least.num_nodes - 1, 0, -1) if plan is None else ():
+        for nodes in () if plan else range(least.num_nodes - 1, 0, -1):
             with contextlib.suppress(UserInputError):
                 smaller = job.plan(job.request_for(nodes * size, loads), loads)
                 return nodes, smaller.predicted.iteration_time_s
@@ -271,7 +268,7 @@ def _entries_with_advice(
     """
     advised = []
     for entry, plan in sorted(found, key=lambda each: each[0].num_nodes):
-        step = None if plan is None else plan.predicted.iteration_time_s
+        step = plan.predicted.iteration_time_s if plan else None
         told = entry.told
         if best is not None and (step is None or step > best[1]):
             nodes, shorter = best
