@@ -16,16 +16,24 @@ from typing import Any
 from nest_megatron.documents import packaged
 from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.integrations.fields import (
+    FIELDS,
     changed_fields,
     class_names,
     classes_of,
     short_text,
     value_or,
 )
+from nest_megatron.model.catalogue import (
+    EXPERT_NAMES,
+    LINEAR_NAMES,
+    SAME_NAMES,
+    spec_from_arguments,
+)
 from nest_megatron.model.encoder import EncoderSpec
 from nest_megatron.model.heterogeneous import read_heterogeneous_layers
 from nest_megatron.model.hugging_face import read_vision_config
 from nest_megatron.model.layer_pattern import pattern_from_ratios
+from nest_megatron.model.spec import LATENT_SIZES, ModelFamily, TransformerSpec
 from nest_megatron.model.variant import ModelVariant, NormPlacement
 from nest_megatron.plain import frozen
 
@@ -42,6 +50,10 @@ CLASSIFIED = frozenset(
     for table in ("read", "no_effect", "refused", "unpriced", "refused_otherwise", "of_families")
     for name in _TABLE[table]
 )
+#: What else the configuration of a model names as Megatron's arguments do.
+SHAPE = (*SAME_NAMES, *LINEAR_NAMES, *EXPERT_NAMES, *FIELDS["model"]["shape"].split())
+#: Families of models by a word of their configuration's class.
+_FAMILIES = {"Bert": ModelFamily.BERT, "T5": ModelFamily.T5}
 #: What ``dataclass`` writes into a class by itself.
 _GENERATED = frozenset(("__init__", "__repr__", "__eq__", "__hash__", "__replace__"))
 
@@ -401,3 +413,65 @@ FAMILIES: dict[str | None, Family] = {
         fields=lambda config: {"attention_chunk_size": value_or(config, "attention_chunk_size")},
     ),
 }
+
+
+def spec_of_config(
+    config: Any, *, seq_length: int, vocab_size: int, vocab_is_padded: bool
+) -> TransformerSpec:
+    """The shape of a model that is known to be supported, but for its activation.
+
+    Args:
+        config: megatron-core's ``TransformerConfig`` with what the frameworks add to it.
+        seq_length: tokens of one training sample, which the data decides.
+        vocab_size: rows of the embedding; before padding, unless ``vocab_is_padded``.
+
+    Source: ``TransformerConfig``, NeMo's ``GPTConfig``, Megatron-Bridge's ``GPTModelProvider``.
+    """
+    kind = value_or(config, "position_embedding_type", "rope")
+    longest = max(seq_length, value_or(config, "seq_length", 0))
+    values = {
+        **{name: value_or(config, name) for name in (*SHAPE, "layernorm_zero_centered_gamma")},
+        "group_query_attention": True,
+        "num_experts": value_or(config, "num_moe_experts"),
+        "position_embedding_type": kind,
+        "max_position_embeddings": longest if kind == "learned_absolute" else None,
+        "rotary_base": value_or(config, "rotary_base", 10_000),
+    }
+    own = family_of(config).fields(config)
+    if (own.get("attention_chunk_size") or seq_length) >= seq_length:  # nothing is cut
+        own.pop("attention_chunk_size", None)
+    values |= {name: value for name, value in own.items() if name in values}
+    values["rotary_base"] = int(values["rotary_base"])
+    if not values["multi_latent_attention"]:
+        values |= dict.fromkeys(LATENT_SIZES)
+    function = value_or(config, "activation_func", "gelu")
+    function = getattr(function, "func", function)  # functools.partial(gelu, approximate=...)
+    name = function if isinstance(function, str) else getattr(function, "__name__", repr(function))
+    activation = FIELDS["activations"].get(name)
+    if activation is None and "activation" not in own:
+        supported = ", ".join(sorted(FIELDS["activations"]))
+        raise unplannable("model.activation_func", name, f"supported are {supported}")
+    shared = value_or(config, "share_embeddings_and_output_weights", True)
+    names = " ".join(class_names(config))
+    family = next((kind for word, kind in _FAMILIES.items() if word in names), ModelFamily.GPT)
+    if family is ModelFamily.T5:
+        values["max_position_embeddings"] = value_or(config, "max_position_embeddings", longest)
+        own["encoder_num_layers"] = value_or(config, "encoder_num_layers")
+        own["decoder_seq_length"] = value_or(config, "seq_length_dec")
+    return spec_from_arguments(
+        values,
+        "model.{}".format,
+        name=class_names(config)[0],
+        family=family,
+        num_layers=own.pop("num_layers", None) or config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=value_or(config, "ffn_hidden_size", 4 * config.hidden_size),
+        seq_length=seq_length,
+        vocab_size=vocab_size,
+        vocab_is_padded=vocab_is_padded,
+        activation=own.pop("activation", None) or activation,
+        gated_linear_unit=value_or(config, "gated_linear_unit", False),
+        untie_embeddings_and_output_weights=not shared,
+        source="the framework's own configuration",
+        **{name: value for name, value in own.items() if name not in values},
+    )

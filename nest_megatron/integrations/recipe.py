@@ -25,13 +25,12 @@ from nest_megatron.integrations.architecture import (
     family_of,
     notes_on_unknown_fields,
     refuse_unplannable,
-    unplannable,
+    spec_of_config,
     unpriced,
 )
 from nest_megatron.integrations.fields import (
     ABSENT,
     ARGUMENTS,
-    FIELDS,
     SPELLINGS,
     Configuration,
     ExecutionPlaces,
@@ -70,13 +69,7 @@ from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.facts import release_number
 from nest_megatron.layout.rulebook.options import OPTIONS, fields_of_options
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.model.catalogue import (
-    EXPERT_NAMES,
-    LINEAR_NAMES,
-    SAME_NAMES,
-    spec_from_arguments,
-)
-from nest_megatron.model.spec import LATENT_SIZES, ModelFamily, TransformerSpec
+from nest_megatron.model.spec import TransformerSpec
 
 #: What every plan takes back (``field_mapping``), so that it weighs on no plan's memory.
 TAKEN_BACK = "defer_embedding_wgrad_compute"
@@ -104,8 +97,6 @@ _GATHERED_BEFORE = Requirement(
     who="reuse_grad_buf_for_mxfp8_param_ag",
 )
 _DISPATCHER = {"moe_token_dispatcher_type", "moe_flex_dispatcher_backend"}
-#: What else the configuration of a model names as Megatron's arguments do.
-SHAPE = (*SAME_NAMES, *LINEAR_NAMES, *EXPERT_NAMES, *FIELDS["model"]["shape"].split())
 #: Recipes of Megatron-Bridge set it, and nothing reads it there.
 _NOT_READ = "model.fp8_param_gather"
 
@@ -231,7 +222,7 @@ class Recipe(Configuration, ABC):
         length = packed_sequence_size(data) or self.whole(
             f"{self.data}.seq_length" if of_data else self.seq_length
         )
-        spec = _spec(config, seq_length=length, vocab_size=rows, vocab_is_padded=is_padded)
+        spec = spec_of_config(config, seq_length=length, vocab_size=rows, vocab_is_padded=is_padded)
         if spec.decoder_seq_length is not None:
             spec = replace(
                 spec, decoder_seq_length=value_or(data, "seq_length_dec", spec.decoder_seq_length)
@@ -255,23 +246,10 @@ class Recipe(Configuration, ABC):
         """
         spec, notes = self.spec(vocab_size)
         num_gpus, gpus_per_node = self.size()
-        params, holder = self.number_format()
-        precision, fp8_recipe = params, "delayed"
-        for name, narrow in (("fp8", Precision.FP8), ("fp4", Precision.NVFP4)):
-            if not (given := value_or(holder, name)):
-                continue
-            if params is Precision.FP32:
-                raise UserInputError(
-                    name,
-                    given,
-                    "weights and activations are in 32 bits, which is not priced beside it",
-                    "Train in bf16-mixed.",
-                )
-            precision, fp8_recipe = narrow, str(value_or(holder, "fp8_recipe", "delayed"))
-        restored = self.restored_by(self.root)
+        precision, fp8_recipe = self._precision()
+        restored, needs = self.restored_by(self.root), self.requirements(spec)
         config, data, places = self.find(self.model), self.find(self.data), self.places
-        family, stated, execution = family_of(config), self.item_values(), places.values()
-        unforced = replace(places, forced={}).values()
+        stated, execution = self.item_values(), places.values()
         # without it both frameworks turn the overlap off, with a warning
         if places.overlap and not stated.get("sequence_parallel"):
             execution["tp_comm_overlap"] = False
@@ -284,14 +262,6 @@ class Recipe(Configuration, ABC):
         }
         of_fsdp = self.find(f"{self.ddp}.megatron_fsdp_version")
         sharded = {**stated, **fsdp, "megatron_fsdp_version": of_fsdp}
-        packs, needs = packs_sequences(data), self.requirements(spec)
-        if (size := packed_sequence_size(data)) is not None and not family.packs:
-            raise UserInputError(
-                f"{self.data}: packed_sequence_size",
-                size,
-                f"the attention of {class_names(config)[0]} takes no packed sequences",
-                "Train without packing.",
-            )
         fixed = {
             ARGUMENTS.get(item, item): value
             for item, value in stated.items()
@@ -299,39 +269,17 @@ class Recipe(Configuration, ABC):
             and value is not None
             and (spec.is_moe or not item.startswith("expert_"))
         }
-        flags = memory_flags(
-            {
-                **self.memory(),
-                **({"attention_backend": "local"} if family.keeps_scores else {}),
-                **execution,
-                # the overlap settings have a size of their own (``_get_optimizer_overlap_cfgs``)
-                "ddp_bucket_size": next(
-                    values_of(map(self.find, places.overlap or [self.ddp]), "bucket_size"),
-                    None if places.overlap else 0,
-                ),
-                "params_dtype": params.value,
-                "fp8_recipe": fp8_recipe,
-                TAKEN_BACK: None,
-            }
-        )
+        flags = self._memory_flags(execution, fp8_recipe)
         with naming_fields(self.items):
             recompute = read_recompute(stated)
+        packs, uneven = self._packs(), differs_by_rank(data)
         graphs = {name: value_or(config, name) for name in GRAPH_FIELDS} | {PACKED[0]: packs}
-
-        def said(name: str) -> list[Any]:
-            return [self.find(f"{p}.{name}") for p in places.overlap or (self.model,)]
-
-        # ``_get_optimizer_overlap_cfgs`` of both: from two replicas on, if not stated there
-        overlaps = {
-            name: False not in said(name) and (True in said(name) or 2)
-            for name in OVERLAPS
-            if places.overlap and stated.get("use_distributed_optimizer")
-        }
-        # ``_get_model_comm_overlap_cfgs``: on with virtual stages, but not those of a layout alone
-        sends = said("overlap_p2p_comm")
-        virtual = stated.get("virtual_pipeline_model_parallel_size")
-        if False in sends or (places.overlap and not (virtual or True in sends)):
-            overlaps["overlap_p2p_comm"] = False
+        unforced = replace(places, forced={}).values()
+        closed = closed_fields(
+            value_or(config, "deterministic_mode", False), lengths=packs or is_finetuning(data)
+        )
+        if uneven and self.find(self.hybridep_padding) is ABSENT:
+            closed |= _DISPATCHER
         growth = self.find(self.rampup_batch_size)
         ramp_note = (
             f"{self.rampup_batch_size} = {growth} is ignored by megatron-core "
@@ -351,7 +299,7 @@ class Recipe(Configuration, ABC):
                 **needs,
             },
             restored=restored,
-            stated={**self.arguments(), **overlaps, **graphs, **fsdp},
+            stated={**self.arguments(), **self._overlaps(stated), **graphs, **fsdp},
             options={**self.options(), "use_megatron_fsdp": self.uses_fsdp},
             recompute=recompute,
             zero=read_zero(sharded) or ZeroStage.NONE,
@@ -359,16 +307,9 @@ class Recipe(Configuration, ABC):
             memory_flags=flags,
             on_blackwell={name: unforced[name] for name in places.forced},
             graphs=cuda_graphs(graphs),
-            capturable=not (packs or differs_by_rank(data)),
+            capturable=not (packs or uneven),
             packs=packs,
-            closed=closed_fields(
-                value_or(config, "deterministic_mode", False), lengths=packs or is_finetuning(data)
-            )
-            | (
-                _DISPATCHER
-                if differs_by_rank(data) and self.find(self.hybridep_padding) is ABSENT
-                else set()
-            ),
+            closed=closed,
             can_state=places.can_state(),
             fields={
                 **fields_of_options({k: v[0][0] for k, v in self.option_fields().items()}),
@@ -391,6 +332,71 @@ class Recipe(Configuration, ABC):
                 *time_notes(flags),
             ),
         )
+
+    def _precision(self) -> tuple[Precision, str]:
+        """The narrowest format of its GEMMs, and its recipe of FP8."""
+        params, holder = self.number_format()
+        for name, narrow in (("fp4", Precision.NVFP4), ("fp8", Precision.FP8)):
+            if given := value_or(holder, name):
+                if params is Precision.FP32:
+                    raise UserInputError(
+                        name,
+                        given,
+                        "weights and activations are in 32 bits, which is not priced beside it",
+                        "Train in bf16-mixed.",
+                    )
+                return narrow, str(value_or(holder, "fp8_recipe", "delayed"))
+        return params, "delayed"
+
+    def _packs(self) -> bool:
+        """Whether its samples are packed, which the attention of its model must take."""
+        config, data = self.find(self.model), self.find(self.data)
+        if (size := packed_sequence_size(data)) is not None and not family_of(config).packs:
+            raise UserInputError(
+                f"{self.data}: packed_sequence_size",
+                size,
+                f"the attention of {class_names(config)[0]} takes no packed sequences",
+                "Train without packing.",
+            )
+        return packs_sequences(data)
+
+    def _memory_flags(self, execution: Mapping[str, Any], fp8_recipe: str) -> Mapping[str, Any]:
+        """What memory and time depend on besides the layout."""
+        # the overlap settings have a size of their own (``_get_optimizer_overlap_cfgs``)
+        overlap = self.places.overlap
+        sizes = values_of(map(self.find, overlap or [self.ddp]), "bucket_size")
+        keeps_scores = family_of(self.find(self.model)).keeps_scores
+        return memory_flags(
+            {
+                **self.memory(),
+                **({"attention_backend": "local"} if keeps_scores else {}),
+                **execution,
+                "ddp_bucket_size": next(sizes, None if overlap else 0),
+                "params_dtype": self.number_format()[0].value,
+                "fp8_recipe": fp8_recipe,
+                TAKEN_BACK: None,
+            }
+        )
+
+    def _overlaps(self, stated: Mapping[str, Any]) -> dict[str, Any]:
+        """The overlaps that the overlap settings turn on or off by themselves."""
+        overlap = self.places.overlap
+
+        def said(name: str) -> list[Any]:
+            return [self.find(f"{part}.{name}") for part in overlap or (self.model,)]
+
+        # ``_get_optimizer_overlap_cfgs`` of both: from two replicas on, if not stated there
+        found = {
+            name: False not in said(name) and (True in said(name) or 2)
+            for name in OVERLAPS
+            if overlap and stated.get("use_distributed_optimizer")
+        }
+        # ``_get_model_comm_overlap_cfgs``: on with virtual stages, but not those of a layout alone
+        sends = said("overlap_p2p_comm")
+        virtual = stated.get("virtual_pipeline_model_parallel_size")
+        if False in sends or (overlap and not (virtual or True in sends)):
+            found["overlap_p2p_comm"] = False
+        return found
 
     def requirements(self, spec: TransformerSpec) -> dict[str, Requirement]:
         """What its data and its classes fix of a layout."""
@@ -476,69 +482,3 @@ class Recipe(Configuration, ABC):
         if "|" in str(found := self.find(f"{self.model}.{_PATTERN}")):
             stated[_PATTERN] = found
         return megatron_arguments(stated)
-
-
-#: Families of models by a word of their configuration's class.
-_FAMILIES = {"Bert": ModelFamily.BERT, "T5": ModelFamily.T5}
-
-
-def _spec(
-    config: Any, *, seq_length: int, vocab_size: int, vocab_is_padded: bool
-) -> TransformerSpec:
-    """The shape of a model that is known to be supported, but for its activation.
-
-    Args:
-        config: megatron-core's ``TransformerConfig`` with what the frameworks add to it.
-        seq_length: tokens of one training sample, which the data decides.
-        vocab_size: rows of the embedding; before padding, unless ``vocab_is_padded``.
-
-    Source: ``TransformerConfig``, NeMo's ``GPTConfig``, Megatron-Bridge's ``GPTModelProvider``.
-    """
-    kind = value_or(config, "position_embedding_type", "rope")
-    longest = max(seq_length, value_or(config, "seq_length", 0))
-    values = {
-        **{name: value_or(config, name) for name in (*SHAPE, "layernorm_zero_centered_gamma")},
-        "group_query_attention": True,
-        "num_experts": value_or(config, "num_moe_experts"),
-        "position_embedding_type": kind,
-        "max_position_embeddings": longest if kind == "learned_absolute" else None,
-        "rotary_base": value_or(config, "rotary_base", 10_000),
-    }
-    own = family_of(config).fields(config)
-    if (own.get("attention_chunk_size") or seq_length) >= seq_length:  # nothing is cut
-        own.pop("attention_chunk_size", None)
-    values |= {name: value for name, value in own.items() if name in values}
-    values["rotary_base"] = int(values["rotary_base"])
-    if not values["multi_latent_attention"]:
-        values |= dict.fromkeys(LATENT_SIZES)
-    function = value_or(config, "activation_func", "gelu")
-    function = getattr(function, "func", function)  # functools.partial(gelu, approximate=...)
-    name = function if isinstance(function, str) else getattr(function, "__name__", repr(function))
-    activation = FIELDS["activations"].get(name)
-    if activation is None and "activation" not in own:
-        supported = ", ".join(sorted(FIELDS["activations"]))
-        raise unplannable("model.activation_func", name, f"supported are {supported}")
-    shared = value_or(config, "share_embeddings_and_output_weights", True)
-    names = " ".join(class_names(config))
-    family = next((kind for word, kind in _FAMILIES.items() if word in names), ModelFamily.GPT)
-    if family is ModelFamily.T5:
-        values["max_position_embeddings"] = value_or(config, "max_position_embeddings", longest)
-        own["encoder_num_layers"] = value_or(config, "encoder_num_layers")
-        own["decoder_seq_length"] = value_or(config, "seq_length_dec")
-    return spec_from_arguments(
-        values,
-        "model.{}".format,
-        name=class_names(config)[0],
-        family=family,
-        num_layers=own.pop("num_layers", None) or config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=value_or(config, "ffn_hidden_size", 4 * config.hidden_size),
-        seq_length=seq_length,
-        vocab_size=vocab_size,
-        vocab_is_padded=vocab_is_padded,
-        activation=own.pop("activation", None) or activation,
-        gated_linear_unit=value_or(config, "gated_linear_unit", False),
-        untie_embeddings_and_output_weights=not shared,
-        source="the framework's own configuration",
-        **{name: value for name, value in own.items() if name not in values},
-    )

@@ -22,12 +22,17 @@ from nest_megatron.cost_model.memory_flags import READ
 from nest_megatron.cost_model.target_defaults import OF_THE_JOB
 from nest_megatron.documents import packaged
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.integrations.architecture import CLASSIFIED, OF_FAMILIES, REFUSED, unplannable
+from nest_megatron.integrations.architecture import (
+    CLASSIFIED,
+    OF_FAMILIES,
+    REFUSED,
+    SHAPE,
+    unplannable,
+)
 from nest_megatron.integrations.fields import lightning_precision
 from nest_megatron.integrations.hydra.view import AppView, names_of, node_at
 from nest_megatron.integrations.megatron_lm.layout_arguments import read_recompute
 from nest_megatron.integrations.megatron_lm.read import job_from_values
-from nest_megatron.integrations.recipe import SHAPE
 from nest_megatron.integrations.recipe_plan import planned_items
 from nest_megatron.layout.dims import RankOrder
 from nest_megatron.layout.execution_rules import allowed_execution
