@@ -399,7 +399,6 @@ def test_hybrid_models_of_megatron_bridge_have_no_virtual_stages(target: str) ->
         ({"model": 7}, "none of a name, a path"),
         ({"cluster": nest_megatron.models}, "nest_megatron.clusters"),
         ({"config_dir": 5}, "config_dir = 5: it is no path"),
-        ({"config_dir": "absent"}, "config_dir = 'absent': there is no such folder"),
         ({"config_dir": "a\0b"}, "it is no path"),
         ({"flags": [5]}, r"flags = \[5\]: it is neither a text nor a list of texts"),
         ({"overrides": [5]}, "override = '5': settings are written key=value"),

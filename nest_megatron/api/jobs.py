@@ -211,7 +211,7 @@ def sweep_job(
         config_dir, command, source_job: as of ``SweepJob``.
     """
     varied = tuple(setting for setting in settings if setting.key in keys)
-    folder = None if config_dir is None else str(expanded(config_dir, "config_dir").resolve())
+    folder = None if config_dir is None else str(expanded(config_dir, "--config-dir").resolve())
     job = SweepJob(
         settings=settings,
         varied=varied,

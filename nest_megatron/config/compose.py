@@ -357,10 +357,10 @@ def catalogue_cluster(name: str, num_gpus: int | None = None) -> Cluster:
 
 def _existing_folder(named: Path) -> Path:
     """The user's folder of groups, from / on."""
-    folder = expanded(named, "config_dir")
+    folder = expanded(named, "--config-dir")
     if not folder.is_dir():
         raise UserInputError(
-            "config_dir",
+            "--config-dir",
             str(named),
             "there is no such folder",
             "Name a folder with model/, cluster/ or accelerator/ inside.",
@@ -369,7 +369,7 @@ def _existing_folder(named: Path) -> Path:
         for name in catalogue_names(group):
             if (own := folder / group / f"{name}.yaml").is_file():
                 raise UserInputError(
-                    "config_dir",
+                    "--config-dir",
                     str(own),
                     f"the catalogue has the {group} {name}",
                     "Give the file another name.",
