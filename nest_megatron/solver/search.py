@@ -321,7 +321,8 @@ class Search(Caching):
         if choices.none and self.memory.under(grid, (NO_RECOMPUTE,)) > stages.capacity_bytes:
             self.infeasible[_ACTIVATIONS] += 1
         elif choices.none:
-            if self._in_any_memory(stages) > self.plans.threshold(grid):
+            # Blocks have a bound of their own that is as good.
+            if not choices.blocks and self._in_any_memory(stages) > self.plans.threshold(grid):
                 return
             found = self._solve_and_record(stages, NO_RECOMPUTE)
             if self._is_best_in_any_memory(stages, NO_RECOMPUTE, found):
