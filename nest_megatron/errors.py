@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 
 #: The command's name, in messages.
@@ -118,32 +117,27 @@ class UnplannableModelError(UserInputError):
     """A model whose shape this planner does not support (Mamba hybrids, vision, ...)."""
 
 
-_setting_prefix: ContextVar[str] = ContextVar("setting_prefix", default="")
+_spelling: ContextVar[Callable[[str], str]] = ContextVar("spelling", default=str)
 
 
 @contextlib.contextmanager
-def settings_typed_as(prefix: str) -> Iterator[None]:
-    """Advise to type settings of a job with what must stand before them in this command."""
-    token = _setting_prefix.set(prefix)
+def settings_typed_as(spelling: Callable[[str], str]) -> Iterator[None]:
+    """Advise to type settings of a job as this command takes them, given their keys."""
+    token = _spelling.set(spelling)
     try:
         yield
     finally:
-        _setting_prefix.reset(token)
+        _spelling.reset(token)
 
 
 def typed_setting(key: str) -> str:
-    """A setting of a job as the user types it here; in a Hydra application some have their key.
+    """A setting of a job as the user types it here.
 
-    >>> with settings_typed_as("nest."):
+    >>> with settings_typed_as("nest.{}".format):
     ...     typed_setting("search.max_seconds")
     'nest.search.max_seconds'
-    >>> with settings_typed_as("+nest.overrides."):
-    ...     typed_setting("search.max_seconds"), typed_setting("cluster")
-    ('+nest.overrides.search.max_seconds', 'nest.cluster')
     """
-    return re.sub(
-        r"^\+nest\.overrides\.(cluster|model|plan)$", r"nest.\1", f"{_setting_prefix.get()}{key}"
-    )
+    return _spelling.get()(key)
 
 
 #: Known names that an error lists whole.

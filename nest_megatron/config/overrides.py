@@ -457,14 +457,14 @@ def read_counts(text: str, option: str, *, doubling: bool = False) -> tuple[int,
 
     if (found := _RANGE.fullmatch(text.strip())) is None:
         raise wrong(f"it is a number of {of}, or the first and the last of a range")
-    first, last, step = (int(part or -1) for part in found.groups())
-    if first < 1 or step == 0:
+    begins, ends, apart = found.groups()
+    first, last, step = int(begins), int(ends or begins), int(apart or 1)
+    if first < 1 or step < 1:
         raise wrong(f"{of}, and the step between two numbers of them, are at least 1")
-    if 0 <= last < first:
+    if last < first:
         raise wrong(f"the range goes up, and {last} is below {first}")
-    last = max(first, last)
-    counts: Sequence[int] = range(first, last + 1, abs(step))
-    if doubling and step < 0:
+    counts: Sequence[int] = range(first, last + 1, step)
+    if doubling and apart is None:
         counts = [first << power for power in range((last // first).bit_length())]
     if len(counts) > _MOST:
         raise wrong(f"it is {len(counts)} numbers, and at most {_MOST} are planned at once")

@@ -290,6 +290,7 @@ class Executions(Caching):
 
     @cached_by(SHARD)
     def _unit_times(self, grid: PartialLayout) -> tuple[UnitTimes, ...]:
+        """The times of each kind of unit; of their blocks where nothing can wait on the host."""
         places, shard = self.model.places(grid.dims), self.model.shard(grid)
         if not self._offloads:
             return self.model.block_times(places, shard)

@@ -164,7 +164,7 @@ def test_a_setting_of_a_launch_is_named_as_it_is_typed() -> None:
         "cluster.num_gpus=8": "Name one: nest.cluster=NAME",
         "memory.margin=x": "nest.memory.margin = 'x': it must be a number",
     }.items():
-        with settings_typed_as("nest."), pytest.raises(UserInputError, match=words):
+        with settings_typed_as("nest.{}".format), pytest.raises(UserInputError, match=words):
             compose(parse([text]))
 
 

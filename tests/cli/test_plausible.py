@@ -85,14 +85,17 @@ def test_what_is_less_than_one_is_wrong_and_not_implausible(setting: str) -> Non
 
 
 def test_the_advice_names_the_setting_as_it_is_typed() -> None:
-    with settings_typed_as("nest."), pytest.raises(ValueError, match=r"add nest\.checks\.plaus"):
+    with (
+        settings_typed_as("nest.{}".format),
+        pytest.raises(ValueError, match=r"add nest\.checks\.plaus"),
+    ):
         require_plausible(None, None, 10**12)
     record = EndedEarly(
         search=None,
         max_seconds=1.0,
         lower_bound_s=0.5,  # type: ignore[arg-type]
     )
-    with settings_typed_as("nest."):
+    with settings_typed_as("nest.{}".format):
         assert "Raise nest.search.max_seconds" in ended_early(record)
     assert "Raise search.max_seconds" in ended_early(record)
 

@@ -155,7 +155,10 @@ def test_a_file_is_called_as_it_was_typed(tmp_path: Path) -> None:
         assert run("verify", str(path)).err.startswith(f"error: plan = {path}: ")
         with pytest.raises(UserInputError, match=r"^plan = "):
             read_launched(path)
-        with settings_typed_as("nest."), pytest.raises(UserInputError, match=r"^nest\.plan = "):
+        with (
+            settings_typed_as("nest.{}".format),
+            pytest.raises(UserInputError, match=r"^nest\.plan = "),
+        ):
             read_launched(path)
 
 

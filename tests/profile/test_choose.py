@@ -104,7 +104,7 @@ def test_versions_are_compared_where_they_are_known() -> None:
     same = {"torch": "2.6.0", "megatron_core": "0.16", "driver": "550.54.15"}
     assert choose_times(wanted(versions=same), AUTO)[0] is not None
     newer = {**same, "torch": "2.7.1"}
-    with settings_typed_as("nest."):
+    with settings_typed_as("nest.{}".format):
         times, notes = choose_times(wanted(versions=newer), AUTO)
     assert times is None
     assert "torch 2.6.0+cu124 instead of 2.7.1" in notes[0]
@@ -129,7 +129,7 @@ def test_other_layers_are_refused_even_by_name(changes: dict[str, object], said:
 def test_require_names_the_blocks_and_the_command() -> None:
     store.record(profile([timing(), timing(LayerBlock.HEAD)], name="some"))
     asked = wanted(command="model=llama3_8b cluster=dgx_h100")
-    with settings_typed_as("nest."), pytest.raises(UserInputError) as caught:
+    with settings_typed_as("nest.{}".format), pytest.raises(UserInputError) as caught:
         choose_times(asked, REQUIRE)
     assert caught.value.what == "nest.profile.mode"
     assert "dense, embedding on H100" in caught.value.limit

@@ -17,8 +17,13 @@ from nest_megatron.integrations.hydra import register
 
 register()
 
-#: Before a setting of the planning job on the application's command line.
-_PREFIX = "+nest.overrides."
+#: Settings of the planning job that have keys of the group.
+_OWN_KEYS = ("cluster", "model", "plan")
+
+
+def _typed(key: str) -> str:
+    """A setting of the planning job on the application's command line."""
+    return f"nest.{key}" if key in _OWN_KEYS else f"+nest.overrides.{key}"
 
 
 class PlanBeforeJob(Callback):
@@ -34,7 +39,7 @@ class PlanBeforeJob(Callback):
         from nest_megatron.integrations.hydra.view import require_own_fields, view_of
         from nest_megatron.report.failure import ending_on_errors
 
-        with settings_typed_as(_PREFIX), ending_on_errors():
+        with settings_typed_as(_typed), ending_on_errors():
             loader = GlobalHydra.instance().config_loader()
             try:  # the application's configuration, which may need overrides
                 own = loader.load_configuration(config_name, overrides=[], run_mode=RunMode.RUN)
@@ -55,7 +60,7 @@ class PlanBeforeJob(Callback):
         from nest_megatron.integrations.hydra.plans import plan_job
         from nest_megatron.report.failure import ending_on_errors
 
-        with settings_typed_as(_PREFIX), ending_on_errors():
+        with settings_typed_as(_typed), ending_on_errors():
             task = _task_config()
             plan_job(config, task)
             folder = config.hydra.output_subdir

@@ -243,7 +243,7 @@ def plan_app(view: AppView, environment: Environment) -> AppPlan:
                 plan, provenance=plan.provenance.made_for("a Hydra application", None, "+nest=auto")
             )
         else:
-            with settings_typed_as("nest."):
+            with settings_typed_as("nest.{}".format):
                 pinned = read_launched(pinned_file(settings.plan), size)
                 plan, notes, signer = pinned.plan, (pin_note(pinned.pin),), pinned.signer
                 job = read_app(view, compose(settings.settings(None)))

@@ -207,7 +207,7 @@ def running_request(job: Job, place: JobCluster) -> Request:
     """What to search for a running job."""
     cluster, notes = place.cluster, (*job.notes, *place.notes)
     job = replace(job, notes=notes, num_gpus=cluster.num_gpus)
-    with settings_typed_as("nest."):
+    with settings_typed_as("nest.{}".format):
         require_all_gpus(place.settings, "a job that has started")
         return job_request(job, cluster, place.settings, versions=installed_versions())
 

@@ -166,7 +166,7 @@ class LaunchedJob:
         reason may not have read it yet.
         """
         try:
-            with settings_typed_as("nest."), ending_on_errors(self.prints_errors):
+            with settings_typed_as("nest.{}".format), ending_on_errors(self.prints_errors):
                 yield
         except SystemExit as end:
             if self.store is not None:
@@ -246,7 +246,7 @@ class LaunchedJob:
 
 def launched_job(words: Sequence[str]) -> LaunchedJob | None:
     """The job of this process, whose command has these words; ``None`` for ``+nest=off``."""
-    with settings_typed_as("nest."), ending_on_errors():
+    with settings_typed_as("nest.{}".format), ending_on_errors():
         read = read_words(words)
         launch = read_launch(read)
         if read.mode is Mode.OFF:
