@@ -10,7 +10,8 @@ faster):
   degrees do not change is its first bound: that of experts is priced once a shard comes up.
 * *grid*: pipeline size and rank order on top.
 * *schedule*: plain or with virtual stages, and the execution of layers; for the plain schedule the
-  bound holds the fill and drain of a balanced pipeline.
+  bound holds the fill and drain of a balanced pipeline. Another holds what has to be recomputed
+  for the fullest rank to fit in memory (``RecomputeBounds``).
 * *members*: the number of virtual stages and the ZeRO stage on top, with the stage solver's own
   lower bound, in unlimited memory and without recomputation, which only make a partition slower.
 * *blocks*: full recomputation of the first layers of each chunk, block sizes rising lazily; the
@@ -26,7 +27,9 @@ With ``s`` bytes of states and ``a`` of inputs a unit, ``C`` bytes hold at most
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 import math
 import operator
 from collections import Counter
@@ -46,6 +49,7 @@ from nest_megatron.cost_model.unit_cost import stored_bytes
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import (
+    FULL_RECOMPUTE,
     NO_RECOMPUTE,
     Recompute,
     RecomputeMethod,
@@ -55,7 +59,8 @@ from nest_megatron.layout.recompute import (
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import OUTSIDE_EXPERTS
 from nest_megatron.solver.grids import GridSpace
-from nest_megatron.units import Ticks, to_ticks
+from nest_megatron.solver.outcome import NO_THRESHOLD
+from nest_megatron.units import Bytes, Ticks, to_ticks
 
 SHARD, GRID, SCHEDULE, MEMBERS, BLOCKS, VARIANT = range(6)
 
@@ -64,6 +69,10 @@ class Node(NamedTuple):
     """An entry of the search's heap; ``serial`` keeps the order of equal bounds fixed.
 
     ``stages`` are the grid's stage problems, from *members* on.
+
+    Args:
+        in_any_memory: a bound that holds in any memory.
+        is_stopped: whether a search with more memory starts from here, or from a node above.
     """
 
     bound: Ticks
@@ -72,6 +81,8 @@ class Node(NamedTuple):
     level: int
     recompute: Recompute
     stages: StageProblems | None
+    in_any_memory: Ticks
+    is_stopped: bool
 
     def problems(self) -> StageProblems:
         """The stage problems of a node that has them."""
@@ -81,9 +92,11 @@ class Node(NamedTuple):
 
 #: Each module recomputed alone.
 _ALONE = {module: selective_recompute([module]) for module in RecomputeModule}
-#: For each kind of unit, ticks that one micro batch takes through it at least (its own time less
-#: two); and the largest share of a unit's time that the forward pass can take.
-Work = tuple[tuple[Ticks, ...], float]
+#: For each kind of unit, ticks that one micro batch takes through it at least.
+Each = tuple[Ticks, ...]
+#: That, each its own time less two; and the largest share of a unit's time that the forward pass
+#: can take.
+Work = tuple[Each, float]
 
 
 class Bounds(Caching):
@@ -96,9 +109,9 @@ class Bounds(Caching):
     def __init__(self, model: CostModel, global_batch_size: int) -> None:
         self.model = model
         self.global_batch_size = global_batch_size
-        self._counts = tuple(model.num_units.values())
+        self.counts = tuple(model.num_units.values())
         layers = (place for place, kind in enumerate(model.num_units) if not kind.is_end)
-        self._layers = max(layers, key=self._counts.__getitem__)  # the most frequent kind
+        self.layers = max(layers, key=self.counts.__getitem__)  # the most frequent kind
         self.floor = to_ticks(model.settings.iteration_floor_s)
 
     def waits(self, grid: PartialLayout) -> Ticks:
@@ -109,19 +122,19 @@ class Bounds(Caching):
         return max(0, to_ticks(self.model.straggler_time(grid)) - 1)
 
     @cached_by(lambda _, grid, recompute: (keys.SHARD.of(grid), recompute))
-    def _work(self, grid: PartialLayout, recompute: Recompute) -> Work:
+    def work(self, grid: PartialLayout, recompute: Recompute) -> Work:
         """One micro batch through the units of a grid; blocks count as no recomputation."""
         if recompute.method is RecomputeMethod.BLOCK:
             recompute = NO_RECOMPUTE  # how many layers blocks cover depends on the partition
         return _in_ticks(self.model.pass_times(grid, recompute))
 
-    def _of_all(self, each: Sequence[Ticks]) -> Ticks:
+    def of_all(self, each: Each) -> Ticks:
         """What all units take together, from what one of each kind takes."""
-        return sum(map(operator.mul, self._counts, each))
+        return sum(map(operator.mul, self.counts, each))
 
     def even(self, grid: PartialLayout, recompute: Recompute = NO_RECOMPUTE) -> Ticks:
         """All ranks busy all the time: the work of the whole batch over all ranks."""
-        return self._evenly(grid, self._of_all(self._work(grid, recompute)[0]))
+        return self._evenly(grid, self.of_all(self.work(grid, recompute)[0]))
 
     def waiting(self, grid: PartialLayout) -> Ticks:
         """The fullest pipeline rank busy all the time, and what every plan of the grid waits."""
@@ -135,22 +148,22 @@ class Bounds(Caching):
         )
     )
     def _busy(self, grid: PartialLayout) -> Ticks:
-        each, _ = self._work(grid, NO_RECOMPUTE)
+        each, _ = self.work(grid, NO_RECOMPUTE)
         ranks = grid.dims.pipeline_model_parallel_size
         return self.floor + grid.num_microbatches * self._fullest(each, ranks)
 
-    def _fullest(self, each: Sequence[Ticks], ranks: int) -> Ticks:
+    def _fullest(self, each: Each, ranks: int) -> Ticks:
         """The least work that the rank with most of it can have: no unit is divided.
 
         Ranks with at most ``w`` hold ``(ranks - 1) [w / t] + [(w - h) / t]`` layers of the most
         frequent kind, which take ``t`` each, if one of them holds a unit that takes ``h``, the
         longest of the other kinds.
         """
-        least = max(*each, -(-self._of_all(each) // ranks))
-        layer, count = each[self._layers], self._counts[self._layers]
+        least = max(*each, -(-self.of_all(each) // ranks))
+        layer, count = each[self.layers], self.counts[self.layers]
         if ranks == 1 or not layer:
             return least
-        other = max((t for i, t in enumerate(each) if i != self._layers), default=0)
+        other = max((t for i, t in enumerate(each) if i != self.layers), default=0)
         while (ranks - 1) * (least // layer) + (least - other) // layer < count:
             least += min(layer - least % layer, layer - (least - other) % layer)
         return least
@@ -175,7 +188,7 @@ class Bounds(Caching):
     def outside_experts(self, grid: PartialLayout) -> Ticks:
         """``even`` by the work that expert degrees do not change."""
         each, _ = _in_ticks(self.model.pass_times_outside_experts(grid))
-        return self._evenly(grid, self._of_all(each))
+        return self._evenly(grid, self.of_all(each))
 
     def pipelines(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> list[Ticks]:
         """The fullest rank of a pipeline, or a balanced one with its fill and drain, by setting.
@@ -202,7 +215,7 @@ class Bounds(Caching):
     )
     def _without_waits(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> list[Ticks]:
         m, p = grid.num_microbatches, grid.dims.pipeline_model_parallel_size
-        own, share = self._work(grid, NO_RECOMPUTE)
+        own, share = self.work(grid, NO_RECOMPUTE)
         plain = p > 1 and grid.dims.virtual_pipeline_model_parallel_size == 1
         spread = _spread(p, m, share) * (1.0 - 1e-12) if plain else 0.0
         added = {}
@@ -211,11 +224,11 @@ class Bounds(Caching):
             each = own
             for part in [_ALONE[module] for module in recompute.modules] or [recompute]:
                 if part not in added:
-                    pairs = zip(self._work(grid, part)[0], own, strict=True)
+                    pairs = zip(self.work(grid, part)[0], own, strict=True)
                     added[part] = tuple(max(0, with_it - without - 1) for with_it, without in pairs)
                 each = tuple(map(operator.add, each, added[part]))
             busy = m * self._fullest(each, p)
-            bounds.append(self.floor + max(busy, math.floor(self._of_all(each) * spread)))
+            bounds.append(self.floor + max(busy, math.floor(self.of_all(each) * spread)))
         return bounds
 
     def added_by_blocks(self, grid: PartialLayout, block: Recompute) -> Ticks:
@@ -248,8 +261,13 @@ def _in_ticks(times: Iterable[PassPair]) -> Work:
 @functools.lru_cache(maxsize=4096)
 def _spread(p: int, m: int, share: float) -> float:
     """A balanced plain pipeline's time over the time of one micro batch through all stages."""
-    weights = [m - 1 - share * min(m - 1, p - 1 - i) for i in range(p)]
+    weights = _weights(p, m, share)
     return 1.0 + (1.0 / sum(1.0 / w for w in weights) if min(weights) > 0 else 0.0)
+
+
+def _weights(p: int, m: int, share: float) -> list[float]:
+    """``w_i`` of a plain pipeline (``Bounds.pipelines``)."""
+    return [m - 1 - share * min(m - 1, p - 1 - i) for i in range(p)]
 
 
 #: Two figures for each kind of unit.
@@ -268,7 +286,7 @@ class MemoryBounds(Caching):
         self.grids = grids
         kinds = model.num_units
         self._kinds, self._counts = tuple(kinds), tuple(kinds.values())
-        self._num_units = kinds.total()
+        self.num_units = kinds.total()
         self._num_outside = sum(count for kind, count in kinds.items() if kind.is_end)
 
     @cached_by(_pipeline_key)
@@ -276,7 +294,7 @@ class MemoryBounds(Caching):
         """Weights and states of the rank with the highest peak are at least the mean over ranks."""
         each, _ = stored_bytes(dims, zero, self.model.settings)
         total = each.least(self.model.structure(dims).parameters)
-        return total / dims.pipeline_model_parallel_size - self._num_units
+        return total / dims.pipeline_model_parallel_size - self.num_units
 
     @cached_by(lambda _, shard: keys.STATES.of(shard.dims))
     def of_shard_states(self, shard: PartialLayout) -> float:
@@ -310,8 +328,8 @@ class MemoryBounds(Caching):
         dims, p = grid.dims, grid.dims.pipeline_model_parallel_size
         is_plain = dims.virtual_pipeline_model_parallel_size == 1
         live = least_live(p, grid.num_microbatches if is_plain else p, is_plain=is_plain)
-        early, (saved, working) = share_kept_early(grid), self._active(grid, settings)
-        states, unsharded = self._of_pipeline(dims, grid.zero)
+        early, (saved, working) = share_kept_early(grid), self.active(grid, settings)
+        states, unsharded = self.of_pipeline(dims, grid.zero)
         units = [
             (n, s, (1.0 + early) * a) for n, s, a in zip(self._counts, states, saved, strict=True)
         ]
@@ -329,11 +347,11 @@ class MemoryBounds(Caching):
             w + -(-n // p) * (s + min(live) * a)
             for (n, s, a), w in zip(units, at_work, strict=True)
         )
-        peak = max(spread, one_kind) - self._num_units * (1 + max(live))
+        peak = max(spread, one_kind) - self.num_units * (1 + max(live))
         return max(self.of_states(dims, grid.zero), peak)
 
     @cached_by(lambda _, grid, settings: (keys.SHARD.of(grid), settings))
-    def _active(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> _PerKind:
+    def active(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> _PerKind:
         """What a unit saves at least, and takes besides at work; ends may have a rank alone.
 
         What sets of modules do not save they need at work, as much as with nothing recomputed.
@@ -348,7 +366,7 @@ class MemoryBounds(Caching):
         return saved, working
 
     @cached_by(_pipeline_key)
-    def _of_pipeline(self, dims: ParallelDims, zero: ZeroStage) -> _PerKind:
+    def of_pipeline(self, dims: ParallelDims, zero: ZeroStage) -> _PerKind:
         """States of a unit that a rank keeps, and those that are gathered at work."""
         settings, structure = self.model.settings, self.model.structure(dims)
         each, stays = stored_bytes(dims, zero, settings)
@@ -365,10 +383,185 @@ class MemoryBounds(Caching):
 
 @functools.lru_cache(maxsize=4096)
 def least_live(p: int, most: int, *, is_plain: bool) -> Counter[int]:
-    """On how many ranks how many micro batches keep activations in all chunks at once.
+    """On how many ranks how many micro batches keep activations in all chunks at once."""
+    return Counter(_live(p, most, is_plain=is_plain))
+
+
+@functools.lru_cache(maxsize=4096)
+def _live(p: int, most: int, *, is_plain: bool) -> tuple[int, ...]:
+    """On each rank, how many micro batches keep activations in all chunks at once.
 
     With virtual stages the last chunk to start has fewest, whatever their number: a rank starts two
     micro batches of it for each rank behind it before its first backward pass.
     """
     step = 1 if is_plain else 2
-    return Counter(min(most, step * (p - rank - 1) + 1) for rank in range(p))
+    return tuple(min(most, step * (p - rank - 1) + 1) for rank in range(p))
+
+
+class _Layer(NamedTuple):
+    """A layer of the most frequent kind under a recompute setting, or what it adds to one.
+
+    Args:
+        time: of one micro batch, in ticks.
+        saved: bytes of each micro batch; ``working``, besides while it is at work.
+    """
+
+    time: Ticks
+    saved: float
+    working: float
+
+    def plus(self, others: Iterable[_Layer]) -> _Layer:
+        """With what others add."""
+        return _Layer(*map(sum, zip(self, *others, strict=True)))
+
+
+class RecomputeBounds(Caching):
+    """What has to be recomputed for a grid to fit in memory, as a bound on the step.
+
+    Layers of the most frequent kind speak for all. With ``s`` bytes of states, ``a`` that are saved
+    for each of ``l_r`` micro batches and ``w`` at work, ``C`` bytes hold at most
+    ``n_r = (C - w) / (s + l_r a)`` of them on rank ``r``. If ``u`` is the least number for which
+    the sum of ``min(u, n_r)`` reaches all layers, a rank with ``n_r >= u`` has ``u`` or more, and
+    is busy with them all the time; and a plain pipeline takes ``T + w_r t_r``
+    (``Bounds.pipelines``). Blocks of full recomputation cover ``k`` layers of each rank.
+    """
+
+    def __init__(self, bounds: Bounds, memory: MemoryBounds) -> None:
+        self.bounds, self.memory, self.grids = bounds, memory, memory.grids
+        self._place = bounds.layers
+        self._kind, self._count = list(memory.model.num_units.items())[self._place]
+
+    def least(self, grid: PartialLayout, zeros: Iterable[ZeroStage], capacity: Bytes) -> Ticks:
+        """What a grid takes at least in so much memory; ``NO_THRESHOLD`` where it does not fit.
+
+        It holds for every number of virtual stages, if there are any.
+
+        Args:
+            zeros: the ZeRO stages that it may have.
+        """
+        each = zip(*(self.memory.of_pipeline(grid.dims, zero) for zero in zeros), strict=True)
+        of_layer = tuple(min(units[self._place] for units in stages) for stages in each)
+        least = self._without_waits(grid, of_layer, capacity) + self.bounds.waits(grid)
+        return min(least, NO_THRESHOLD)
+
+    @cached_by(
+        lambda self, grid, of_layer, capacity: (
+            keys.SHARD.of(grid),
+            self.grids.settings_key(grid)[1],
+            grid.dims.pipeline_model_parallel_size,
+            grid.dims.virtual_pipeline_model_parallel_size == 1,
+            grid.num_microbatches,
+            of_layer,
+            capacity,
+        )
+    )
+    def _without_waits(
+        self, grid: PartialLayout, of_layer: tuple[float, ...], capacity: Bytes
+    ) -> Ticks:
+        p, m, count = grid.dims.pipeline_model_parallel_size, grid.num_microbatches, self._count
+        is_plain = grid.dims.virtual_pipeline_model_parallel_size == 1
+        live = _live(p, m if is_plain else p, is_plain=is_plain)
+        states, room = max(1.0, of_layer[0]), capacity - of_layer[1]
+        room += self.memory.num_units * (1 + max(live))  # what rounding may hide
+        own, share = self.bounds.work(grid, NO_RECOMPUTE)
+        weights = _weights(p, m, share) if is_plain and p > 1 else ()
+        others = self.bounds.of_all(own) - count * own[self._place]
+
+        def takes(most: list[int], layer: _Layer, in_block: Ticks = 0, covered: int = 0) -> Ticks:
+            held, rank = _fullest_rank(most, count)
+            time = layer.time * held + in_block * min(covered, held)
+            if not weights:
+                return m * time
+            whole = others + layer.time * count + weights[rank] * time
+            return max(m * time, math.floor(whole * (1.0 - 1e-12)))
+
+        even, least = -(-count // p), NO_THRESHOLD
+        for layer in self._settings(grid):
+            if m * layer.time * even >= least:
+                break
+            left = max(0.0, room - layer.working)
+            if p * int(left / (states + live[-1] * layer.saved)) >= count:  # the last holds most
+                most = [int(left / (states + n * layer.saved)) for n in live]
+                if sum(most) >= count:
+                    least = min(least, takes(most, layer))
+        if (blocks := self._blocks(grid)) is None:
+            return self.bounds.floor + least
+        plain, full = blocks
+        left, again = max(0.0, room - full.working), full.time - plain.time
+        in_blocks = [int(left / (states + n * full.saved)) for n in live]
+
+        def most_with(covered: int) -> list[int]:
+            freed = covered * (plain.saved - full.saved)
+            return [
+                each if each <= covered else int((left + n * freed) / (states + n * plain.saved))
+                for each, n in zip(in_blocks, live, strict=True)
+            ]
+
+        if sum(in_blocks) < count:
+            return self.bounds.floor + least
+        first = bisect.bisect_left(range(count), True, 1, key=lambda k: sum(most_with(k)) >= count)
+        for covered in range(first, count + 1):
+            if m * (plain.time * even + again * min(covered, even)) >= least:
+                break
+            most = most_with(covered)
+            least = min(least, takes(most, plain, again, covered))
+            if _fullest_rank(most, count)[0] <= covered:
+                break
+        return self.bounds.floor + least
+
+    @cached_by(lambda self, grid: (keys.SHARD.of(grid), self.grids.settings_key(grid)[1]))
+    def _settings(self, grid: PartialLayout) -> list[_Layer]:
+        """A layer under each setting but blocks; those that take longer save less."""
+        allowed = self.grids.allowed_settings(0, self.grids.settings_key(grid)[1])
+        modules = dict.fromkeys(module for each in allowed for module in each.modules)
+        plain = self._layer(grid, NO_RECOMPUTE)
+        alone = {module: self._added(grid, _ALONE[module]) for module in modules}
+        found = [
+            plain.plus(alone[module] for module in each.modules)
+            if each.modules
+            else self._layer(grid, each)
+            for each in allowed
+            if each.method is not RecomputeMethod.BLOCK
+        ]
+        rising: list[_Layer] = []
+        for layer in sorted(found):
+            if not rising or layer.saved < rising[-1].saved:
+                rising.append(layer)
+        return rising
+
+    def _blocks(self, grid: PartialLayout) -> tuple[_Layer, _Layer] | None:
+        """A layer outside blocks of full recomputation and inside."""
+        chunks, kinds = self.grids.settings_key(grid)
+        if FULL_RECOMPUTE not in kinds or not self.grids.largest_block(chunks):
+            return None
+        return self._layer(grid, NO_RECOMPUTE), self._layer(grid, FULL_RECOMPUTE)
+
+    def _added(self, grid: PartialLayout, recompute: Recompute) -> _Layer:
+        """What a setting adds to a layer without recomputation, at least."""
+        added = zip(self._layer(grid, recompute), self._layer(grid, NO_RECOMPUTE), strict=True)
+        time, saved, working = itertools.starmap(operator.sub, added)
+        return _Layer(max(0, int(time) - 2), saved, working)
+
+    @cached_by(lambda _, grid, recompute: (keys.SHARD.of(grid), recompute))
+    def _layer(self, grid: PartialLayout, recompute: Recompute) -> _Layer:
+        """A layer under a setting, its time less two."""
+        model = self.memory.model
+        places, shard = model.places(grid.dims), model.shard(grid)
+        run = model.run(self._kind, places, shard, recompute)
+        (time,), _ = _in_ticks([(run.forward.total, run.backward.total + run.recompute.total)])
+        return _Layer(time, run.saved_bytes, run.working_bytes)
+
+
+def _fullest_rank(most: list[int], count: int) -> tuple[int, int]:
+    """How many of ``count`` layers some rank holds at least, and the first that can.
+
+    Args:
+        most: layers that each rank can hold, rising.
+    """
+    before, ranks = 0, len(most)
+    for rank, holds in enumerate(most):
+        least = -(-(count - before) // (ranks - rank))
+        if least <= holds:
+            return least, rank
+        before += holds
+    raise AssertionError("the ranks together hold all layers")

@@ -35,6 +35,7 @@ from nest_megatron.solver.bounds import (
     Bounds,
     MemoryBounds,
     Node,
+    RecomputeBounds,
 )
 from nest_megatron.solver.first_plan import first_plan
 from nest_megatron.solver.grids import GridSpace
@@ -112,11 +113,13 @@ class Search(Caching):
             self.grids = GridSpace(self.model, self.global_batch_size, space)
             self.bounds = Bounds(self.model, self.global_batch_size)
             self.memory = MemoryBounds(self.model, self.grids)
+            self.recomputing = RecomputeBounds(self.bounds, self.memory)
             self.lower_bounds: dict[PartialLayout, Ticks] = {}  # in any memory
             self.in_any_memory: dict[PartialLayout, Ticks] = {}  # the same, of whole partitions
             self.shards, self.heap, self.serial = self.grids.shards(), list[Node](), 0
         else:
             self.grids, self.bounds, self.memory = like.grids, like.bounds, like.memory
+            self.recomputing = like.recomputing
             self.lower_bounds, self.in_any_memory = like.lower_bounds, like.in_any_memory
             self.shards, self.heap, self.serial = iter(like.refused), like.stopped, like.serial
             heapq.heapify(self.heap)
@@ -243,11 +246,30 @@ class Search(Caching):
         level: int,
         recompute: Recompute = NO_RECOMPUTE,
         stages: StageProblems | None = None,
+        *,
+        in_memory: Ticks = 0,
+        is_stopped: bool = False,
     ) -> None:
+        """Put a node on the heap.
+
+        Args:
+            bound: in any memory; ``in_memory``, in that of the search.
+            is_stopped: a search with more memory starts above the node.
+        """
         if bound <= self.plans.slowest:
             self.serial += 1
-            node = Node(bound, self.serial, grid, level, recompute, stages)
-            heapq.heappush(self.heap, node)
+            longest = max(bound, in_memory)
+            node = Node(longest, self.serial, grid, level, recompute, stages, bound, is_stopped)
+            if longest > bound:
+                node = node._replace(is_stopped=self._stop(node))
+            if longest <= self.plans.slowest:
+                heapq.heappush(self.heap, node)
+
+    def _stop(self, node: Node) -> bool:
+        """Leave a node to a search with more memory, unless one above it is; true from then on."""
+        if not node.is_stopped:
+            self.stopped.append(node._replace(bound=node.in_any_memory, stages=None))
+        return True
 
     def _least_of(self, bound: Callable[[PartialLayout], Ticks], grid: PartialLayout) -> Ticks:
         """A bound of a grid in its fastest executions."""
@@ -273,7 +295,13 @@ class Search(Caching):
         for schedule in self.grids.schedules(grid, fitting):
             bound = max(node.bound, self.bounds.pipelines(schedule, (NO_RECOMPUTE,))[0])
             if bound <= threshold:
-                self._push(bound, schedule, SCHEDULE)
+                least = self._least_in_memory(schedule, fitting)
+                self._push(bound, schedule, SCHEDULE, in_memory=least, is_stopped=bool(refused))
+
+    def _least_in_memory(self, schedule: PartialLayout, zeros: list[ZeroStage]) -> Ticks:
+        """A bound in the memory of the search, with whichever ZeRO stage."""
+        alike = [zero for zero in zeros if zero.is_fsdp == schedule.zero.is_fsdp]
+        return self.recomputing.least(schedule, alike, max(map(self.peaks.at_most, alike)))
 
     def _zeros_that_fit(self, grid: PartialLayout) -> list[ZeroStage]:
         needed, most = self.memory.of_states, self.peaks.at_most
@@ -283,8 +311,15 @@ class Search(Caching):
     def _expand_schedule(self, node: Node) -> None:
         """Bound the stage problems themselves."""
         refused = self.infeasible[_ACTIVATIONS]
-        for family, most in self._families_that_fit(node.grid):
+        families = [*self._families_that_fit(node.grid)]
+        if self.infeasible[_ACTIVATIONS] > refused:
+            node = node._replace(is_stopped=self._stop(node))
+        for family, most in families:
             threshold = self.plans.threshold(family)
+            in_memory = self.recomputing.least(family, [family.zero], most)
+            if in_memory > threshold:
+                node = node._replace(is_stopped=self._stop(node))
+                continue
             least = self.lower_bounds.get(family)
             if least is not None and least > threshold:
                 continue
@@ -293,9 +328,10 @@ class Search(Caching):
                 least = self._bound_in_any_memory(stages, NO_RECOMPUTE).lower_bound
                 self.lower_bounds[family] = least
             if least <= threshold:
-                self._push(max(node.bound, least), family, MEMBERS, stages=stages)
-        if self.infeasible[_ACTIVATIONS] > refused:
-            self.stopped.append(node)
+                bound, kept = max(node.in_any_memory, least), node.is_stopped
+                self._push(
+                    bound, family, MEMBERS, stages=stages, in_memory=in_memory, is_stopped=kept
+                )
 
     def _families_that_fit(self, schedule: PartialLayout) -> Iterator[tuple[PartialLayout, Bytes]]:
         """The families of a schedule that may fit in memory, each with its limit."""
@@ -327,10 +363,10 @@ class Search(Caching):
             found = self._solve_and_record(stages, NO_RECOMPUTE)
             if self._is_best_in_any_memory(stages, NO_RECOMPUTE, found):
                 return
-        self.stopped.append(node._replace(stages=None))
+        self._stop(node)
         if choices.blocks:
-            bound = node.bound + self.bounds.added_by_blocks(grid, choices.blocks[0])
-            self._push(bound, grid, BLOCKS, choices.blocks[0], stages)
+            bound = node.in_any_memory + self.bounds.added_by_blocks(grid, choices.blocks[0])
+            self._push(max(node.bound, bound), grid, BLOCKS, choices.blocks[0], stages)
         threshold = self.plans.threshold(grid)
         bounds = self.bounds.pipelines(grid, choices.others)
         pairs = zip(choices.others, bounds, strict=True)

@@ -19,7 +19,7 @@ from nest_megatron.layout.recompute import (
 )
 from nest_megatron.model.encoder import Adapters
 from nest_megatron.solver import backend
-from nest_megatron.solver.bounds import Bounds, MemoryBounds, least_live
+from nest_megatron.solver.bounds import Bounds, MemoryBounds, RecomputeBounds, least_live
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.outcome import NO_THRESHOLD, Status
 from nest_megatron.solver.search import UNLIMITED
@@ -73,6 +73,29 @@ def test_bounds_are_below_every_candidate(name: str, adapters: Adapters | None) 
                     assert SOLVE(tight, 0, 20_000).status is Status.INFEASIBLE
                     checked += 1
     assert checked > 100
+
+
+@pytest.mark.parametrize("name", ["llama3_8b", "mixtral_8x7b", "deepseek_v3", "bert_large"])
+def test_what_has_to_be_recomputed_takes_no_longer_than_any_plan_that_fits(name: str) -> None:
+    model = CostModel(catalogue.model(name), catalogue.cluster("dgx_h100", 64), CostSettings())
+    fixed = {"context_parallel_size": 1, "expert_tensor_parallel_size": 1}
+    limits = {"micro_batch_size": 4, "virtual_pipeline_model_parallel_size": 3}
+    grids = GridSpace(model, 128, SearchSpace(fixed=fixed, limits=limits))
+    bounds, memory = Bounds(model, 128), MemoryBounds(model, grids)
+    recomputing = RecomputeBounds(bounds, memory)
+    fits, raised = Counter[bool](), 0
+    for grid in [grid for shard in grids.shards() for grid in grids.grids(shard)][::5]:
+        for family in [*grids.families(grid)][::4]:
+            zeros, needed = [family.zero], memory.of_family(family)
+            for capacity in (int(needed * times) for times in (0.9, 1.1, 1.5, 3)):
+                least = recomputing.least(family, zeros, capacity)
+                raised += least > bounds.pipelines(family, (NO_RECOMPUTE,))[0]
+                stages = StageProblems(model, family, capacity)
+                for recompute in grids.recompute_settings(family):
+                    found = SOLVE(stages.problem(recompute), least, 20_000)
+                    assert not found.boundaries
+                    fits[found.status is not Status.INFEASIBLE] += 1
+    assert min(*fits.values(), raised) > 20
 
 
 @pytest.mark.parametrize("name", ["llama3_8b", "mixtral_8x7b", "deepseek_v3"])

@@ -204,7 +204,8 @@ JOBS = {"dense": job(1), "experts": job(5), "measured": job(5, is_measured=True)
 def owners(search: Search, base: PartialLayout) -> dict[str, Any]:
     model = search.model
     found = (model, model._blocks, search.grids, search.grids.executions, search.bounds)
-    found = (*found, search.memory, search, StageProblems(model, base), PeakLimit(model, 0.05))
+    found = (*found, search.memory, search.recomputing, search)
+    found = (*found, StageProblems(model, base), PeakLimit(model, 0.05))
     return {type(each).__name__: each for each in found}
 
 
@@ -234,6 +235,8 @@ def arguments_of(
         "hidden_reduce: bool": [False, True],
         "zeros: Sequence[ZeroStage]": [grids.zero_stages(grid.dims)],
         "stages: StageProblems": [StageProblems(model, grid)],
+        "of_layer: tuple[float, ...]": [(2e6, 0.0), (1e6, 3e6)],
+        "capacity: Bytes": [1 << 24, 1 << 30],
     }
     parameters = list(inspect.signature(method).parameters.values())[1:]
     yield from itertools.product(*(by_name[f"{p.name}: {p.annotation}"] for p in parameters))
