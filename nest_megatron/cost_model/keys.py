@@ -41,12 +41,6 @@ SHARD = Key(
     without_effect=("global_batch_size", "recompute", "zero"),
     dims=INSIDE,
 )
-#: What decides the parameters of a rank's units.
-STRUCTURE = Key(
-    ParallelDims,
-    reads=(_TP, _EP, _ETP, "is_one_stage"),
-    without_effect=(_CP, _PP, _VPP, _DP, _ORDER),
-)
 #: What decides the states of all pipelines over so many ranks: context ranks are replicas too.
 STATES = Key(
     ParallelDims,

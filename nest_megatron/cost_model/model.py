@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from statistics import NormalDist
 
@@ -19,7 +19,6 @@ from nest_megatron.cost_model.keys import (
     DEGREES,
     INSIDE,
     SHARD,
-    STRUCTURE,
     GroupPlaces,
     split_block,
     unit_key,
@@ -111,11 +110,16 @@ class CostModel(Caching):
         """The job with other figures of its cluster, or settings; what neither changes is shared.
 
         Args:
-            cluster: with the same groups of GPUs.
+            cluster: with the same groups of GPUs, or only another number of them.
         """
         other = CostModel(self.spec, cluster, settings, self.times)
-        for name in ("structure", "places", "_link_levels"):
-            other.kept[name] = self.kept[name]
+        if cluster.num_gpus == self.cluster.num_gpus:
+            for name in ("places", "_link_levels"):
+                other.kept[name] = self.kept[name]
+        elif settings == self.settings:
+            for name in ("unit_time", "run"):
+                other.kept[name] = self.kept[name]
+            other._blocks = self._blocks
         other._blocks.kept["graph"] = self._blocks.kept["graph"]
         return other
 
@@ -248,18 +252,11 @@ class CostModel(Caching):
         layer = self.structure(dims).parameters.over(self.spec.num_stacked_layers)
         return replica_traffic(dims, zero, self.cluster, layer, self.settings)
 
-    @cached_by(STRUCTURE)
     def structure(self, dims: ParallelDims) -> Structure:
         """The units of a grid."""
         tp, ep = dims.tensor_model_parallel_size, dims.expert_model_parallel_size
         etp = dims.expert_tensor_parallel_size
-        counts = unit_parameters(self.spec, tp, ep, etp, single_stage=dims.is_one_stage)
-        units = list(zip(self.spec.layer_kinds(), counts, strict=True))
-        distinct = tuple(dict.fromkeys(units))
-        sequence = bytes(map(distinct.index, units))
-        layers = [count for kind, count in units if not kind.is_end]
-        layer = sum(layers, ParameterCount()).over(len(layers))
-        return Structure(sequence, distinct, sum(counts, ParameterCount()), layer)
+        return _structure(self.spec, tp, ep, etp, single_stage=dims.is_one_stage)
 
     @cached_by(_step_key)
     def constant(self, grid: PartialLayout) -> Ticks:
@@ -361,6 +358,28 @@ class CostModel(Caching):
     def _link_levels(self, dims: ParallelDims) -> tuple[int, ...]:
         ranks = range(0 if dims.is_one_stage else dims.pipeline_model_parallel_size)
         return tuple(pipeline_link_level(dims, rank, self._sizes) for rank in ranks)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _structure(
+    spec: TransformerSpec, tp: int, ep: int, etp: int, *, single_stage: bool
+) -> Structure:
+    counts = unit_parameters(spec, tp, ep, etp, single_stage=single_stage)
+    units = list(zip(spec.layer_kinds(), counts, strict=True))
+    numbers = Counter(units)
+    places = {unit: place for place, unit in enumerate(numbers)}
+    layers = {unit: number for unit, number in numbers.items() if not unit[0].is_end}
+    return Structure(
+        sequence=bytes(map(places.__getitem__, units)),
+        units=tuple(numbers),
+        parameters=_total(numbers),
+        layer=_total(layers).over(sum(layers.values())),
+    )
+
+
+def _total(units: Mapping[tuple[LayerKind, ParameterCount], int]) -> ParameterCount:
+    each = (count.times(number) for (_, count), number in units.items())
+    return sum(each, ParameterCount())
 
 
 def straggler_wait(delay_s: float, work_s: Seconds, num_stages: int, num_hosts: int) -> Seconds:

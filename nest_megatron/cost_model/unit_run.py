@@ -12,11 +12,13 @@ from nest_megatron.layout.recompute import (
     RecomputeGranularity,
     RecomputeMethod,
     RecomputeModule,
+    selective_recompute,
 )
 from nest_megatron.model.execution import Execution, GraphImpl, TokenDispatcher
 from nest_megatron.model.graph import Part
 from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.plain import frozen
+from nest_megatron.units import Seconds
 
 
 @frozen
@@ -127,6 +129,22 @@ def run_unit(
         saved_bytes=saved,
         working_bytes=working,
     )
+
+
+def recomputed_alone(
+    times: UnitTimes, kind: LayerKind, module: RecomputeModule, *, latent_attention: bool
+) -> tuple[Seconds, float]:
+    """What a layer takes longer with one module recomputed, at least, and the bytes not saved.
+
+    Modules that do not lie in one another add up.
+    """
+    parts = _recomputed_parts(
+        selective_recompute([module]), kind, latent_attention=latent_attention
+    )
+    again = sum([time.total for part, time in times.forward.items() if part in parts])
+    if Part.MLP in parts:
+        again -= times.not_recomputed.total
+    return again, sum([num for part, num in times.saved_bytes.items() if part in parts])
 
 
 def norm_stays(execution: Execution) -> bool:

@@ -94,10 +94,17 @@ class ParameterCount:
             self.frozen_expert + other.frozen_expert,
         )
 
+    def times(self, count: int) -> ParameterCount:
+        """Those of so many."""
+        return ParameterCount(*(number * count for number in self._each))
+
     def over(self, count: int) -> ParameterCount:
         """The mean of so many parts, rounded down."""
-        each = (self.dense, self.expert, self.frozen_dense, self.frozen_expert)
-        return ParameterCount(*(number // count for number in each))
+        return ParameterCount(*(number // count for number in self._each))
+
+    @property
+    def _each(self) -> tuple[int, ...]:
+        return self.dense, self.expert, self.frozen_dense, self.frozen_expert
 
     @property
     def trained(self) -> ParameterCount:

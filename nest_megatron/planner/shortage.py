@@ -248,12 +248,13 @@ def no_plan(
         deadline: when it passes, what was found until then is reported.
         find: looks for the plans that changes make possible.
     """
-    number = _fewest_gpus(request, deadline.part(_NUMBER_SHARE)) if request.remedies else None
     until = deadline.part(_NUMBER_SHARE)
-    shortage = least_memory(_new_search(request, until, model))
+    number = _fewest_gpus(request, model, until) if request.remedies else None
+    until = deadline.part(_NUMBER_SHARE)
+    shortage = least_memory(_new_search(request, model, until))
     is_complete = not until.passed()
     assert shortage is not None, "a legal space has a plan that lacks least memory"
-    others = _with_plans(request, number, deadline, find) if request.remedies else ()
+    others = _with_plans(request, model, number, deadline, find) if request.remedies else ()
     return NoPlan(
         shortage=shortage,
         missing_bytes=shortage.missing_bytes,
@@ -266,7 +267,11 @@ def no_plan(
 
 
 def _with_plans(
-    request: Request, number: tuple[int, bool] | None, deadline: Deadline, find: Find
+    request: Request,
+    model: CostModel,
+    number: tuple[int, bool] | None,
+    deadline: Deadline,
+    find: Find,
 ) -> Iterator[Remedy]:
     """Changes after which something fits, each with the plan then, as far as time allows.
 
@@ -288,7 +293,7 @@ def _with_plans(
         )
 
     riskier = replace(request, max_oom_chance=MOST_OOM_CHANCE)
-    if request.max_oom_chance < MOST_OOM_CHANCE and _fits(riskier, deadline):
+    if request.max_oom_chance < MOST_OOM_CHANCE and _fits(riskier, model, deadline):
         yield remedy(f"memory.max_oom_chance={MOST_OOM_CHANCE:g}, at your own risk", riskier)
     if number is not None:
         num_gpus, some_plan_fits = number
@@ -298,20 +303,22 @@ def _with_plans(
         else:
             change += " at least, by the memory of weights and optimizer states"
             yield Remedy(change=change)
-    for change, other in _of_memory(request, deadline):
+    for change, other in _of_memory(request, model, deadline):
         yield remedy(change, other)
     held = _restrictions(request.space)
     everything = {name: getattr(SearchSpace(), name) for name in _HELD}
     freed = replace(request, space=replace(request.space, **everything))
-    if held and _fits(freed, deadline):
+    if held and _fits(freed, model, deadline):
         yield remedy(f"leave free what is fixed ({', '.join(held)})", freed)
 
 
-def _of_memory(request: Request, deadline: Deadline) -> Iterator[tuple[str, Request]]:
+def _of_memory(
+    request: Request, model: CostModel, deadline: Deadline
+) -> Iterator[tuple[str, Request]]:
     """The fewest changes of what memory holds, of each set whose every change together fits."""
     tried = memory_changes(request)
     largest = [words for words in tried if not any({*words} < {*more} for more in tried)]
-    enough = [{*words} for words in largest if _fits(tried[words], deadline)]
+    enough = [{*words} for words in largest if _fits(tried[words], model, deadline)]
     found: list[set[str]] = []
     for words, other in tried.items():
         changes = {*words}
@@ -319,7 +326,7 @@ def _of_memory(request: Request, deadline: Deadline) -> Iterator[tuple[str, Requ
             return
         if any(fewer <= changes for fewer in found) or not any(changes <= more for more in enough):
             continue
-        if changes in enough or _fits(other, deadline):
+        if changes in enough or _fits(other, model, deadline):
             found.append(changes)
             yield " ".join(words), other
 
@@ -388,7 +395,7 @@ def _restrictions(space: SearchSpace) -> list[str]:
     return [*space.fixed, *limits, *(name for name, is_held in others.items() if is_held)]
 
 
-def _fewest_gpus(request: Request, deadline: Deadline) -> tuple[int, bool] | None:
+def _fewest_gpus(request: Request, model: CostModel, deadline: Deadline) -> tuple[int, bool] | None:
     """More GPUs, beyond a host in whole ones, with which some plan fits; or a bound on them.
 
     The bound on states is doubled and halved to, which takes little time; from there on up numbers
@@ -410,7 +417,7 @@ def _fewest_gpus(request: Request, deadline: Deadline) -> tuple[int, bool] | Non
         return replace(request, cluster=cluster.resized(num_gpus))
 
     def has_room(num_gpus: int) -> bool:
-        search = _new_search(request_of(num_gpus), deadline)
+        search = _new_search(request_of(num_gpus), model, deadline)
         states = map(search.memory.of_shard_states, search.grids.shards())
         return min(states, default=math.inf) <= search.most_bytes
 
@@ -423,7 +430,7 @@ def _fewest_gpus(request: Request, deadline: Deadline) -> tuple[int, bool] | Non
         bound = bound or size
         if deadline.passed():
             return None if has_room(cluster.num_gpus) else (bound, False)
-        if _fits(larger, deadline):
+        if _fits(larger, model, deadline):
             return size, True
     return None
 
@@ -444,14 +451,20 @@ def _sizes(num_gpus: int, host: int, unit: int, has_room: Callable[[int], bool])
         number += max(1, int(_STEP * number))
 
 
-def _fits(request: Request, deadline: Deadline) -> bool:
+def _fits(request: Request, model: CostModel, deadline: Deadline) -> bool:
     """Whether some plan fits, as far as there was time to find one."""
-    return fits(_new_search(request, deadline))
+    return fits(_new_search(request, model, deadline))
 
 
-def _new_search(request: Request, deadline: Deadline, model: CostModel | None = None) -> Search:
+def _new_search(request: Request, model: CostModel, deadline: Deadline) -> Search:
+    """A search of a request.
+
+    Args:
+        model: of the job that nothing fits, whose prices are shared.
+    """
     solve = solver_of(backend_to_run(request.backend), deadline.passed)
-    model = model or request.cost_model()
+    if (request.cluster, request.settings) != (model.cluster, model.settings):
+        model = model.with_figures(request.cluster, request.settings)
     limit = PeakLimit(model, request.max_oom_chance, request.site)
     space = _least_memory(request.space, model)
     batch, passed = request.global_batch_size, deadline.passed

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import itertools
 import math
 import operator
 from collections import Counter
@@ -46,6 +45,7 @@ from nest_megatron.cost_model.stage_problems import (
     share_kept_early,
 )
 from nest_megatron.cost_model.unit_cost import stored_bytes
+from nest_megatron.cost_model.unit_run import recomputed_alone
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import (
@@ -58,6 +58,7 @@ from nest_megatron.layout.recompute import (
 )
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import OUTSIDE_EXPERTS
+from nest_megatron.solver.executions import RecomputeKinds
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.outcome import NO_THRESHOLD
 from nest_megatron.units import Bytes, Ticks, to_ticks
@@ -399,7 +400,7 @@ def _live(p: int, most: int, *, is_plain: bool) -> tuple[int, ...]:
 
 
 class _Layer(NamedTuple):
-    """A layer of the most frequent kind under a recompute setting, or what it adds to one.
+    """A layer of the most frequent kind under a recompute setting.
 
     Args:
         time: of one micro batch, in ticks.
@@ -409,10 +410,6 @@ class _Layer(NamedTuple):
     time: Ticks
     saved: float
     working: float
-
-    def plus(self, others: Iterable[_Layer]) -> _Layer:
-        """With what others add."""
-        return _Layer(*map(sum, zip(self, *others, strict=True)))
 
 
 class RecomputeBounds(Caching):
@@ -430,41 +427,80 @@ class RecomputeBounds(Caching):
         self.bounds, self.memory, self.grids = bounds, memory, memory.grids
         self._place = bounds.layers
         self._kind, self._count = list(memory.model.num_units.items())[self._place]
+        every = self.grids.allowed_settings(0, self.grids.executions.kinds)
+        self._modules = dict.fromkeys(module for each in every for module in each.modules)
 
-    def least(self, grid: PartialLayout, zeros: Iterable[ZeroStage], capacity: Bytes) -> Ticks:
-        """What a grid takes at least in so much memory; ``NO_THRESHOLD`` where it does not fit.
+    def of_grid(self, grid: PartialLayout, zeros: Sequence[ZeroStage], capacity: Bytes) -> Ticks:
+        """What all schedules of a grid take at least in so much memory, however layers run.
 
-        It holds for every number of virtual stages, if there are any.
+        Executions that stand for all save and take no more than any, but for those that move
+        activations to the host: 0 where there are any.
+        """
+        executions = self.grids.executions
+        if executions.offloads:
+            return 0
+        return min(
+            self._least(each, zeros, capacity, executions.kinds, any_schedule=True)
+            for each in self.grids.fastest(grid)
+        )
+
+    def of_schedule(
+        self, grid: PartialLayout, zeros: Sequence[ZeroStage], capacity: Bytes
+    ) -> Ticks:
+        """What a grid takes at least in so much memory with any number of virtual stages.
 
         Args:
+            grid: with virtual stages or none.
             zeros: the ZeRO stages that it may have.
         """
+        _, kinds = self.grids.settings_key(grid)
+        return self._least(grid, zeros, capacity, kinds, any_schedule=False)
+
+    def _least(
+        self,
+        grid: PartialLayout,
+        zeros: Sequence[ZeroStage],
+        capacity: Bytes,
+        kinds: RecomputeKinds,
+        *,
+        any_schedule: bool,
+    ) -> Ticks:
+        """A bound, ``NO_THRESHOLD`` where nothing fits."""
         each = zip(*(self.memory.of_pipeline(grid.dims, zero) for zero in zeros), strict=True)
         of_layer = tuple(min(units[self._place] for units in stages) for stages in each)
-        least = self._without_waits(grid, of_layer, capacity) + self.bounds.waits(grid)
-        return min(least, NO_THRESHOLD)
+        drains = grid.dims.virtual_pipeline_model_parallel_size == 1 and not any_schedule
+        is_plain = drains or any_schedule
+        least = self._without_waits(grid, of_layer, capacity, kinds, is_plain, drains)
+        return min(least + self.bounds.waits(grid), NO_THRESHOLD)
 
     @cached_by(
-        lambda self, grid, of_layer, capacity: (
+        lambda _, grid, of_layer, capacity, kinds, is_plain, drains: (
             keys.SHARD.of(grid),
-            self.grids.settings_key(grid)[1],
             grid.dims.pipeline_model_parallel_size,
-            grid.dims.virtual_pipeline_model_parallel_size == 1,
             grid.num_microbatches,
             of_layer,
             capacity,
+            kinds,
+            is_plain,
+            drains,
         )
     )
     def _without_waits(
-        self, grid: PartialLayout, of_layer: tuple[float, ...], capacity: Bytes
+        self,
+        grid: PartialLayout,
+        of_layer: tuple[float, ...],
+        capacity: Bytes,
+        kinds: RecomputeKinds,
+        is_plain: bool,
+        drains: bool,
     ) -> Ticks:
+        """Args: is_plain, without virtual stages; drains, whether it holds for such alone."""
         p, m, count = grid.dims.pipeline_model_parallel_size, grid.num_microbatches, self._count
-        is_plain = grid.dims.virtual_pipeline_model_parallel_size == 1
         live = _live(p, m if is_plain else p, is_plain=is_plain)
         states, room = max(1.0, of_layer[0]), capacity - of_layer[1]
         room += self.memory.num_units * (1 + max(live))  # what rounding may hide
         own, share = self.bounds.work(grid, NO_RECOMPUTE)
-        weights = _weights(p, m, share) if is_plain and p > 1 else ()
+        weights = _weights(p, m, share) if drains and p > 1 else ()
         others = self.bounds.of_all(own) - count * own[self._place]
 
         def takes(most: list[int], layer: _Layer, in_block: Ticks = 0, covered: int = 0) -> Ticks:
@@ -476,7 +512,7 @@ class RecomputeBounds(Caching):
             return max(m * time, math.floor(whole * (1.0 - 1e-12)))
 
         even, least = -(-count // p), NO_THRESHOLD
-        for layer in self._settings(grid):
+        for layer in self._settings(grid, kinds):
             if m * layer.time * even >= least:
                 break
             left = max(0.0, room - layer.working)
@@ -484,7 +520,7 @@ class RecomputeBounds(Caching):
                 most = [int(left / (states + n * layer.saved)) for n in live]
                 if sum(most) >= count:
                     least = min(least, takes(most, layer))
-        if (blocks := self._blocks(grid)) is None:
+        if (blocks := self._blocks(grid, kinds)) is None:
             return self.bounds.floor + least
         plain, full = blocks
         left, again = max(0.0, room - full.working), full.time - plain.time
@@ -509,38 +545,45 @@ class RecomputeBounds(Caching):
                 break
         return self.bounds.floor + least
 
-    @cached_by(lambda self, grid: (keys.SHARD.of(grid), self.grids.settings_key(grid)[1]))
-    def _settings(self, grid: PartialLayout) -> list[_Layer]:
+    @cached_by(lambda _, grid, kinds: (keys.SHARD.of(grid), kinds))
+    def _settings(self, grid: PartialLayout, kinds: RecomputeKinds) -> list[_Layer]:
         """A layer under each setting but blocks; those that take longer save less."""
-        allowed = self.grids.allowed_settings(0, self.grids.settings_key(grid)[1])
-        modules = dict.fromkeys(module for each in allowed for module in each.modules)
-        plain = self._layer(grid, NO_RECOMPUTE)
-        alone = {module: self._added(grid, _ALONE[module]) for module in modules}
-        found = [
-            plain.plus(alone[module] for module in each.modules)
-            if each.modules
-            else self._layer(grid, each)
-            for each in allowed
-            if each.method is not RecomputeMethod.BLOCK
-        ]
+        plain, added = self._layer(grid, NO_RECOMPUTE), self._added(grid)
+        found = []
+        for each in self.grids.allowed_settings(0, kinds):
+            if each.modules:
+                times, freed = zip(*(added[module] for module in each.modules), strict=True)
+                num = sum(freed)
+                layer = _Layer(plain.time + sum(times), plain.saved - num, plain.working + num)
+            elif each.method is RecomputeMethod.BLOCK:
+                continue
+            else:
+                layer = self._layer(grid, each)
+            found.append(layer)
         rising: list[_Layer] = []
         for layer in sorted(found):
             if not rising or layer.saved < rising[-1].saved:
                 rising.append(layer)
         return rising
 
-    def _blocks(self, grid: PartialLayout) -> tuple[_Layer, _Layer] | None:
+    def _blocks(self, grid: PartialLayout, kinds: RecomputeKinds) -> tuple[_Layer, _Layer] | None:
         """A layer outside blocks of full recomputation and inside."""
-        chunks, kinds = self.grids.settings_key(grid)
-        if FULL_RECOMPUTE not in kinds or not self.grids.largest_block(chunks):
+        if FULL_RECOMPUTE not in kinds or not self.grids.largest_block(grid.dims.num_chunks):
             return None
         return self._layer(grid, NO_RECOMPUTE), self._layer(grid, FULL_RECOMPUTE)
 
-    def _added(self, grid: PartialLayout, recompute: Recompute) -> _Layer:
-        """What a setting adds to a layer without recomputation, at least."""
-        added = zip(self._layer(grid, recompute), self._layer(grid, NO_RECOMPUTE), strict=True)
-        time, saved, working = itertools.starmap(operator.sub, added)
-        return _Layer(max(0, int(time) - 2), saved, working)
+    @cached_by(lambda _, grid: keys.SHARD.of(grid))
+    def _added(self, grid: PartialLayout) -> dict[RecomputeModule, tuple[Ticks, float]]:
+        """What recomputing a module adds to a layer, less two, and what it frees."""
+        model, executions = self.memory.model, self.grids.executions
+        times = model.unit_time(self._kind, model.places(grid.dims), model.shard(grid))
+        latent, found = model.spec.multi_latent_attention, {}
+        for module in self._modules:
+            again, freed = recomputed_alone(times, self._kind, module, latent_attention=latent)
+            if module is RecomputeModule.LAYERNORM and executions.may_keep_norm:
+                again = 0.0
+            found[module] = max(0, to_ticks(max(0.0, again)) - 2), freed
+        return found
 
     @cached_by(lambda _, grid, recompute: (keys.SHARD.of(grid), recompute))
     def _layer(self, grid: PartialLayout, recompute: Recompute) -> _Layer:

@@ -152,6 +152,10 @@ class Executions(Caching):
     Args:
         kinds: of all recompute settings, in the order in which executions are tried with them.
         step: the rules on executions.
+
+    Attributes:
+        offloads: whether some move activations to the host.
+        may_keep_norm: whether some save a norm that is to be recomputed (``norm_stays``).
     """
 
     def __init__(
@@ -165,7 +169,8 @@ class Executions(Caching):
         self.kinds = frozenset(self._kinds)
         self._step = step
         self._variants = tuple(dict.fromkeys((self._default, *_combinations(space))))
-        self._offloads = any(each.offloads for each in self._variants)
+        self.offloads = any(each.offloads for each in self._variants)
+        self.may_keep_norm = any("moe_router" in each.cuda_graph_scope for each in self._variants)
         read = [
             name
             for rule in step.rules
@@ -292,7 +297,7 @@ class Executions(Caching):
     def _unit_times(self, grid: PartialLayout) -> tuple[UnitTimes, ...]:
         """The times of each kind of unit; of their blocks where nothing can wait on the host."""
         places, shard = self.model.places(grid.dims), self.model.shard(grid)
-        if not self._offloads:
+        if not self.offloads:
             return self.model.block_times(places, shard)
         return tuple(self.model.unit_time(kind, places, shard) for kind in self.model.num_units)
 

@@ -45,16 +45,17 @@ def fits(search: Search) -> bool:
     Args:
         search: a search of the job, run or not.
     """
-    memory, peaks, most = search.memory, search.peaks, search.most_bytes
-    for shard in sorted(search.grids.shards(), key=memory.of_shard_states):
-        if search.out_of_time() or memory.of_shard_states(shard) > most:
+    needed = search.memory.of_shard_states
+    for shard in sorted(search.grids.shards(), key=needed):
+        if search.out_of_time() or needed(shard) > search.most_bytes:
             return False
-        for family in _families(search, shard):
-            if memory.of_family(family) <= peaks.of(family):
-                stages = StageProblems(search.model, family, peaks.of(family))
-                problems = map(stages.problem, _settings_keeping_least(search, family))
-                if any(_has_partition(search.solve_stages, problem) for problem in problems):
-                    return True
+        for grid in _pipelines(search, shard):
+            for schedule in search.grids.schedules(grid, search.zeros_that_fit(grid)):
+                for family, most in search.families_that_fit(schedule):
+                    stages = StageProblems(search.model, family, most)
+                    problems = map(stages.problem, _settings_keeping_least(search, family))
+                    if any(_has_partition(search.solve_stages, problem) for problem in problems):
+                        return True
     return False
 
 
@@ -103,18 +104,19 @@ def _by_bound(search: Search) -> Iterator[tuple[float, PartialLayout]]:
         if not is_shard:
             yield missing, grid
             continue
-        for family in _families(search, grid):
+        families = itertools.chain(*map(search.grids.families, _pipelines(search, grid)))
+        for family in families:
             bound = bounds.of_family(family) - search.peaks.of(family)
             heapq.heappush(heap, (bound, next(serial), False, family))
 
 
-def _families(search: Search, shard: PartialLayout) -> Iterator[PartialLayout]:
+def _pipelines(search: Search, shard: PartialLayout) -> Iterator[PartialLayout]:
     """Of the rank orders the first stands for all: they change no rank's memory."""
     seen = 0
     for grid in search.grids.grids(shard):
         if grid.dims.pipeline_model_parallel_size != seen:
             seen = grid.dims.pipeline_model_parallel_size
-            yield from search.grids.families(grid)
+            yield grid
 
 
 def _has_partition(solve: StageSolver, problem: PipelineProblem) -> bool:

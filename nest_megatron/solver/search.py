@@ -287,23 +287,31 @@ class Search(Caching):
 
     def _expand_grid(self, node: Node) -> None:
         grid, threshold = node.grid, self.plans.threshold(node.grid, decided=False)
-        fitting = self._zeros_that_fit(grid)
+        fitting = self.zeros_that_fit(grid)
+        if fitting and node.bound == node.in_any_memory:  # its memory is looked at only now
+            most = max(map(self.peaks.at_most, fitting))
+            in_memory = self.recomputing.of_grid(grid, fitting, most)
+            if in_memory > node.bound:
+                stopped = node._replace(is_stopped=self._stop(node), bound=in_memory)
+                heapq.heappush(self.heap, stopped)
+                return
         refused = [zero for zero in self.grids.zero_stages(grid.dims) if zero not in fitting]
         if refused and self.is_first:
             self.infeasible[_STATES] += self.grids.candidates_of_grid(grid, refused)
-            self.stopped.append(node)
+            node = node._replace(is_stopped=self._stop(node))
         for schedule in self.grids.schedules(grid, fitting):
-            bound = max(node.bound, self.bounds.pipelines(schedule, (NO_RECOMPUTE,))[0])
+            bound = max(node.in_any_memory, self.bounds.pipelines(schedule, (NO_RECOMPUTE,))[0])
             if bound <= threshold:
                 least = self._least_in_memory(schedule, fitting)
-                self._push(bound, schedule, SCHEDULE, in_memory=least, is_stopped=bool(refused))
+                self._push(bound, schedule, SCHEDULE, in_memory=least, is_stopped=node.is_stopped)
 
     def _least_in_memory(self, schedule: PartialLayout, zeros: list[ZeroStage]) -> Ticks:
         """A bound in the memory of the search, with whichever ZeRO stage."""
         alike = [zero for zero in zeros if zero.is_fsdp == schedule.zero.is_fsdp]
-        return self.recomputing.least(schedule, alike, max(map(self.peaks.at_most, alike)))
+        return self.recomputing.of_schedule(schedule, alike, max(map(self.peaks.at_most, alike)))
 
-    def _zeros_that_fit(self, grid: PartialLayout) -> list[ZeroStage]:
+    def zeros_that_fit(self, grid: PartialLayout) -> list[ZeroStage]:
+        """ZeRO stages of a grid with which its states may fit in memory."""
         needed, most = self.memory.of_states, self.peaks.at_most
         allowed = self.grids.zero_stages(grid.dims)
         return [zero for zero in allowed if needed(grid.dims, zero) <= most(zero)]
@@ -311,12 +319,12 @@ class Search(Caching):
     def _expand_schedule(self, node: Node) -> None:
         """Bound the stage problems themselves."""
         refused = self.infeasible[_ACTIVATIONS]
-        families = [*self._families_that_fit(node.grid)]
+        families = [*self.families_that_fit(node.grid)]
         if self.infeasible[_ACTIVATIONS] > refused:
             node = node._replace(is_stopped=self._stop(node))
         for family, most in families:
             threshold = self.plans.threshold(family)
-            in_memory = self.recomputing.least(family, [family.zero], most)
+            in_memory = self.recomputing.of_schedule(family, [family.zero], most)
             if in_memory > threshold:
                 node = node._replace(is_stopped=self._stop(node))
                 continue
@@ -333,10 +341,10 @@ class Search(Caching):
                     bound, family, MEMBERS, stages=stages, in_memory=in_memory, is_stopped=kept
                 )
 
-    def _families_that_fit(self, schedule: PartialLayout) -> Iterator[tuple[PartialLayout, Bytes]]:
+    def families_that_fit(self, schedule: PartialLayout) -> Iterator[tuple[PartialLayout, Bytes]]:
         """The families of a schedule that may fit in memory, each with its limit."""
         needed = self.memory.of_family
-        for zero in self._zeros_that_fit(schedule):
+        for zero in self.zeros_that_fit(schedule):
             families = [*self.grids.families_of(schedule, [zero])]
             if not families:
                 continue

@@ -19,7 +19,6 @@ from nest_megatron.layout.recompute import Recompute, RecomputeGranularity, Reco
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import Execution, GraphImpl
 from nest_megatron.planner import NoPlan, Request, plan, shortage
-from nest_megatron.planner.request import Deadline
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.memory_shortage import Shortage, fits, least_memory
 from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolution
@@ -189,7 +188,7 @@ def test_enough_gpus_are_looked_for_in_whole_hosts(
     cluster, sizes = catalogue.cluster(name, num_gpus), []
     enough = 7 * max(cluster.gpus_per_node, num_gpus)
 
-    def tried(request: Request, deadline: Deadline) -> bool:
+    def tried(request: Request, *_: object) -> bool:
         sizes.append(request.cluster.num_gpus)
         assert len(sizes) < 50, "does not end"
         return request.cluster.num_gpus >= enough
