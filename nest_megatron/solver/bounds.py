@@ -511,7 +511,10 @@ class RecomputeBounds(Caching):
             whole = others + layer.time * count + weights[rank] * time
             return max(m * time, math.floor(whole * (1.0 - 1e-12)))
 
-        even, least = -(-count // p), NO_THRESHOLD
+        even, least, plain = -(-count // p), NO_THRESHOLD, self._layer(grid, NO_RECOMPUTE)
+        left = room - plain.working
+        if left >= even * (states + live[0] * plain.saved):
+            return 0  # nothing has to be recomputed
         for layer in self._settings(grid, kinds):
             if m * layer.time * even >= least:
                 break
@@ -520,9 +523,9 @@ class RecomputeBounds(Caching):
                 most = [int(left / (states + n * layer.saved)) for n in live]
                 if sum(most) >= count:
                     least = min(least, takes(most, layer))
-        if (blocks := self._blocks(grid, kinds)) is None:
+        if FULL_RECOMPUTE not in kinds or not self.grids.largest_block(grid.dims.num_chunks):
             return self.bounds.floor + least
-        plain, full = blocks
+        full = self._layer(grid, FULL_RECOMPUTE)
         left, again = max(0.0, room - full.working), full.time - plain.time
         in_blocks = [int(left / (states + n * full.saved)) for n in live]
 
@@ -565,12 +568,6 @@ class RecomputeBounds(Caching):
             if not rising or layer.saved < rising[-1].saved:
                 rising.append(layer)
         return rising
-
-    def _blocks(self, grid: PartialLayout, kinds: RecomputeKinds) -> tuple[_Layer, _Layer] | None:
-        """A layer outside blocks of full recomputation and inside."""
-        if FULL_RECOMPUTE not in kinds or not self.grids.largest_block(grid.dims.num_chunks):
-            return None
-        return self._layer(grid, NO_RECOMPUTE), self._layer(grid, FULL_RECOMPUTE)
 
     @cached_by(lambda _, grid: keys.SHARD.of(grid))
     def _added(self, grid: PartialLayout) -> dict[RecomputeModule, tuple[Ticks, float]]:
