@@ -232,23 +232,6 @@ class Bounds(Caching):
             bounds.append(self.floor + max(busy, math.floor(self.of_all(each) * spread)))
         return bounds
 
-    def added_by_blocks(self, grid: PartialLayout, block: Recompute) -> Ticks:
-        """What blocks of full recomputation add to each bound of the grid without them, at least.
-
-        Of the chunks of ``chunk_space``, all but the first and the last hold ``q`` layers or one
-        more, and those two at most ``q + 1`` layers each; so with ``n`` layers in ``c`` chunks
-        ``q >= (n + 1) / c - 1``. A rank has ``v - 1`` chunks besides the first or the last, and
-        recomputes ``min(q, block)`` layers in each of them for every micro batch. Bounds of
-        grids with virtual stages hold all work of one rank, or the mean over all ranks, and nothing
-        else in them (way in and out, head, least tail, optimizer) gets shorter by recomputation.
-        """
-        layers, chunks = self.model.spec.num_layers, grid.dims.num_chunks
-        recomputed = min(-(-(layers + 1) // chunks) - 1, block.num_layers or 0)
-        kinds = self.model.kinds_under(grid, *keys.split_block(block))
-        dearer = [k.block.backward - k.own.backward for k in kinds if k.kind.is_layer]
-        inner = grid.dims.virtual_pipeline_model_parallel_size - 1
-        return grid.num_microbatches * inner * recomputed * max(0, min(dearer))
-
 
 def _in_ticks(times: Iterable[PassPair]) -> Work:
     each, share = [], 0.0
@@ -262,13 +245,8 @@ def _in_ticks(times: Iterable[PassPair]) -> Work:
 @functools.lru_cache(maxsize=4096)
 def _spread(p: int, m: int, share: float) -> float:
     """A balanced plain pipeline's time over the time of one micro batch through all stages."""
-    weights = _weights(p, m, share)
+    weights = [m - 1 - share * min(m - 1, p - 1 - i) for i in range(p)]
     return 1.0 + (1.0 / sum(1.0 / w for w in weights) if min(weights) > 0 else 0.0)
-
-
-def _weights(p: int, m: int, share: float) -> list[float]:
-    """``w_i`` of a plain pipeline (``Bounds.pipelines``)."""
-    return [m - 1 - share * min(m - 1, p - 1 - i) for i in range(p)]
 
 
 #: Two figures for each kind of unit.
@@ -418,9 +396,8 @@ class RecomputeBounds(Caching):
     Layers of the most frequent kind speak for all. With ``s`` bytes of states, ``a`` that are saved
     for each of ``l_r`` micro batches and ``w`` at work, ``C`` bytes hold at most
     ``n_r = (C - w) / (s + l_r a)`` of them on rank ``r``. If ``u`` is the least number for which
-    the sum of ``min(u, n_r)`` reaches all layers, a rank with ``n_r >= u`` has ``u`` or more, and
-    is busy with them all the time; and a plain pipeline takes ``T + w_r t_r``
-    (``Bounds.pipelines``). Blocks of full recomputation cover ``k`` layers of each rank.
+    the sum of ``min(u, n_r)`` reaches all layers, some rank has ``u`` or more, and is busy with
+    them all the time. Blocks of full recomputation cover ``k`` layers of each rank.
     """
 
     def __init__(self, bounds: Bounds, memory: MemoryBounds) -> None:
@@ -430,31 +407,34 @@ class RecomputeBounds(Caching):
         every = self.grids.allowed_settings(0, self.grids.executions.kinds)
         self._modules = dict.fromkeys(module for each in every for module in each.modules)
 
-    def of_grid(self, grid: PartialLayout, zeros: Sequence[ZeroStage], capacity: Bytes) -> Ticks:
+    def of_grid(
+        self, grid: PartialLayout, zeros: Sequence[ZeroStage], capacity: Bytes, bound: Ticks
+    ) -> Ticks:
         """What all schedules of a grid take at least in so much memory, however layers run.
 
         Executions that stand for all save and take no more than any, but for those that move
-        activations to the host: 0 where there are any.
-        """
-        executions = self.grids.executions
-        if executions.offloads:
-            return 0
-        return min(
-            self._least(each, zeros, capacity, executions.kinds, any_schedule=True)
-            for each in self.grids.fastest(grid)
-        )
+        activations to the host.
 
-    def of_schedule(
-        self, grid: PartialLayout, zeros: Sequence[ZeroStage], capacity: Bytes
-    ) -> Ticks:
+        Args:
+            zeros: the ZeRO stages that it may have.
+            bound: of the grid in any memory, where nothing longer is proven.
+        """
+        executions, least = self.grids.executions, NO_THRESHOLD
+        for each in self.grids.fastest(grid):
+            found = self._least(each, zeros, capacity, executions.kinds, any_schedule=True)
+            least = min(least, found)
+            if executions.offloads or least <= bound:
+                return bound
+        return least
+
+    def of_family(self, grid: PartialLayout, capacity: Bytes) -> Ticks:
         """What a grid takes at least in so much memory with any number of virtual stages.
 
         Args:
-            grid: with virtual stages or none.
-            zeros: the ZeRO stages that it may have.
+            grid: with its ZeRO stage, and with virtual stages or none.
         """
         _, kinds = self.grids.settings_key(grid)
-        return self._least(grid, zeros, capacity, kinds, any_schedule=False)
+        return self._least(grid, [grid.zero], capacity, kinds, any_schedule=False)
 
     def _least(
         self,
@@ -468,13 +448,12 @@ class RecomputeBounds(Caching):
         """A bound, ``NO_THRESHOLD`` where nothing fits."""
         each = zip(*(self.memory.of_pipeline(grid.dims, zero) for zero in zeros), strict=True)
         of_layer = tuple(min(units[self._place] for units in stages) for stages in each)
-        drains = grid.dims.virtual_pipeline_model_parallel_size == 1 and not any_schedule
-        is_plain = drains or any_schedule
-        least = self._without_waits(grid, of_layer, capacity, kinds, is_plain, drains)
-        return min(least + self.bounds.waits(grid), NO_THRESHOLD)
+        is_plain = any_schedule or grid.dims.virtual_pipeline_model_parallel_size == 1
+        least = grid.num_microbatches * self._fullest(grid, of_layer, capacity, kinds, is_plain)
+        return min(self.bounds.floor + least + self.bounds.waits(grid), NO_THRESHOLD)
 
     @cached_by(
-        lambda _, grid, of_layer, capacity, kinds, is_plain, drains: (
+        lambda _, grid, of_layer, capacity, kinds, is_plain: (
             keys.SHARD.of(grid),
             grid.dims.pipeline_model_parallel_size,
             grid.num_microbatches,
@@ -482,71 +461,59 @@ class RecomputeBounds(Caching):
             capacity,
             kinds,
             is_plain,
-            drains,
         )
     )
-    def _without_waits(
+    def _fullest(
         self,
         grid: PartialLayout,
         of_layer: tuple[float, ...],
         capacity: Bytes,
         kinds: RecomputeKinds,
         is_plain: bool,
-        drains: bool,
     ) -> Ticks:
-        """Args: is_plain, without virtual stages; drains, whether it holds for such alone."""
-        p, m, count = grid.dims.pipeline_model_parallel_size, grid.num_microbatches, self._count
-        live = _live(p, m if is_plain else p, is_plain=is_plain)
+        """One micro batch through the fullest rank; 0 where nothing has to be recomputed."""
+        p, count = grid.dims.pipeline_model_parallel_size, self._count
+        live = _live(p, grid.num_microbatches if is_plain else p, is_plain=is_plain)
         states, room = max(1.0, of_layer[0]), capacity - of_layer[1]
         room += self.memory.num_units * (1 + max(live))  # what rounding may hide
-        own, share = self.bounds.work(grid, NO_RECOMPUTE)
-        weights = _weights(p, m, share) if drains and p > 1 else ()
-        others = self.bounds.of_all(own) - count * own[self._place]
-
-        def takes(most: list[int], layer: _Layer, in_block: Ticks = 0, covered: int = 0) -> Ticks:
-            held, rank = _fullest_rank(most, count)
-            time = layer.time * held + in_block * min(covered, held)
-            if not weights:
-                return m * time
-            whole = others + layer.time * count + weights[rank] * time
-            return max(m * time, math.floor(whole * (1.0 - 1e-12)))
-
         even, least, plain = -(-count // p), NO_THRESHOLD, self._layer(grid, NO_RECOMPUTE)
-        left = room - plain.working
-        if left >= even * (states + live[0] * plain.saved):
-            return 0  # nothing has to be recomputed
+        if room - plain.working >= even * (states + live[0] * plain.saved):
+            return 0
         for layer in self._settings(grid, kinds):
-            if m * layer.time * even >= least:
+            if layer.time * even >= least:
                 break
             left = max(0.0, room - layer.working)
             if p * int(left / (states + live[-1] * layer.saved)) >= count:  # the last holds most
                 most = [int(left / (states + n * layer.saved)) for n in live]
-                if sum(most) >= count:
-                    least = min(least, takes(most, layer))
+                if held := _fullest_rank(most, count):
+                    least = min(least, layer.time * held)
         if FULL_RECOMPUTE not in kinds or not self.grids.largest_block(grid.dims.num_chunks):
-            return self.bounds.floor + least
+            return least
         full = self._layer(grid, FULL_RECOMPUTE)
         left, again = max(0.0, room - full.working), full.time - plain.time
         in_blocks = [int(left / (states + n * full.saved)) for n in live]
+        if sum(in_blocks) < count:
+            return least
 
-        def most_with(covered: int) -> list[int]:
+        def held_with(covered: int) -> int:
             freed = covered * (plain.saved - full.saved)
-            return [
+            most = [
                 each if each <= covered else int((left + n * freed) / (states + n * plain.saved))
                 for each, n in zip(in_blocks, live, strict=True)
             ]
+            return _fullest_rank(most, count)
 
-        if sum(in_blocks) < count:
-            return self.bounds.floor + least
-        first = bisect.bisect_left(range(count), True, 1, key=lambda k: sum(most_with(k)) >= count)
+        first = bisect.bisect_left(
+            range(count), True, 1, key=lambda covered: held_with(covered) > 0
+        )
         for covered in range(first, count + 1):
-            if m * (plain.time * even + again * min(covered, even)) >= least:
+            if plain.time * even + again * min(covered, even) >= least:
                 break
-            most = most_with(covered)
-            least = min(least, takes(most, plain, again, covered))
-            if _fullest_rank(most, count)[0] <= covered:
+            held = held_with(covered)
+            least = min(least, plain.time * held + again * min(covered, held))
+            if held <= covered:
                 break
-        return self.bounds.floor + least
+        return least
 
     @cached_by(lambda _, grid, kinds: (keys.SHARD.of(grid), kinds))
     def _settings(self, grid: PartialLayout, kinds: RecomputeKinds) -> list[_Layer]:
@@ -555,14 +522,13 @@ class RecomputeBounds(Caching):
         found = []
         for each in self.grids.allowed_settings(0, kinds):
             if each.modules:
-                times, freed = zip(*(added[module] for module in each.modules), strict=True)
-                num = sum(freed)
-                layer = _Layer(plain.time + sum(times), plain.saved - num, plain.working + num)
-            elif each.method is RecomputeMethod.BLOCK:
-                continue
-            else:
-                layer = self._layer(grid, each)
-            found.append(layer)
+                time, freed = plain.time, 0.0
+                for module in each.modules:
+                    more, free = added[module]
+                    time, freed = time + more, freed + free
+                found.append(_Layer(time, plain.saved - freed, plain.working + freed))
+            elif each.method is not RecomputeMethod.BLOCK:
+                found.append(self._layer(grid, each))
         rising: list[_Layer] = []
         for layer in sorted(found):
             if not rising or layer.saved < rising[-1].saved:
@@ -592,16 +558,17 @@ class RecomputeBounds(Caching):
         return _Layer(time, run.saved_bytes, run.working_bytes)
 
 
-def _fullest_rank(most: list[int], count: int) -> tuple[int, int]:
-    """How many of ``count`` layers some rank holds at least, and the first that can.
+def _fullest_rank(most: list[int], count: int) -> int:
+    """How many of ``count`` layers some rank holds at least; 0 where they do not fit.
 
     Args:
         most: layers that each rank can hold, rising.
     """
-    before, ranks = 0, len(most)
-    for rank, holds in enumerate(most):
-        least = -(-(count - before) // (ranks - rank))
-        if least <= holds:
-            return least, rank
-        before += holds
-    raise AssertionError("the ranks together hold all layers")
+    if sum(most) < count:
+        return 0
+    left, ranks = count, len(most)
+    for holds in most:
+        if ranks * holds >= left:
+            break
+        left, ranks = left - holds, ranks - 1
+    return -(-left // ranks)

@@ -290,7 +290,7 @@ class Search(Caching):
         fitting = self.zeros_that_fit(grid)
         if fitting and node.bound == node.in_any_memory:  # its memory is looked at only now
             most = max(map(self.peaks.at_most, fitting))
-            in_memory = self.recomputing.of_grid(grid, fitting, most)
+            in_memory = self.recomputing.of_grid(grid, fitting, most, node.bound)
             if in_memory > node.bound:
                 stopped = node._replace(is_stopped=self._stop(node), bound=in_memory)
                 heapq.heappush(self.heap, stopped)
@@ -302,13 +302,9 @@ class Search(Caching):
         for schedule in self.grids.schedules(grid, fitting):
             bound = max(node.in_any_memory, self.bounds.pipelines(schedule, (NO_RECOMPUTE,))[0])
             if bound <= threshold:
-                least = self._least_in_memory(schedule, fitting)
-                self._push(bound, schedule, SCHEDULE, in_memory=least, is_stopped=node.is_stopped)
-
-    def _least_in_memory(self, schedule: PartialLayout, zeros: list[ZeroStage]) -> Ticks:
-        """A bound in the memory of the search, with whichever ZeRO stage."""
-        alike = [zero for zero in zeros if zero.is_fsdp == schedule.zero.is_fsdp]
-        return self.recomputing.of_schedule(schedule, alike, max(map(self.peaks.at_most, alike)))
+                self._push(
+                    bound, schedule, SCHEDULE, in_memory=node.bound, is_stopped=node.is_stopped
+                )
 
     def zeros_that_fit(self, grid: PartialLayout) -> list[ZeroStage]:
         """ZeRO stages of a grid with which its states may fit in memory."""
@@ -324,7 +320,7 @@ class Search(Caching):
             node = node._replace(is_stopped=self._stop(node))
         for family, most in families:
             threshold = self.plans.threshold(family)
-            in_memory = self.recomputing.of_schedule(family, [family.zero], most)
+            in_memory = max(node.bound, self.recomputing.of_family(family, most))
             if in_memory > threshold:
                 node = node._replace(is_stopped=self._stop(node))
                 continue
@@ -373,8 +369,7 @@ class Search(Caching):
                 return
         self._stop(node)
         if choices.blocks:
-            bound = node.in_any_memory + self.bounds.added_by_blocks(grid, choices.blocks[0])
-            self._push(max(node.bound, bound), grid, BLOCKS, choices.blocks[0], stages)
+            self._push(node.bound, grid, BLOCKS, choices.blocks[0], stages)
         threshold = self.plans.threshold(grid)
         bounds = self.bounds.pipelines(grid, choices.others)
         pairs = zip(choices.others, bounds, strict=True)

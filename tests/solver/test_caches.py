@@ -238,8 +238,7 @@ def arguments_of(
         "of_layer: tuple[float, ...]": [(2e6, 0.0), (1e6, 3e6)],
         "capacity: Bytes": [1 << 24, 1 << 30],
         "kinds: RecomputeKinds": [grids.settings_key(grid)[1]],
-        "is_plain: bool": [True],
-        "drains: bool": [False, True],
+        "is_plain: bool": [False, True],
     }
     parameters = list(inspect.signature(method).parameters.values())[1:]
     yield from itertools.product(*(by_name[f"{p.name}: {p.annotation}"] for p in parameters))
