@@ -181,20 +181,20 @@ class CostModel(Caching):
         layers = LayerKind.DENSE if vision.is_split and not vision.frozen else kind
         return lookup(kind) + encoder(layers, num_layers=vision.num_layers) + projector(kind)
 
-    @cached_by(lambda _, grid, recompute: (SHARD.of(grid), recompute))
-    def pass_times(self, grid: PartialLayout, recompute: Recompute) -> tuple[PassPair, ...]:
-        """Forward and backward time of each kind of unit, what is recomputed with the latter.
+    @cached_by(SHARD)
+    def pass_times(self, grid: PartialLayout) -> tuple[PassPair, ...]:
+        """Forward and backward time of each kind of unit, without recomputation.
 
-        Without recomputation no unit is joined from its blocks for it, which is cheap.
+        No unit is joined from its blocks for it, which is cheap.
         """
         places, shard = self.places(grid.dims), self.shard(grid)
-        if recompute == NO_RECOMPUTE and not grid.execution.offloads:
+        if not grid.execution.offloads:
             return tuple(map(_both_passes, self._blocks.of_units(places, shard).values()))
-        runs = [self.run(kind, places, shard, recompute) for kind in self.num_units]
-        return tuple((r.forward.total, r.backward.total + r.recompute.total) for r in runs)
+        runs = [self.run(kind, places, shard, NO_RECOMPUTE) for kind in self.num_units]
+        return tuple((run.forward.total, run.backward.total) for run in runs)
 
     def pass_times_outside_experts(self, grid: PartialLayout) -> tuple[PassPair, ...]:
-        """The same for what expert degrees do not change, without recomputation."""
+        """The same for what expert degrees do not change."""
         outside = self._blocks.outside_experts(self.places(grid.dims), self.shard(grid))
         blocks = map(self.spec.unit_blocks, self.num_units)
         return tuple(_both_passes(outside.get(each, NO_WORK) for each in unit) for unit in blocks)
@@ -285,7 +285,7 @@ class CostModel(Caching):
     @cached_by(SHARD)
     def _work(self, grid: PartialLayout) -> Seconds:
         """One micro batch through all units."""
-        times = zip(self.num_units.values(), self.pass_times(grid, NO_RECOMPUTE), strict=True)
+        times = zip(self.num_units.values(), self.pass_times(grid), strict=True)
         return sum(count * sum(sides) for count, sides in times)
 
     def _uneven_packs(self, grid: PartialLayout) -> Seconds:

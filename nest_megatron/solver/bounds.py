@@ -8,14 +8,14 @@ faster):
 * *shard*: tensor, context, expert degrees and micro batch. A replica's work on one micro batch is
   known, and the best pipeline can do is to divide it evenly with no bubble at all. Work that expert
   degrees do not change is its first bound: that of experts is priced once a shard comes up.
-* *grid*: pipeline size and rank order on top.
+* *grid*: pipeline size and rank order on top; once it comes up, the bound holds what has to be
+  recomputed for the fullest rank to fit in memory (``recompute_bounds``).
 * *schedule*: plain or with virtual stages, and the execution of layers; for the plain schedule the
-  bound holds the fill and drain of a balanced pipeline. Another holds what has to be recomputed
-  for the fullest rank to fit in memory (``RecomputeBounds``).
+  bound holds the fill and drain of a balanced pipeline.
 * *members*: the number of virtual stages and the ZeRO stage on top, with the stage solver's own
-  lower bound, in unlimited memory and without recomputation, which only make a partition slower.
-* *blocks*: full recomputation of the first layers of each chunk, block sizes rising lazily; the
-  bound holds what every rank recomputes at least.
+  lower bound, in unlimited memory and without recomputation, which only make a partition slower,
+  and with what has to be recomputed.
+* *blocks*: full recomputation of the first layers of each chunk, block sizes rising lazily.
 * *variant*: another recompute setting on top, judged by the stage solver.
 
 A rank that holds a layer takes at least ``w``, what computing one layer again takes, whatever is
@@ -27,7 +27,6 @@ With ``s`` bytes of states and ``a`` of inputs a unit, ``C`` bytes hold at most
 
 from __future__ import annotations
 
-import bisect
 import functools
 import math
 import operator
@@ -40,28 +39,15 @@ from nest_megatron.cost_model import keys
 from nest_megatron.cost_model.fsdp_memory import unsharded_bytes
 from nest_megatron.cost_model.memory import replicas
 from nest_megatron.cost_model.model import CostModel, PassPair
-from nest_megatron.cost_model.stage_problems import (
-    StageProblems,
-    share_kept_early,
-)
+from nest_megatron.cost_model.stage_problems import StageProblems, share_kept_early
 from nest_megatron.cost_model.unit_cost import stored_bytes
-from nest_megatron.cost_model.unit_run import recomputed_alone
 from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
-from nest_megatron.layout.recompute import (
-    FULL_RECOMPUTE,
-    NO_RECOMPUTE,
-    Recompute,
-    RecomputeMethod,
-    RecomputeModule,
-    selective_recompute,
-)
+from nest_megatron.layout.recompute import Recompute
 from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.model.execution import OUTSIDE_EXPERTS
-from nest_megatron.solver.executions import RecomputeKinds
 from nest_megatron.solver.grids import GridSpace
-from nest_megatron.solver.outcome import NO_THRESHOLD
-from nest_megatron.units import Bytes, Ticks, to_ticks
+from nest_megatron.units import Ticks, to_ticks
 
 SHARD, GRID, SCHEDULE, MEMBERS, BLOCKS, VARIANT = range(6)
 
@@ -91,8 +77,6 @@ class Node(NamedTuple):
         return self.stages
 
 
-#: Each module recomputed alone.
-_ALONE = {module: selective_recompute([module]) for module in RecomputeModule}
 #: For each kind of unit, ticks that one micro batch takes through it at least.
 Each = tuple[Ticks, ...]
 #: That, each its own time less two; and the largest share of a unit's time that the forward pass
@@ -122,20 +106,18 @@ class Bounds(Caching):
         """
         return max(0, to_ticks(self.model.straggler_time(grid)) - 1)
 
-    @cached_by(lambda _, grid, recompute: (keys.SHARD.of(grid), recompute))
-    def work(self, grid: PartialLayout, recompute: Recompute) -> Work:
-        """One micro batch through the units of a grid; blocks count as no recomputation."""
-        if recompute.method is RecomputeMethod.BLOCK:
-            recompute = NO_RECOMPUTE  # how many layers blocks cover depends on the partition
-        return _in_ticks(self.model.pass_times(grid, recompute))
+    @cached_by(lambda _, grid: keys.SHARD.of(grid))
+    def work(self, grid: PartialLayout) -> Work:
+        """One micro batch through the units of a grid, without recomputation."""
+        return in_ticks(self.model.pass_times(grid))
 
-    def of_all(self, each: Each) -> Ticks:
+    def _of_all(self, each: Each) -> Ticks:
         """What all units take together, from what one of each kind takes."""
         return sum(map(operator.mul, self.counts, each))
 
-    def even(self, grid: PartialLayout, recompute: Recompute = NO_RECOMPUTE) -> Ticks:
+    def even(self, grid: PartialLayout) -> Ticks:
         """All ranks busy all the time: the work of the whole batch over all ranks."""
-        return self._evenly(grid, self.of_all(self.work(grid, recompute)[0]))
+        return self._evenly(grid, self._of_all(self.work(grid)[0]))
 
     def waiting(self, grid: PartialLayout) -> Ticks:
         """The fullest pipeline rank busy all the time, and what every plan of the grid waits."""
@@ -149,7 +131,7 @@ class Bounds(Caching):
         )
     )
     def _busy(self, grid: PartialLayout) -> Ticks:
-        each, _ = self.work(grid, NO_RECOMPUTE)
+        each, _ = self.work(grid)
         ranks = grid.dims.pipeline_model_parallel_size
         return self.floor + grid.num_microbatches * self._fullest(each, ranks)
 
@@ -160,7 +142,7 @@ class Bounds(Caching):
         frequent kind, which take ``t`` each, if one of them holds a unit that takes ``h``, the
         longest of the other kinds.
         """
-        least = max(*each, -(-self.of_all(each) // ranks))
+        least = max(*each, -(-self._of_all(each) // ranks))
         layer, count = each[self.layers], self.counts[self.layers]
         if ranks == 1 or not layer:
             return least
@@ -188,52 +170,38 @@ class Bounds(Caching):
     )
     def outside_experts(self, grid: PartialLayout) -> Ticks:
         """``even`` by the work that expert degrees do not change."""
-        each, _ = _in_ticks(self.model.pass_times_outside_experts(grid))
-        return self._evenly(grid, self.of_all(each))
+        each, _ = in_ticks(self.model.pass_times_outside_experts(grid))
+        return self._evenly(grid, self._of_all(each))
 
-    def pipelines(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> list[Ticks]:
-        """The fullest rank of a pipeline, or a balanced one with its fill and drain, by setting.
+    def pipeline(self, grid: PartialLayout) -> Ticks:
+        """The fullest rank of a pipeline, or a balanced one with its fill and drain.
 
         With stage times ``t_i`` the plain schedule takes at least ``T + w_i t_i`` for every stage,
         ``T`` the time of one micro batch through all stages and
         ``w_i = m - 1 - s min(m - 1, p - 1 - i)`` with ``s`` the largest forward share
         (``reference._Search._stage_bound``). The best division of ``T`` makes all ``w_i t_i``
         equal.
-
-        Modules that are searched together cover different parts of a layer, so what a set adds is
-        the sum of what its modules add by themselves.
         """
-        waits = self.waits(grid)
-        return [bound + waits for bound in self._without_waits(grid, settings)]
+        return self._without_waits(grid) + self.waits(grid)
 
     @cached_by(
-        lambda _, grid, settings: (
+        lambda _, grid: (
             keys.SHARD.of(grid),
             grid.dims.pipeline_model_parallel_size,
             grid.dims.virtual_pipeline_model_parallel_size == 1,
-            settings,
         )
     )
-    def _without_waits(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> list[Ticks]:
+    def _without_waits(self, grid: PartialLayout) -> Ticks:
         m, p = grid.num_microbatches, grid.dims.pipeline_model_parallel_size
-        own, share = self.work(grid, NO_RECOMPUTE)
-        plain = p > 1 and grid.dims.virtual_pipeline_model_parallel_size == 1
-        spread = _spread(p, m, share) * (1.0 - 1e-12) if plain else 0.0
-        added = {}
-        bounds = []
-        for recompute in settings:
-            each = own
-            for part in [_ALONE[module] for module in recompute.modules] or [recompute]:
-                if part not in added:
-                    pairs = zip(self.work(grid, part)[0], own, strict=True)
-                    added[part] = tuple(max(0, with_it - without - 1) for with_it, without in pairs)
-                each = tuple(map(operator.add, each, added[part]))
-            busy = m * self._fullest(each, p)
-            bounds.append(self.floor + max(busy, math.floor(self.of_all(each) * spread)))
-        return bounds
+        each, share = self.work(grid)
+        least = m * self._fullest(each, p)
+        if p > 1 and grid.dims.virtual_pipeline_model_parallel_size == 1:
+            spread = _spread(p, m, share) * (1.0 - 1e-12)
+            least = max(least, math.floor(self._of_all(each) * spread))
+        return self.floor + least
 
 
-def _in_ticks(times: Iterable[PassPair]) -> Work:
+def in_ticks(times: Iterable[PassPair]) -> Work:
     each, share = [], 0.0
     for ahead_s, back_s in times:
         ahead, back = max(0, to_ticks(ahead_s) - 1), max(0, to_ticks(back_s) - 1)
@@ -363,11 +331,11 @@ class MemoryBounds(Caching):
 @functools.lru_cache(maxsize=4096)
 def least_live(p: int, most: int, *, is_plain: bool) -> Counter[int]:
     """On how many ranks how many micro batches keep activations in all chunks at once."""
-    return Counter(_live(p, most, is_plain=is_plain))
+    return Counter(live_microbatches(p, most, is_plain=is_plain))
 
 
 @functools.lru_cache(maxsize=4096)
-def _live(p: int, most: int, *, is_plain: bool) -> tuple[int, ...]:
+def live_microbatches(p: int, most: int, *, is_plain: bool) -> tuple[int, ...]:
     """On each rank, how many micro batches keep activations in all chunks at once.
 
     With virtual stages the last chunk to start has fewest, whatever their number: a rank starts two
@@ -375,200 +343,3 @@ def _live(p: int, most: int, *, is_plain: bool) -> tuple[int, ...]:
     """
     step = 1 if is_plain else 2
     return tuple(min(most, step * (p - rank - 1) + 1) for rank in range(p))
-
-
-class _Layer(NamedTuple):
-    """A layer of the most frequent kind under a recompute setting.
-
-    Args:
-        time: of one micro batch, in ticks.
-        saved: bytes of each micro batch; ``working``, besides while it is at work.
-    """
-
-    time: Ticks
-    saved: float
-    working: float
-
-
-class RecomputeBounds(Caching):
-    """What has to be recomputed for a grid to fit in memory, as a bound on the step.
-
-    Layers of the most frequent kind speak for all. With ``s`` bytes of states, ``a`` that are saved
-    for each of ``l_r`` micro batches and ``w`` at work, ``C`` bytes hold at most
-    ``n_r = (C - w) / (s + l_r a)`` of them on rank ``r``. If ``u`` is the least number for which
-    the sum of ``min(u, n_r)`` reaches all layers, some rank has ``u`` or more, and is busy with
-    them all the time. Blocks of full recomputation cover ``k`` layers of each rank.
-    """
-
-    def __init__(self, bounds: Bounds, memory: MemoryBounds) -> None:
-        self.bounds, self.memory, self.grids = bounds, memory, memory.grids
-        self._place = bounds.layers
-        self._kind, self._count = list(memory.model.num_units.items())[self._place]
-        every = self.grids.allowed_settings(0, self.grids.executions.kinds)
-        self._modules = dict.fromkeys(module for each in every for module in each.modules)
-
-    def of_grid(
-        self, grid: PartialLayout, zeros: Sequence[ZeroStage], capacity: Bytes, bound: Ticks
-    ) -> Ticks:
-        """What all schedules of a grid take at least in so much memory, however layers run.
-
-        Executions that stand for all save and take no more than any, but for those that move
-        activations to the host.
-
-        Args:
-            zeros: the ZeRO stages that it may have.
-            bound: of the grid in any memory, where nothing longer is proven.
-        """
-        executions, least = self.grids.executions, NO_THRESHOLD
-        for each in self.grids.fastest(grid):
-            found = self._least(each, zeros, capacity, executions.kinds, any_schedule=True)
-            least = min(least, found)
-            if executions.offloads or least <= bound:
-                return bound
-        return least
-
-    def of_family(self, grid: PartialLayout, capacity: Bytes) -> Ticks:
-        """What a grid takes at least in so much memory with any number of virtual stages.
-
-        Args:
-            grid: with its ZeRO stage, and with virtual stages or none.
-        """
-        _, kinds = self.grids.settings_key(grid)
-        return self._least(grid, [grid.zero], capacity, kinds, any_schedule=False)
-
-    def _least(
-        self,
-        grid: PartialLayout,
-        zeros: Sequence[ZeroStage],
-        capacity: Bytes,
-        kinds: RecomputeKinds,
-        *,
-        any_schedule: bool,
-    ) -> Ticks:
-        """A bound, ``NO_THRESHOLD`` where nothing fits."""
-        each = zip(*(self.memory.of_pipeline(grid.dims, zero) for zero in zeros), strict=True)
-        of_layer = tuple(min(units[self._place] for units in stages) for stages in each)
-        is_plain = any_schedule or grid.dims.virtual_pipeline_model_parallel_size == 1
-        least = grid.num_microbatches * self._fullest(grid, of_layer, capacity, kinds, is_plain)
-        return min(self.bounds.floor + least + self.bounds.waits(grid), NO_THRESHOLD)
-
-    @cached_by(
-        lambda _, grid, of_layer, capacity, kinds, is_plain: (
-            keys.SHARD.of(grid),
-            grid.dims.pipeline_model_parallel_size,
-            grid.num_microbatches,
-            of_layer,
-            capacity,
-            kinds,
-            is_plain,
-        )
-    )
-    def _fullest(
-        self,
-        grid: PartialLayout,
-        of_layer: tuple[float, ...],
-        capacity: Bytes,
-        kinds: RecomputeKinds,
-        is_plain: bool,
-    ) -> Ticks:
-        """One micro batch through the fullest rank; 0 where nothing has to be recomputed."""
-        p, count = grid.dims.pipeline_model_parallel_size, self._count
-        live = _live(p, grid.num_microbatches if is_plain else p, is_plain=is_plain)
-        states, room = max(1.0, of_layer[0]), capacity - of_layer[1]
-        room += self.memory.num_units * (1 + max(live))  # what rounding may hide
-        even, least, plain = -(-count // p), NO_THRESHOLD, self._layer(grid, NO_RECOMPUTE)
-        if room - plain.working >= even * (states + live[0] * plain.saved):
-            return 0
-        for layer in self._settings(grid, kinds):
-            if layer.time * even >= least:
-                break
-            left = max(0.0, room - layer.working)
-            if p * int(left / (states + live[-1] * layer.saved)) >= count:  # the last holds most
-                most = [int(left / (states + n * layer.saved)) for n in live]
-                if held := _fullest_rank(most, count):
-                    least = min(least, layer.time * held)
-        if FULL_RECOMPUTE not in kinds or not self.grids.largest_block(grid.dims.num_chunks):
-            return least
-        full = self._layer(grid, FULL_RECOMPUTE)
-        left, again = max(0.0, room - full.working), full.time - plain.time
-        in_blocks = [int(left / (states + n * full.saved)) for n in live]
-        if sum(in_blocks) < count:
-            return least
-
-        def held_with(covered: int) -> int:
-            freed = covered * (plain.saved - full.saved)
-            most = [
-                each if each <= covered else int((left + n * freed) / (states + n * plain.saved))
-                for each, n in zip(in_blocks, live, strict=True)
-            ]
-            return _fullest_rank(most, count)
-
-        first = bisect.bisect_left(
-            range(count), True, 1, key=lambda covered: held_with(covered) > 0
-        )
-        for covered in range(first, count + 1):
-            if plain.time * even + again * min(covered, even) >= least:
-                break
-            held = held_with(covered)
-            least = min(least, plain.time * held + again * min(covered, held))
-            if held <= covered:
-                break
-        return least
-
-    @cached_by(lambda _, grid, kinds: (keys.SHARD.of(grid), kinds))
-    def _settings(self, grid: PartialLayout, kinds: RecomputeKinds) -> list[_Layer]:
-        """A layer under each setting but blocks; those that take longer save less."""
-        plain, added = self._layer(grid, NO_RECOMPUTE), self._added(grid)
-        found = []
-        for each in self.grids.allowed_settings(0, kinds):
-            if each.modules:
-                time, freed = plain.time, 0.0
-                for module in each.modules:
-                    more, free = added[module]
-                    time, freed = time + more, freed + free
-                found.append(_Layer(time, plain.saved - freed, plain.working + freed))
-            elif each.method is not RecomputeMethod.BLOCK:
-                found.append(self._layer(grid, each))
-        rising: list[_Layer] = []
-        for layer in sorted(found):
-            if not rising or layer.saved < rising[-1].saved:
-                rising.append(layer)
-        return rising
-
-    @cached_by(lambda _, grid: keys.SHARD.of(grid))
-    def _added(self, grid: PartialLayout) -> dict[RecomputeModule, tuple[Ticks, float]]:
-        """What recomputing a module adds to a layer, less two, and what it frees."""
-        model, executions = self.memory.model, self.grids.executions
-        times = model.unit_time(self._kind, model.places(grid.dims), model.shard(grid))
-        latent, found = model.spec.multi_latent_attention, {}
-        for module in self._modules:
-            again, freed = recomputed_alone(times, self._kind, module, latent_attention=latent)
-            if module is RecomputeModule.LAYERNORM and executions.may_keep_norm:
-                again = 0.0
-            found[module] = max(0, to_ticks(max(0.0, again)) - 2), freed
-        return found
-
-    @cached_by(lambda _, grid, recompute: (keys.SHARD.of(grid), recompute))
-    def _layer(self, grid: PartialLayout, recompute: Recompute) -> _Layer:
-        """A layer under a setting, its time less two."""
-        model = self.memory.model
-        places, shard = model.places(grid.dims), model.shard(grid)
-        run = model.run(self._kind, places, shard, recompute)
-        (time,), _ = _in_ticks([(run.forward.total, run.backward.total + run.recompute.total)])
-        return _Layer(time, run.saved_bytes, run.working_bytes)
-
-
-def _fullest_rank(most: list[int], count: int) -> int:
-    """How many of ``count`` layers some rank holds at least; 0 where they do not fit.
-
-    Args:
-        most: layers that each rank can hold, rising.
-    """
-    if sum(most) < count:
-        return 0
-    left, ranks = count, len(most)
-    for holds in most:
-        if ranks * holds >= left:
-            break
-        left, ranks = left - holds, ranks - 1
-    return -(-left // ranks)

@@ -35,7 +35,6 @@ from nest_megatron.solver.bounds import (
     Bounds,
     MemoryBounds,
     Node,
-    RecomputeBounds,
 )
 from nest_megatron.solver.first_plan import first_plan
 from nest_megatron.solver.grids import GridSpace
@@ -54,6 +53,7 @@ from nest_megatron.solver.outcome import (
     Status,
 )
 from nest_megatron.solver.ranking import FastestPlans, SearchResult, SolvedLayout
+from nest_megatron.solver.recompute_bounds import RecomputeBounds
 from nest_megatron.solver.space import Choices, SearchSpace, sort_settings
 from nest_megatron.units import Bytes, Ticks
 
@@ -300,7 +300,7 @@ class Search(Caching):
             self.infeasible[_STATES] += self.grids.candidates_of_grid(grid, refused)
             node = node._replace(is_stopped=self._stop(node))
         for schedule in self.grids.schedules(grid, fitting):
-            bound = max(node.in_any_memory, self.bounds.pipelines(schedule, (NO_RECOMPUTE,))[0])
+            bound = max(node.in_any_memory, self.bounds.pipeline(schedule))
             if bound <= threshold:
                 self._push(
                     bound, schedule, SCHEDULE, in_memory=node.bound, is_stopped=node.is_stopped
@@ -371,7 +371,7 @@ class Search(Caching):
         if choices.blocks:
             self._push(node.bound, grid, BLOCKS, choices.blocks[0], stages)
         threshold = self.plans.threshold(grid)
-        bounds = self.bounds.pipelines(grid, choices.others)
+        bounds = self.recomputing.of_settings(grid, stages.capacity_bytes, choices.others)
         pairs = zip(choices.others, bounds, strict=True)
         for recompute, bound in self._that_can_fit(stages, (p for p in pairs if p[1] <= threshold)):
             self._push(max(node.bound, bound), grid, VARIANT, recompute, stages)

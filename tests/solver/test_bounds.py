@@ -11,14 +11,13 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.schedule import peak_live_chunks
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import StageProblems, stage_problem
-from nest_megatron.layout.recompute import (
-    NO_RECOMPUTE,
-)
+from nest_megatron.layout.recompute import RecomputeMethod
 from nest_megatron.model.encoder import Adapters
 from nest_megatron.solver import backend
-from nest_megatron.solver.bounds import Bounds, MemoryBounds, RecomputeBounds, least_live
+from nest_megatron.solver.bounds import Bounds, MemoryBounds, least_live
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.outcome import NO_THRESHOLD, Status
+from nest_megatron.solver.recompute_bounds import RecomputeBounds
 from nest_megatron.solver.search import UNLIMITED
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue
@@ -59,8 +58,8 @@ def test_bounds_are_below_every_candidate(name: str, adapters: Adapters | None) 
                     roomy = problem._replace(capacity_bytes=UNLIMITED)
                     found = SOLVE(roomy, NO_THRESHOLD, 20_000)
                     assert bounds.outside_experts(shard) <= bounds.even(shard) <= found.iteration
-                    assert bounds.even(candidate, recompute) <= found.iteration
-                    assert bounds.pipelines(candidate, (recompute,))[0] <= found.iteration
+                    assert bounds.even(candidate) <= found.iteration
+                    assert bounds.pipeline(candidate) <= found.iteration
                     least = max(
                         memory.of_states(candidate.dims, candidate.zero),
                         memory.of_shard_states(shard),
@@ -89,10 +88,15 @@ def test_what_has_to_be_recomputed_takes_no_longer_than_any_plan_that_fits(name:
                     recomputing.of_family(family, capacity),
                     recomputing.of_grid(grid, [family.zero], capacity, free),
                 )
-                raised += least > bounds.pipelines(family, (NO_RECOMPUTE,))[0]
+                raised += least > bounds.pipeline(family)
                 stages = StageProblems(model, family, capacity)
-                for recompute in grids.recompute_settings(family):
-                    found = SOLVE(stages.problem(recompute), least, 20_000)
+                settings = grids.recompute_settings(family)
+                others = tuple(s for s in settings if s.method is not RecomputeMethod.BLOCK)
+                each = recomputing.of_settings(family, capacity, others)
+                by_setting = dict(zip(others, each, strict=True))
+                for recompute in settings:
+                    threshold = max(least, by_setting.get(recompute, 0))
+                    found = SOLVE(stages.problem(recompute), threshold, 20_000)
                     assert not found.boundaries
                     fits[found.status is not Status.INFEASIBLE] += 1
     assert min(*fits.values(), raised) > 20

@@ -235,10 +235,8 @@ def arguments_of(
         "hidden_reduce: bool": [False, True],
         "zeros: Sequence[ZeroStage]": [grids.zero_stages(grid.dims)],
         "stages: StageProblems": [StageProblems(model, grid)],
-        "of_layer: tuple[float, ...]": [(2e6, 0.0), (1e6, 3e6)],
-        "capacity: Bytes": [1 << 24, 1 << 30],
+        "ranks: _Ranks": [search.recomputing._ranks_of(grid, n) for n in (1 << 24, 1 << 30)],
         "kinds: RecomputeKinds": [grids.settings_key(grid)[1]],
-        "is_plain: bool": [False, True],
     }
     parameters = list(inspect.signature(method).parameters.values())[1:]
     yield from itertools.product(*(by_name[f"{p.name}: {p.annotation}"] for p in parameters))

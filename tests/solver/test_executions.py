@@ -33,6 +33,7 @@ from nest_megatron.solver.executions import with_stages_and_zero
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.memory_shortage import fits
 from nest_megatron.solver.outcome import NO_THRESHOLD, Status
+from nest_megatron.solver.recompute_bounds import RecomputeBounds
 from nest_megatron.solver.search import UNLIMITED, Search
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue
@@ -199,20 +200,28 @@ def test_bounds_hold_whatever_is_chosen(free: dict[str, Any], settings: CostSett
     space = dataclasses.replace(SPACE, limits=limits, executions=free)
     grids, bounds = GridSpace(model, 128, space), Bounds(model, 128)
     memory = MemoryBounds(model, grids)
-    ways = set()
+    recomputing = RecomputeBounds(bounds, memory)
+    ways, raised = set(), 0
     for shard in list(grids.shards())[::9]:
         even = min(map(bounds.even, grids.fastest(shard)))
         for family in (f for grid in grids.grids(shard) for f in grids.families(grid)):
+            needed, zeros = int(memory.of_family(family)), [family.zero]
+            free, capacity = bounds.pipeline(family), int(1.3 * needed)
+            least = recomputing.of_grid(family, zeros, capacity, 0)
+            least = max(least, recomputing.of_family(family, capacity))
+            raised += least > free
             for recompute in grids.recompute_settings(family)[::9]:
                 candidate = dataclasses.replace(family, recompute=recompute)
                 problem = stage_problem(model, candidate)
                 roomy = problem._replace(capacity_bytes=UNLIMITED)
-                found = KERNEL(roomy, NO_THRESHOLD, 2_000)
-                assert max(even, bounds.pipelines(candidate, (recompute,))[0]) <= found.iteration
-                tight = problem._replace(capacity_bytes=int(memory.of_family(candidate)) - 1)
+                assert max(even, free) <= KERNEL(roomy, NO_THRESHOLD, 2_000).iteration
+                enough = problem._replace(capacity_bytes=capacity)
+                assert not KERNEL(enough, least, 2_000).boundaries
+                tight = problem._replace(capacity_bytes=needed - 1)
                 assert KERNEL(tight, 0, 2_000).status is Status.INFEASIBLE
                 ways.add(family.execution)
     assert len(ways) > 2
+    assert raised > 10
 
 
 def test_what_forbids_whole_layers_needs_what_they_would_free() -> None:
