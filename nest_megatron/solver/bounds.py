@@ -202,6 +202,7 @@ class Bounds(Caching):
 
 
 def in_ticks(times: Iterable[PassPair]) -> Work:
+    """Passes of each kind of unit, at least."""
     each, share = [], 0.0
     for ahead_s, back_s in times:
         ahead, back = max(0, to_ticks(ahead_s) - 1), max(0, to_ticks(back_s) - 1)

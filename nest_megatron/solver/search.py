@@ -260,16 +260,15 @@ class Search(Caching):
             self.serial += 1
             longest = max(bound, in_memory)
             node = Node(longest, self.serial, grid, level, recompute, stages, bound, is_stopped)
-            if longest > bound:
-                node = node._replace(is_stopped=self._stop(node))
+            node = self._stop(node) if longest > bound else node
             if longest <= self.plans.slowest:
                 heapq.heappush(self.heap, node)
 
-    def _stop(self, node: Node) -> bool:
-        """Leave a node to a search with more memory, unless one above it is; true from then on."""
+    def _stop(self, node: Node) -> Node:
+        """Leave a node to a search with more memory, unless one above it is."""
         if not node.is_stopped:
             self.stopped.append(node._replace(bound=node.in_any_memory, stages=None))
-        return True
+        return node._replace(is_stopped=True)
 
     def _least_of(self, bound: Callable[[PartialLayout], Ticks], grid: PartialLayout) -> Ticks:
         """A bound of a grid in its fastest executions."""
@@ -292,13 +291,12 @@ class Search(Caching):
             most = max(map(self.peaks.at_most, fitting))
             in_memory = self.recomputing.of_grid(grid, fitting, most, node.bound)
             if in_memory > node.bound:
-                stopped = node._replace(is_stopped=self._stop(node), bound=in_memory)
-                heapq.heappush(self.heap, stopped)
+                heapq.heappush(self.heap, self._stop(node)._replace(bound=in_memory))
                 return
         refused = [zero for zero in self.grids.zero_stages(grid.dims) if zero not in fitting]
         if refused and self.is_first:
             self.infeasible[_STATES] += self.grids.candidates_of_grid(grid, refused)
-            node = node._replace(is_stopped=self._stop(node))
+            node = self._stop(node)
         for schedule in self.grids.schedules(grid, fitting):
             bound = max(node.in_any_memory, self.bounds.pipeline(schedule))
             if bound <= threshold:
@@ -317,12 +315,12 @@ class Search(Caching):
         refused = self.infeasible[_ACTIVATIONS]
         families = [*self.families_that_fit(node.grid)]
         if self.infeasible[_ACTIVATIONS] > refused:
-            node = node._replace(is_stopped=self._stop(node))
+            node = self._stop(node)
         for family, most in families:
             threshold = self.plans.threshold(family)
             in_memory = max(node.bound, self.recomputing.of_family(family, most))
             if in_memory > threshold:
-                node = node._replace(is_stopped=self._stop(node))
+                node = self._stop(node)
                 continue
             least = self.lower_bounds.get(family)
             if least is not None and least > threshold:
