@@ -317,12 +317,11 @@ class Search(Caching):
         if self.infeasible[_ACTIVATIONS] > refused:
             node = self._stop(node)
         for family, most in families:
-            threshold = self.plans.threshold(family)
+            threshold, least = self.plans.threshold(family), self.lower_bounds.get(family)
             in_memory = max(node.bound, self.recomputing.of_family(family, most))
             if in_memory > threshold:
                 node = self._stop(node)
                 continue
-            least = self.lower_bounds.get(family)
             if least is not None and least > threshold:
                 continue
             stages = StageProblems(self.model, family, most)
