@@ -346,10 +346,13 @@ def _gemma3(config: Any) -> dict[str, Any]:
         )
     if value_or(config, "is_vision_language", False):
         raise unplannable("model.is_vision_language", True, "its masks are not supported")
+    window = value_or(config, "window_size", 512)
+    if not isinstance(window, int):
+        raise unplannable("model.window_size", window, "Gemma 3's class takes a number of tokens")
     return {
         "variant": ModelVariant(norm_placement=NormPlacement.SANDWICH),
         "qk_layernorm": True,
-        "window_size": (value_or(config, "window_size", 512), 0),
+        "window_size": (window, 0),
         "window_attn_skip_freq": local + full,
         "rotary_base": max(value_or(config, "rotary_base", (10_000, 1_000_000))),
     }

@@ -99,7 +99,7 @@ def pin_plan(
             )
     pin = Pin(
         created=now(),
-        by=by or user_name(),
+        by=(by or "").strip() or user_name(),
         note=note,
         nest_megatron_version=__version__,
         megatron_lm=release,

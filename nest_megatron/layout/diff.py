@@ -62,7 +62,8 @@ def _experts(plan: ParallelPlan, size: Any) -> str:
     if size == 1:
         return f"every rank holds all {experts} experts, so tokens stay where they are"
     shares = f"every rank holds {experts // size} of {experts} experts"
-    return f"{shares}; tokens travel within one {plan.placement.group_levels['ep']}"
+    level = plan.placement.group_levels.get("ep")  # none where no layer has any
+    return f"{shares}; tokens travel within one {level}" if level else shares
 
 
 def _expert_tensor(plan: ParallelPlan, size: Any) -> str:

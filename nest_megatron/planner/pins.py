@@ -114,8 +114,8 @@ def write_pinned(pinned: PinnedPlan | PinnedTable, path: Path) -> None:
 
 
 def is_pinned(text: str) -> bool:
-    """Whether a plan file's text is pinned."""
-    return text.startswith(_HEAD)
+    """Whether a plan file's text is pinned, though its first line be damaged or gone."""
+    return any(line.startswith(_HEAD) or line == "pin:" for line in text.splitlines()[:2])
 
 
 def read_pinned(path: Path, num_gpus: int | None = None) -> PinnedPlan:

@@ -91,6 +91,11 @@ class Step35ModelProvider(GPTModelProvider):
     transformer_layer_spec: Any = build_step35_layer_spec
 
 
+@dataclass
+class Gemma3ModelProvider(GPTModelProvider):
+    """As in Megatron-Bridge, whose attention takes a window as a number of tokens."""
+
+
 def _config(kind: Callable[..., Any], **fields: Any) -> Any:
     cfg = bridge_config(catalogue.model("llama3_8b"))
     own = {f.name for f in dataclasses.fields(frameworks.GPTModelProvider)}
@@ -117,6 +122,11 @@ def test_an_unknown_family_is_refused_by_name(kind: Callable[..., Any], named: s
     with pytest.raises(UnplannableModelError) as raised:
         read_recipe(_config(kind), environment={})
     assert named in str(raised.value)
+
+
+def test_a_window_of_gemma_3_is_a_number_of_tokens() -> None:
+    with pytest.raises(UnplannableModelError, match=r"model.window_size = \(512, 0\)"):
+        read_recipe(_config(Gemma3ModelProvider, window_size=(512, 0)), environment={})
 
 
 @pytest.mark.parametrize(

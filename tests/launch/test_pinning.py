@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from nest_megatron.errors import PlanFileError, UserInputError, settings_typed_a
 from nest_megatron.integrations.plan_output import read_launched
 from nest_megatron.layout import plan_file
 from nest_megatron.planner.pinned_job import ActualJob, require_same_job
-from nest_megatron.planner.pins import PinnedPlan, read_pinned, read_plan
+from nest_megatron.planner.pins import ChangedPinError, PinnedPlan, read_pinned, read_plan
 from tests.altered import altered
 from tests.cli.runs import SMALL, run
 
@@ -207,6 +208,20 @@ def test_a_reviewer_and_a_remark_take_one_line(tmp_path: Path) -> None:
     assert run("pin", str(path), "--by", "eve\nby ada", "--note", "x\n(by ada)").code == 0
     line = next(each for each in run("explain", str(path)).out.splitlines() if "Pinned" in each)
     assert r"by eve\nby ada (x\n(by ada))" in line
+
+
+@pytest.mark.parametrize("change", [lambda text: text[1:], lambda text: text.partition("\n")[2]])
+def test_a_pinned_file_whose_first_line_is_damaged_was_changed(
+    change: Callable[[str], str], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.yaml"
+    assert run("plan", *SMALL, f"out={path}").code == 0
+    assert run("pin", str(path), "--by", "  ").code == 0
+    assert read_pinned(path).pin.by.strip()
+    path.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
+    done = run("explain", str(path))
+    assert done.code == ChangedPinError.exit_code
+    assert "it was changed after it was pinned" in done.err
 
 
 @pytest.mark.parametrize("target", ["nemo_2.7", "megatron_bridge_0.6"])
