@@ -137,7 +137,7 @@ def test_a_number_that_time_did_not_allow_to_try_is_no_bound(
     whole = nothing(request)
     tried: list[Request] = []
 
-    def fits_none(other: Request, _deadline: Deadline) -> bool:
+    def fits_none(other: Request, *_: object) -> bool:
         tried.append(other)
         return False
 
@@ -156,7 +156,7 @@ def test_where_states_have_room_no_number_of_gpus_is_told_for_them(
     request = asked("cluster.num_gpus=16", *sizes, "parallel.context_parallel_size=1")
     whole = nothing(request)
     tried: list[Request] = []
-    monkeypatch.setattr(shortage, "_fits", lambda other, _: tried.append(other))
+    monkeypatch.setattr(shortage, "_fits", lambda other, *_: tried.append(other))
     monkeypatch.setattr(Deadline, "passed", lambda *_: bool(tried))
     cut = no_plan(request, request.cost_model(), whole.search, request.deadline(), lambda *_: None)
     assert tried

@@ -189,7 +189,7 @@ def test_each_reason_has_its_exit_code(signed: Path, tmp_path: Path) -> None:
     plan.write_text(plan.read_text() + "\n")
     assert verified(plan, public).code == 15
     assert verified(plan).code == 11
-    unpinned.write_text(plan.read_text().partition("\n")[2])
+    unpinned.write_text("schema:" + plan.read_text().partition("\nschema:")[2])
     assert verified(unpinned).code == 10
     assert verified(tmp_path / "none.yaml").code == 2
     assert verified(signed, str(signed)).code == 2  # not a key

@@ -23,6 +23,9 @@ from nest_megatron.solver.executions import RecomputeKinds
 from nest_megatron.solver.outcome import NO_THRESHOLD
 from nest_megatron.units import Bytes, Ticks, to_ticks
 
+#: Modules that recomputing the experts as a whole recomputes as well.
+_WITHIN_MOE = (RecomputeModule.MOE_ACT, RecomputeModule.SHARED_EXPERTS)
+
 
 class _Layer(NamedTuple):
     """A layer of the most frequent kind under a recompute setting.
@@ -119,7 +122,7 @@ class RecomputeBounds(Caching):
     def _each_fullest(
         self, grid: PartialLayout, ranks: _Ranks, settings: tuple[Recompute, ...]
     ) -> list[Ticks]:
-        layers = [self._layer(grid, recompute) for recompute in settings]
+        layers = [self._under(grid, recompute) for recompute in settings]
         return [each.time * ranks.fullest(each, self._count) or NO_THRESHOLD for each in layers]
 
     def _ranks_of(self, grid: PartialLayout, capacity: Bytes) -> _Ranks:
@@ -191,7 +194,7 @@ class RecomputeBounds(Caching):
     def _settings(self, grid: PartialLayout, kinds: RecomputeKinds) -> list[_Layer]:
         """A layer under each setting but blocks; those that take longer save less."""
         settings = self.grids.allowed_settings(0, kinds)
-        found = [self._layer(grid, s) for s in settings if s.method is not RecomputeMethod.BLOCK]
+        found = [self._under(grid, s) for s in settings if s.method is not RecomputeMethod.BLOCK]
         rising: list[_Layer] = []
         for layer in sorted(found):
             if not rising or layer.saved < rising[-1].saved:
@@ -211,15 +214,21 @@ class RecomputeBounds(Caching):
             found[module] = max(0, to_ticks(max(0.0, again)) - 2), freed
         return found
 
-    @cached_by(lambda _, grid, recompute: (keys.SHARD.of(grid), recompute))
-    def _layer(self, grid: PartialLayout, recompute: Recompute) -> _Layer:
-        """A layer under a setting, its time less two; modules, which lie side by side, add up."""
-        if recompute.modules:
-            (time, saved, working), added = self._layer(grid, NO_RECOMPUTE), self._added(grid)
-            for module in recompute.modules:
+    def _under(self, grid: PartialLayout, recompute: Recompute) -> _Layer:
+        """A layer under a setting; modules that lie side by side add up."""
+        if not recompute.modules:
+            return self._layer(grid, recompute)
+        (time, saved, working), added = self._layer(grid, NO_RECOMPUTE), self._added(grid)
+        within = _WITHIN_MOE if RecomputeModule.MOE in recompute.modules else ()
+        for module in recompute.modules:
+            if module not in within:
                 more, freed = added[module]
                 time, saved, working = time + more, saved - freed, working + freed
-            return _Layer(time, saved, working)
+        return _Layer(time, saved, working)
+
+    @cached_by(lambda _, grid, recompute: (keys.SHARD.of(grid), recompute))
+    def _layer(self, grid: PartialLayout, recompute: Recompute) -> _Layer:
+        """A layer as it runs under a setting, its time less two."""
         model = self.memory.model
         places, shard = model.places(grid.dims), model.shard(grid)
         run = model.run(self._kind, places, shard, recompute)
