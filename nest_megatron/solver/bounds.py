@@ -321,7 +321,7 @@ class MemoryBounds(Caching):
         rank = structure.on_rank(dims, settings)
         units, unsharded = [], []
         for kind in self._kinds:
-            counts = [count for each_kind, count in structure.units if each_kind is kind]
+            counts = [count for each_kind, count in structure.units if each_kind == kind]
             units.append(min(each.of_unit(kind, count).total for count in counts))
             in_layer = not kind.is_end
             whole = (unsharded_bytes(c, rank, zero, in_layer=in_layer) for c in counts)

@@ -113,6 +113,17 @@ def test_what_has_to_be_recomputed_takes_no_longer_than_any_plan_that_fits(name:
     assert min(*fits.values(), raised) > 20
 
 
+def test_equal_models_of_heterogeneous_layers_have_equal_bounds() -> None:
+    """Their kinds of layers are equal, and not the same objects."""
+    spec, needed = catalogue.model("llama33_nemotron_super_49b"), []
+    for each in (spec, dataclasses.replace(spec)):
+        model = CostModel(each, catalogue.cluster("dgx_h100", 64), CostSettings())
+        grids = GridSpace(model, 128, SearchSpace())
+        grid = next(grid for shard in grids.shards() for grid in grids.grids(shard))
+        needed.append(MemoryBounds(model, grids).of_family(grid))
+    assert needed[0] == needed[1] > 0
+
+
 @pytest.mark.parametrize("p", [2, 3, 5, 8])
 def test_micro_batches_alive_in_every_chunk_are_those_of_the_schedule(p: int) -> None:
     for v, m in [(1, 1), (1, 3), (1, 4 * p), (2, p), (3, 2 * p), (4, 5 * p)]:
