@@ -95,8 +95,9 @@ class Bounds(Caching):
         self.model = model
         self.global_batch_size = global_batch_size
         self.counts = tuple(model.num_units.values())
-        layers = (place for place, kind in enumerate(model.num_units) if not kind.is_end)
-        self.layers = max(layers, key=self.counts.__getitem__)  # the most frequent kind
+        kinds = enumerate(model.num_units)
+        layers = (place for place, kind in kinds if kind.blocks and not kind.is_end)
+        self.layers = max(layers, key=self.counts.__getitem__)  # the most frequent kind that works
         self.floor = to_ticks(model.settings.iteration_floor_s)
 
     def waits(self, grid: PartialLayout) -> Ticks:

@@ -58,11 +58,12 @@ class _Ranks(NamedTuple):
         left = max(0.0, self.room - layer.working)
         return [int(left / (self.states + number * layer.saved)) for number in self.live]
 
-    def fullest(self, layer: _Layer, count: int) -> int:
-        """How many of ``count`` layers some rank holds at least; 0 where they do not fit."""
+    def fullest(self, layer: _Layer, count: int) -> Ticks:
+        """What the rank with most of ``count`` layers takes at least."""
         left = max(0.0, self.room - layer.working)
         most = int(left / (self.states + self.live[-1] * layer.saved))
-        return _fullest(self.layers(layer), count) if most * len(self.live) >= count else 0
+        held = _fullest(self.layers(layer), count) if most * len(self.live) >= count else 0
+        return layer.time * held if held else NO_THRESHOLD
 
 
 class RecomputeBounds(Caching):
@@ -123,7 +124,7 @@ class RecomputeBounds(Caching):
         self, grid: PartialLayout, ranks: _Ranks, settings: tuple[Recompute, ...]
     ) -> list[Ticks]:
         layers = [self._under(grid, recompute) for recompute in settings]
-        return [each.time * ranks.fullest(each, self._count) or NO_THRESHOLD for each in layers]
+        return [ranks.fullest(each, self._count) for each in layers]
 
     def _ranks_of(self, grid: PartialLayout, capacity: Bytes) -> _Ranks:
         is_plain = grid.dims.virtual_pipeline_model_parallel_size == 1
@@ -156,7 +157,7 @@ class RecomputeBounds(Caching):
         for layer in self._settings(grid, kinds):
             if layer.time * even >= least:
                 break
-            least = min(least, layer.time * ranks.fullest(layer, count) or NO_THRESHOLD)
+            least = min(least, ranks.fullest(layer, count))
         if FULL_RECOMPUTE in kinds and self.grids.largest_block(grid.dims.num_chunks):
             least = min(least, self._in_blocks(grid, ranks, least))
         return least

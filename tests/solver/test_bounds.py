@@ -17,6 +17,7 @@ from nest_megatron.layout.recompute import (
     selective_recompute,
 )
 from nest_megatron.model.encoder import Adapters
+from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.solver import backend
 from nest_megatron.solver.bounds import Bounds, MemoryBounds, least_live
 from nest_megatron.solver.grids import GridSpace
@@ -80,7 +81,10 @@ def test_bounds_are_below_every_candidate(name: str, adapters: Adapters | None) 
     assert checked > 100
 
 
-@pytest.mark.parametrize("name", ["llama3_8b", "mixtral_8x7b", "deepseek_v3", "bert_large"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama3_8b", "mixtral_8x7b", "deepseek_v3", "bert_large", "llama31_nemotron_ultra_253b"],
+)
 def test_what_has_to_be_recomputed_takes_no_longer_than_any_plan_that_fits(name: str) -> None:
     model = CostModel(catalogue.model(name), catalogue.cluster("dgx_h100", 64), CostSettings())
     fixed = {"context_parallel_size": 1, "expert_tensor_parallel_size": 1}
@@ -110,7 +114,8 @@ def test_what_has_to_be_recomputed_takes_no_longer_than_any_plan_that_fits(name:
                     found = SOLVE(stages.problem(recompute), threshold, 20_000)
                     assert not found.boundaries
                     fits[found.status is not Status.INFEASIBLE] += 1
-    assert min(*fits.values(), raised) > 20
+    assert min(fits.values()) > 20
+    assert raised > 20 or model.num_units[LayerKind.NO_OP]
 
 
 def test_equal_models_of_heterogeneous_layers_have_equal_bounds() -> None:
