@@ -121,7 +121,8 @@ def test_what_has_to_be_recomputed_takes_no_longer_than_any_plan_that_fits(name:
 def test_equal_models_of_heterogeneous_layers_have_equal_bounds() -> None:
     """Their kinds of layers are equal, and not the same objects."""
     spec, needed = catalogue.model("llama33_nemotron_super_49b"), []
-    for each in (spec, dataclasses.replace(spec)):
+    layers = tuple(LayerKind(str(kind)) for kind in spec.heterogeneous_layers)
+    for each in (spec, dataclasses.replace(spec, heterogeneous_layers=layers)):
         model = CostModel(each, catalogue.cluster("dgx_h100", 64), CostSettings())
         grids = GridSpace(model, 128, SearchSpace())
         grid = next(grid for shard in grids.shards() for grid in grids.grids(shard))
