@@ -94,10 +94,10 @@ class Bounds(Caching):
     def __init__(self, model: CostModel, global_batch_size: int) -> None:
         self.model = model
         self.global_batch_size = global_batch_size
-        self.counts = tuple(model.num_units.values())
+        self._counts = tuple(model.num_units.values())
         kinds = enumerate(model.num_units)
         layers = (place for place, kind in kinds if kind.blocks and not kind.is_end)
-        self.layers = max(layers, key=self.counts.__getitem__)  # the most frequent kind that works
+        self.layers = max(layers, key=self._counts.__getitem__)  # the most frequent kind that works
         self.floor = to_ticks(model.settings.iteration_floor_s)
 
     def waits(self, grid: PartialLayout) -> Ticks:
@@ -108,17 +108,17 @@ class Bounds(Caching):
         return max(0, to_ticks(self.model.straggler_time(grid)) - 1)
 
     @cached_by(lambda _, grid: keys.SHARD.of(grid))
-    def work(self, grid: PartialLayout) -> Work:
+    def _work(self, grid: PartialLayout) -> Work:
         """One micro batch through the units of a grid, without recomputation."""
         return in_ticks(self.model.pass_times(grid))
 
     def _of_all(self, each: Each) -> Ticks:
         """What all units take together, from what one of each kind takes."""
-        return sum(map(operator.mul, self.counts, each))
+        return sum(map(operator.mul, self._counts, each))
 
     def even(self, grid: PartialLayout) -> Ticks:
         """All ranks busy all the time: the work of the whole batch over all ranks."""
-        return self._evenly(grid, self._of_all(self.work(grid)[0]))
+        return self._evenly(grid, self._of_all(self._work(grid)[0]))
 
     def waiting(self, grid: PartialLayout) -> Ticks:
         """The fullest pipeline rank busy all the time, and what every plan of the grid waits."""
@@ -132,7 +132,7 @@ class Bounds(Caching):
         )
     )
     def _busy(self, grid: PartialLayout) -> Ticks:
-        each, _ = self.work(grid)
+        each, _ = self._work(grid)
         ranks = grid.dims.pipeline_model_parallel_size
         return self.floor + grid.num_microbatches * self._fullest(each, ranks)
 
@@ -144,7 +144,7 @@ class Bounds(Caching):
         longest of the other kinds.
         """
         least = max(*each, -(-self._of_all(each) // ranks))
-        layer, count = each[self.layers], self.counts[self.layers]
+        layer, count = each[self.layers], self._counts[self.layers]
         if ranks == 1 or not layer:
             return least
         other = max((t for i, t in enumerate(each) if i != self.layers), default=0)
@@ -194,7 +194,7 @@ class Bounds(Caching):
     )
     def _without_waits(self, grid: PartialLayout) -> Ticks:
         m, p = grid.num_microbatches, grid.dims.pipeline_model_parallel_size
-        each, share = self.work(grid)
+        each, share = self._work(grid)
         least = m * self._fullest(each, p)
         if p > 1 and grid.dims.virtual_pipeline_model_parallel_size == 1:
             spread = _spread(p, m, share) * (1.0 - 1e-12)
@@ -277,7 +277,7 @@ class MemoryBounds(Caching):
         dims, p = grid.dims, grid.dims.pipeline_model_parallel_size
         is_plain = dims.virtual_pipeline_model_parallel_size == 1
         live = least_live(p, grid.num_microbatches if is_plain else p, is_plain=is_plain)
-        early, (saved, working) = share_kept_early(grid), self.active(grid, settings)
+        early, (saved, working) = share_kept_early(grid), self._active(grid, settings)
         states, unsharded = self.of_pipeline(dims, grid.zero)
         units = [
             (n, s, (1.0 + early) * a) for n, s, a in zip(self._counts, states, saved, strict=True)
@@ -300,7 +300,7 @@ class MemoryBounds(Caching):
         return max(self.of_states(dims, grid.zero), peak)
 
     @cached_by(lambda _, grid, settings: (keys.SHARD.of(grid), settings))
-    def active(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> _PerKind:
+    def _active(self, grid: PartialLayout, settings: tuple[Recompute, ...]) -> _PerKind:
         """What a unit saves at least, and takes besides at work; ends may have a rank alone.
 
         What sets of modules do not save they need at work, as much as with nothing recomputed.

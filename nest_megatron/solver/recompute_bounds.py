@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from nest_megatron.caching import Caching, cached_by
@@ -27,7 +27,7 @@ from nest_megatron.units import Bytes, Ticks, to_ticks
 _WITHIN_MOE = (RecomputeModule.MOE_ACT, RecomputeModule.SHARED_EXPERTS)
 
 
-class _Layer(NamedTuple):
+class Layer(NamedTuple):
     """A layer of the most frequent kind under a recompute setting.
 
     Args:
@@ -40,7 +40,7 @@ class _Layer(NamedTuple):
     working: float
 
 
-class _Ranks(NamedTuple):
+class Ranks(NamedTuple):
     """What the ranks of a pipeline may hold of such layers.
 
     Args:
@@ -53,16 +53,14 @@ class _Ranks(NamedTuple):
     room: float
     live: tuple[int, ...]
 
-    def layers(self, layer: _Layer) -> list[int]:
+    def layers(self, layer: Layer) -> list[int]:
         """How many each rank can hold, rising."""
         left = max(0.0, self.room - layer.working)
         return [int(left / (self.states + number * layer.saved)) for number in self.live]
 
-    def fullest(self, layer: _Layer, count: int) -> Ticks:
+    def fullest(self, layer: Layer, count: int) -> Ticks:
         """What the rank with most of ``count`` layers takes at least."""
-        left = max(0.0, self.room - layer.working)
-        most = int(left / (self.states + self.live[-1] * layer.saved))
-        held = _fullest(self.layers(layer), count) if most * len(self.live) >= count else 0
+        held = _held(self.layers(layer), count)
         return layer.time * held if held else NO_THRESHOLD
 
 
@@ -121,18 +119,18 @@ class RecomputeBounds(Caching):
 
     @cached_by(lambda _, grid, ranks, settings: (keys.SHARD.of(grid), ranks, settings))
     def _each_fullest(
-        self, grid: PartialLayout, ranks: _Ranks, settings: tuple[Recompute, ...]
+        self, grid: PartialLayout, ranks: Ranks, settings: tuple[Recompute, ...]
     ) -> list[Ticks]:
         layers = [self._under(grid, recompute) for recompute in settings]
         return [ranks.fullest(each, self._count) for each in layers]
 
-    def _ranks_of(self, grid: PartialLayout, capacity: Bytes) -> _Ranks:
+    def _ranks_of(self, grid: PartialLayout, capacity: Bytes) -> Ranks:
         is_plain = grid.dims.virtual_pipeline_model_parallel_size == 1
         return self._ranks(grid, [grid.zero], capacity, is_plain=is_plain)
 
     def _ranks(
         self, grid: PartialLayout, zeros: Sequence[ZeroStage], capacity: Bytes, *, is_plain: bool
-    ) -> _Ranks:
+    ) -> Ranks:
         p, place = grid.dims.pipeline_model_parallel_size, self._place
         live = live_microbatches(p, grid.num_microbatches if is_plain else p, is_plain=is_plain)
         each = [self.memory.of_pipeline(grid.dims, zero) for zero in zeros]
@@ -140,7 +138,7 @@ class RecomputeBounds(Caching):
             min(units[place] for units in part) for part in zip(*each, strict=True)
         )
         hidden = self.memory.num_units * (1 + max(live))  # by rounding
-        return _Ranks(max(1.0, states), capacity + hidden - unsharded, live)
+        return Ranks(max(1.0, states), capacity + hidden - unsharded, live)
 
     def _step(self, grid: PartialLayout, fullest: Ticks) -> Ticks:
         """The step, if one micro batch takes so long on the fullest rank."""
@@ -148,7 +146,7 @@ class RecomputeBounds(Caching):
         return min(step, NO_THRESHOLD)
 
     @cached_by(lambda _, grid, ranks, kinds: (keys.SHARD.of(grid), ranks, kinds))
-    def _fullest(self, grid: PartialLayout, ranks: _Ranks, kinds: RecomputeKinds) -> Ticks:
+    def _fullest(self, grid: PartialLayout, ranks: Ranks, kinds: RecomputeKinds) -> Ticks:
         """One micro batch on the fullest rank; 0 where nothing has to be recomputed."""
         count, plain = self._count, self._layer(grid, NO_RECOMPUTE)
         even, least = -(-count // len(ranks.live)), NO_THRESHOLD
@@ -162,7 +160,7 @@ class RecomputeBounds(Caching):
             least = min(least, self._in_blocks(grid, ranks, least))
         return least
 
-    def _in_blocks(self, grid: PartialLayout, ranks: _Ranks, threshold: Ticks) -> Ticks:
+    def _in_blocks(self, grid: PartialLayout, ranks: Ranks, threshold: Ticks) -> Ticks:
         """The same where the first ``k`` layers of each rank are recomputed, for every ``k``."""
         count, even = self._count, -(-self._count // len(ranks.live))
         plain, full = self._layer(grid, NO_RECOMPUTE), self._layer(grid, FULL_RECOMPUTE)
@@ -175,7 +173,7 @@ class RecomputeBounds(Caching):
             for each, live in zip(in_blocks, ranks.live, strict=True):
                 outside = (room + live * freed) / (ranks.states + live * plain.saved)
                 most.append(each if each <= covered else int(outside))
-            return _fullest(most, count)
+            return _held(most, count)
 
         def fullest(covered: int, held: int) -> Ticks:
             return plain.time * held + (full.time - plain.time) * min(covered, held)
@@ -192,15 +190,13 @@ class RecomputeBounds(Caching):
         return least
 
     @cached_by(lambda _, grid, kinds: (keys.SHARD.of(grid), kinds))
-    def _settings(self, grid: PartialLayout, kinds: RecomputeKinds) -> list[_Layer]:
-        """A layer under each setting but blocks; those that take longer save less."""
-        settings = self.grids.allowed_settings(0, kinds)
-        found = [self._under(grid, s) for s in settings if s.method is not RecomputeMethod.BLOCK]
-        rising: list[_Layer] = []
-        for layer in sorted(found):
-            if not rising or layer.saved < rising[-1].saved:
-                rising.append(layer)
-        return rising
+    def _settings(self, grid: PartialLayout, kinds: RecomputeKinds) -> list[Layer]:
+        """A layer under each setting but blocks, the fastest first, without needless ones."""
+        return without_needless(
+            self._under(grid, each)
+            for each in self.grids.allowed_settings(0, kinds)
+            if each.method is not RecomputeMethod.BLOCK
+        )
 
     @cached_by(lambda _, grid: keys.SHARD.of(grid))
     def _added(self, grid: PartialLayout) -> dict[RecomputeModule, tuple[Ticks, float]]:
@@ -215,7 +211,7 @@ class RecomputeBounds(Caching):
             found[module] = max(0, to_ticks(max(0.0, again)) - 2), freed
         return found
 
-    def _under(self, grid: PartialLayout, recompute: Recompute) -> _Layer:
+    def _under(self, grid: PartialLayout, recompute: Recompute) -> Layer:
         """A layer under a setting; modules that lie side by side add up."""
         if not recompute.modules:
             return self._layer(grid, recompute)
@@ -225,19 +221,33 @@ class RecomputeBounds(Caching):
             if module not in within:
                 more, freed = added[module]
                 time, saved, working = time + more, saved - freed, working + freed
-        return _Layer(time, saved, working)
+        return Layer(time, saved, working)
 
     @cached_by(lambda _, grid, recompute: (keys.SHARD.of(grid), recompute))
-    def _layer(self, grid: PartialLayout, recompute: Recompute) -> _Layer:
+    def _layer(self, grid: PartialLayout, recompute: Recompute) -> Layer:
         """A layer as it runs under a setting, its time less two."""
         model = self.memory.model
         places, shard = model.places(grid.dims), model.shard(grid)
         run = model.run(self._kind, places, shard, recompute)
         (time,), _ = in_ticks([(run.forward.total, run.backward.total + run.recompute.total)])
-        return _Layer(time, run.saved_bytes, run.working_bytes)
+        return Layer(time, run.saved_bytes, run.working_bytes)
 
 
-def _fullest(most: list[int], count: int) -> int:
+def without_needless(layers: Iterable[Layer]) -> list[Layer]:
+    """Layers under settings, the fastest first, without those that another makes needless.
+
+    Where a slower setting saves no less, and one layer alone needs no less under it, a rank that
+    can hold layers can hold as many under the faster one.
+    """
+    kept: list[Layer] = []
+    for layer in sorted(layers):
+        one = layer.saved + layer.working
+        if not kept or layer.saved < kept[-1].saved or one < kept[-1].saved + kept[-1].working:
+            kept.append(layer)
+    return kept
+
+
+def _held(most: list[int], count: int) -> int:
     """How many of ``count`` layers some rank holds at least; 0 where they do not fit.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections import Counter
 
 import pytest
@@ -12,6 +13,8 @@ from nest_megatron.cost_model.schedule import peak_live_chunks
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import StageProblems, stage_problem
 from nest_megatron.layout.recompute import (
+    Recompute,
+    RecomputeGranularity,
     RecomputeMethod,
     RecomputeModule,
     selective_recompute,
@@ -22,12 +25,21 @@ from nest_megatron.solver import backend
 from nest_megatron.solver.bounds import Bounds, MemoryBounds, least_live
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.outcome import NO_THRESHOLD, Status
-from nest_megatron.solver.recompute_bounds import RecomputeBounds
+from nest_megatron.solver.recompute_bounds import (
+    Layer,
+    Ranks,
+    RecomputeBounds,
+    without_needless,
+)
 from nest_megatron.solver.search import UNLIMITED
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue
 
 SOLVE = backend.solver_of(backend.backend_to_run())
+#: As a job may have it: it saves less than each layer by itself, and needs more at work.
+GROUPS_OF_LAYERS = Recompute(
+    granularity=RecomputeGranularity.FULL, method=RecomputeMethod.UNIFORM, num_layers=4
+)
 WITHIN_ONE_ANOTHER = (
     RecomputeModule.MOE,
     RecomputeModule.MOE_ACT,
@@ -89,7 +101,8 @@ def test_what_has_to_be_recomputed_takes_no_longer_than_any_plan_that_fits(name:
     model = CostModel(catalogue.model(name), catalogue.cluster("dgx_h100", 64), CostSettings())
     fixed = {"context_parallel_size": 1, "expert_tensor_parallel_size": 1}
     limits = {"micro_batch_size": 4, "virtual_pipeline_model_parallel_size": 3}
-    grids = GridSpace(model, 128, SearchSpace(fixed=fixed, limits=limits))
+    space = SearchSpace(fixed=fixed, limits=limits, present_recompute=GROUPS_OF_LAYERS)
+    grids = GridSpace(model, 128, space)
     bounds, memory = Bounds(model, 128), MemoryBounds(model, grids)
     recomputing = RecomputeBounds(bounds, memory)
     fits, raised = Counter[bool](), 0
@@ -116,6 +129,19 @@ def test_what_has_to_be_recomputed_takes_no_longer_than_any_plan_that_fits(name:
                     fits[found.status is not Status.INFEASIBLE] += 1
     assert min(fits.values()) > 20
     assert raised > 20 or model.num_units[LayerKind.NO_OP]
+
+
+def test_a_needless_setting_lets_no_rank_hold_more_layers() -> None:
+    rng, dropped = random.Random(1), 0
+    for _ in range(300):
+        layers = [Layer(*(rng.randint(1, 20) for _ in range(3))) for _ in range(6)]
+        kept = without_needless(layers)
+        for _ in range(20):
+            ranks = Ranks(rng.randint(1, 9), rng.randint(1, 90), (rng.randint(2, 9), 1))
+            least = [min(ranks.fullest(each, 4) for each in some) for some in (layers, kept)]
+            assert least[0] == least[1]
+        dropped += len(layers) - len(kept)
+    assert dropped > 300
 
 
 def test_equal_models_of_heterogeneous_layers_have_equal_bounds() -> None:

@@ -235,7 +235,7 @@ def arguments_of(
         "hidden_reduce: bool": [False, True],
         "zeros: Sequence[ZeroStage]": [grids.zero_stages(grid.dims)],
         "stages: StageProblems": [StageProblems(model, grid)],
-        "ranks: _Ranks": [search.recomputing._ranks_of(grid, n) for n in (1 << 24, 1 << 30)],
+        "ranks: Ranks": [search.recomputing._ranks_of(grid, n) for n in (1 << 24, 1 << 30)],
         "kinds: RecomputeKinds": [grids.settings_key(grid)[1]],
     }
     parameters = list(inspect.signature(method).parameters.values())[1:]
