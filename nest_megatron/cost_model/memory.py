@@ -146,11 +146,13 @@ def replicas(dims: ParallelDims) -> tuple[int, int]:
 
 
 def optimizer_instances(replicas: tuple[int, int], settings: CostSettings) -> int:
-    """Instances of the distributed optimizer; one where the job's do not divide all replicas.
+    """Instances of the distributed optimizer; one where a plan leaves the job's out.
 
-    The plan then leaves them out of the command (``option_num_distributed_optimizer_instances``).
+    They have to divide all replicas, and an optimizer by layers has none
+    (``option_num_distributed_optimizer_instances``).
     """
-    number = settings.traits.optimizer_instances
+    traits = settings.traits
+    number = 1 if traits.layer_wise_optimizer else traits.optimizer_instances
     return 1 if any(each % number for each in replicas) else number
 
 

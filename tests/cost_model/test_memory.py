@@ -10,7 +10,7 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.data_parallel import replica_traffic
 from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.execution_flags import execution_traits
-from nest_megatron.cost_model.memory import static_bytes, stays_whole
+from nest_megatron.cost_model.memory import ranks_of_states, static_bytes, stays_whole
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings, restored_settings, stored_settings
 from nest_megatron.cost_model.stage_problems import stage_problem
@@ -430,6 +430,14 @@ def test_optimizer_instances_gather_within_themselves_and_sum_over_each_other() 
     by_node = traffic_s(ExecutionTraits(optimizer_instances=4))
     assert by_node[1] < gathered
     assert by_node[0] > reduced  # the sum over instances is an all-reduce
+
+
+def test_an_optimizer_by_layers_has_no_instances() -> None:
+    """A plan leaves the job's out, and is priced without."""
+    by_layers = ExecutionTraits(layer_wise_optimizer=True)
+    with_instances = ExecutionTraits(layer_wise_optimizer=True, optimizer_instances=4)
+    assert traffic_s(with_instances) == traffic_s(by_layers)
+    assert ranks_of_states((64, 8), CostSettings(traits=with_instances)) == (64, 8)
 
 
 def test_the_optimizers_own_traffic_follows_its_states() -> None:
