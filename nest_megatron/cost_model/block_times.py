@@ -77,7 +77,7 @@ class BlockTimes(Caching):
         self, places: GroupPlaces, shard: LayerShard
     ) -> dict[LayerKind, tuple[UnitTimes, ...]]:
         """The blocks of each kind of unit, at least one."""
-        outside = self.outside_experts(places, shard)
+        outside = self._outside_experts(places, shard)
         experts = {
             before: self.of_block(LayerBlock.EXPERTS, places, shard, before)
             for before in self._before_experts
@@ -99,7 +99,7 @@ class BlockTimes(Caching):
             dense_shape(places, shard),
         )
     )
-    def outside_experts(
+    def _outside_experts(
         self, places: GroupPlaces, shard: LayerShard
     ) -> dict[LayerBlock, UnitTimes]:
         """The blocks that expert degrees do not change."""

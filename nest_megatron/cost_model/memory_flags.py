@@ -6,6 +6,7 @@ verdict on memory; one with a flag that is not modelled is planned too, and the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -20,6 +21,8 @@ READ = (*_TABLE["priced"], *NOT_MODELLED, *_TABLE["execution"])
 #: Optimizers whose states are known (``execution_flags``).
 OPTIMIZERS = ("adam", "sgd", "muon", "dist_muon", "lion")
 _OFF = (None, False, 0, "", "none")
+#: Words of flags that may change what a model is.
+_OF_MODEL = re.compile("expert|moe|head|layer|hidden|ffn|lora|adapter|attention|vision|vocab")
 
 
 def memory_flags(values: Flags) -> Flags:
@@ -57,6 +60,16 @@ def not_modelled(flags: Flags, *, as_fields: bool = False) -> tuple[str, ...]:
         (name if as_fields else _TABLE["flags"].get(name, f"--{name.replace('_', '-')}")) + value
         for name, value in values.items()
     )
+
+
+def may_change_model(flag: str) -> bool:
+    """Whether a flag that Megatron lacks names a part of the model, of which no figure knows.
+
+    >>> may_change_model("--moe-num-experts"), may_change_model("--log-dir")
+    (True, False)
+    """
+    name = flag.lstrip("-").replace("-", "_")
+    return name not in NOT_MODELLED and _OF_MODEL.search(name) is not None
 
 
 def text(value: object) -> str:

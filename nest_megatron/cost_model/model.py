@@ -23,7 +23,7 @@ from nest_megatron.cost_model.keys import (
     split_block,
     unit_key,
 )
-from nest_megatron.cost_model.layer_cost import NO_WORK, PassTime, UnitTimes, with_copies_to_host
+from nest_megatron.cost_model.layer_cost import PassTime, UnitTimes, with_copies_to_host
 from nest_megatron.cost_model.memory import capacity_bytes, saved_attention_bytes, saved_input_bytes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.unit_cost import (
@@ -193,12 +193,6 @@ class CostModel(Caching):
         runs = [self.run(kind, places, shard, NO_RECOMPUTE) for kind in self.num_units]
         return tuple((run.forward.total, run.backward.total) for run in runs)
 
-    def pass_times_outside_experts(self, grid: PartialLayout) -> tuple[PassPair, ...]:
-        """The same for what expert degrees do not change."""
-        outside = self._blocks.outside_experts(self.places(grid.dims), self.shard(grid))
-        blocks = map(self.spec.unit_blocks, self.num_units)
-        return tuple(_both_passes(outside.get(each, NO_WORK) for each in unit) for unit in blocks)
-
     @cached_by(SHARD)
     def shard(self, grid: PartialLayout) -> LayerShard:
         """How a grid divides a layer."""
@@ -265,7 +259,6 @@ class CostModel(Caching):
         seconds += self._embedding_time(grid.dims)
         return to_ticks(seconds, what="time outside the schedule")
 
-    @cached_by(_step_key)
     def straggler_time(self, grid: PartialLayout) -> Seconds:
         """What a step waits for the slowest replica; what is recomputed counts as no work."""
         dims = grid.dims

@@ -34,7 +34,11 @@ from nest_megatron.integrations.launchers import (
     without_secret_values,
     without_secrets,
 )
-from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_command
+from nest_megatron.integrations.megatron_lm.attach import (
+    LAUNCHER,
+    require_connections,
+    with_command,
+)
 from nest_megatron.integrations.megatron_lm.changed_command import require_model, with_flags
 from nest_megatron.integrations.megatron_lm.checkpoint import check_loadable, checkpoint_of_plan
 from nest_megatron.integrations.megatron_lm.layout_arguments import Values
@@ -174,7 +178,8 @@ def _read(typed: TypedCommand, composed: Settings) -> Job:
         return recipe
     try:
         version, notes = _release_of_tree(launch, composed, typed.version)
-        command = read_command(launch.words, megatron_version(composed, version), place)
+        release, flags = megatron_version(composed, version), composed.flags or ""
+        command = read_command(launch.words, release, place, flags)
         if not command.argv:
             raise UserInputError(
                 "--from",
@@ -389,6 +394,7 @@ def estimate_command(typed: TypedCommand, composed: Settings) -> ParallelPlan:
     )
     found = with_origin(typed_plan(job, request, composed)[0], job, "estimate --from")
     if command := job.command:
+        require_connections(found, command)
         launch = LaunchCommand(
             script=command.script,
             argv=command.argv,

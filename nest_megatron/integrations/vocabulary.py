@@ -148,17 +148,19 @@ def vocab_size_of(values: Values, family: ModelFamily, version: str, notes: list
         return rows
     if given is not None:
         return int(given)
+    named = values.get("tokenizer_model") or values.get("vocab_file")
+    files = f"the files of {tokenizer}, which are not on this host ({named or 'no file is named'})"
     if tokenizer in _TOKENIZER_ROWS:
         rows = _TOKENIZER_ROWS[tokenizer]
         if tokenizer.startswith("BertWordPiece"):  # [BOS], [EOS] and what T5 masks spans with
             rows += 2 + (values.get("vocab_extra_ids") or 0)
-        notes.append(f"vocab_size is not given; {rows} is assumed from {tokenizer}.")
+        file = f", and {named} is not read here" if named else ""
+        notes.append(f"vocab_size is not given{file}; {rows} is assumed from {tokenizer}.")
         return rows
-    named = values.get("tokenizer_model") or values.get("vocab_file") or "no file is named"
     raise flag_error(
         "vocab_size",
         None,
-        f"it comes from the files of {tokenizer}, which are not on this host ({named})",
+        f"it comes from {files}",
         "Add --vocab-size with the tokenizer's number of tokens (--set --vocab-size=N beside "
         "--from), or name its files here.",
     )

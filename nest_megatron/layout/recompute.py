@@ -65,7 +65,7 @@ class Recompute:
         if full != (self.method is not None) or full != (self.num_layers is not None):
             raise UserInputError(
                 "recompute_method / recompute_num_layers",
-                (self.method, self.num_layers),
+                f"{self.method and self.method.value} / {self.num_layers}",
                 "recompute_granularity full needs both, and no other takes them",
                 "With full add recompute_method=uniform and recompute_num_layers=1 (it saves each "
                 "layer's input); else leave both out.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from statistics import NormalDist
@@ -14,6 +14,7 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.features import confidence, kind_words, runs_like
 from nest_megatron.cost_model.goodput import goodput
+from nest_megatron.cost_model.memory_flags import may_change_model
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.peak_limit import out_of_memory
 from nest_megatron.cost_model.settings import CostSettings, stored_settings
@@ -124,7 +125,7 @@ def assemble(
             defaults=request.defaults,
             given=request.given,
         ),
-        uncertainty=uncertainty_of(model, known, short),
+        uncertainty=uncertainty_of(model, known, short, request.not_modelled),
         goodput=kept,
         alternatives=alternatives,
         batches=predicted_batches(model, layout, request.batch_schedule),
@@ -134,11 +135,18 @@ def assemble(
     return plan if rates is None else replace(plan, price=price_of_plan(plan, rates))
 
 
-def uncertainty_of(model: CostModel, known: Predictive, out_of_memory: float) -> Uncertainty:
-    """A predictive distribution in few numbers, for plan files."""
+def uncertainty_of(
+    model: CostModel, known: Predictive, out_of_memory: float, not_modelled: Iterable[str] = ()
+) -> Uncertainty:
+    """A predictive distribution in few numbers, for plan files.
+
+    Args:
+        not_modelled: flags of the job; no run is like one whose model they may change.
+    """
     low_s, high_s = known.interval(0.9)
     place = model.settings.precision, model.cluster.accelerator.name
-    like = runs_like(measured_runs(), known.features, *place)
+    tested = () if any(map(may_change_model, not_modelled)) else measured_runs()
+    like = runs_like(tested, known.features, *place)
     return Uncertainty(
         mean_s=known.expected_s,
         low_s=low_s,

@@ -6,8 +6,8 @@ Six kinds of nodes, from coarse to fine, each with an admissible bound (no plan 
 faster):
 
 * *shard*: tensor, context, expert degrees and micro batch. A replica's work on one micro batch is
-  known, and the best pipeline can do is to divide it evenly with no bubble at all. Work that expert
-  degrees do not change is its first bound: that of experts is priced once a shard comes up.
+  known, and the best pipeline can do is to divide it evenly with no bubble at all. Work in a micro
+  batch that all others divide is its first bound: its own is priced once a shard comes up.
 * *grid*: pipeline size and rank order on top; once it comes up, the bound holds what has to be
   recomputed for the fullest rank to fit in memory (``recompute_bounds``).
 * *schedule*: plain or with virtual stages, and the execution of layers; for the plain schedule the
@@ -45,7 +45,7 @@ from nest_megatron.layout.dims import ParallelDims
 from nest_megatron.layout.layout import PartialLayout
 from nest_megatron.layout.recompute import Recompute
 from nest_megatron.layout.zero import ZeroStage
-from nest_megatron.model.execution import OUTSIDE_EXPERTS
+from nest_megatron.plain import replace
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.units import Ticks, to_ticks
 
@@ -87,13 +87,19 @@ Work = tuple[Each, float]
 class Bounds(Caching):
     """Bounds for the grids of one job; what grids share is computed once.
 
+    Args:
+        micro_batches: the sizes that they may have.
+
     Attributes:
         floor: no plan at all is faster.
     """
 
-    def __init__(self, model: CostModel, global_batch_size: int) -> None:
+    def __init__(
+        self, model: CostModel, global_batch_size: int, micro_batches: Iterable[int]
+    ) -> None:
         self.model = model
         self.global_batch_size = global_batch_size
+        self._micro_batch = math.lcm(*micro_batches)
         self._counts = tuple(model.num_units.values())
         kinds = enumerate(model.num_units)
         layers = (place for place, kind in kinds if kind.blocks and not kind.is_end)
@@ -118,7 +124,10 @@ class Bounds(Caching):
 
     def even(self, grid: PartialLayout) -> Ticks:
         """All ranks busy all the time: the work of the whole batch over all ranks."""
-        return self._evenly(grid, self._of_all(self._work(grid)[0]))
+        dims, work = grid.dims, self._of_all(self._work(grid)[0])
+        ranks = dims.tensor_model_parallel_size * dims.context_parallel_size
+        whole = work * self.global_batch_size * ranks
+        return self.floor + whole // (grid.micro_batch_size * dims.world_size)
 
     def waiting(self, grid: PartialLayout) -> Ticks:
         """The fullest pipeline rank busy all the time, and what every plan of the grid waits."""
@@ -152,27 +161,22 @@ class Bounds(Caching):
             least += min(layer - least % layer, layer - (least - other) % layer)
         return least
 
-    def _evenly(self, grid: PartialLayout, work: Ticks) -> Ticks:
-        """The step, if the work of each micro batch were divided over all ranks."""
-        dims = grid.dims
-        ranks = dims.tensor_model_parallel_size * dims.context_parallel_size
-        whole = work * self.global_batch_size * ranks
-        return self.floor + whole // (grid.micro_batch_size * dims.world_size)
-
     @cached_by(
-        lambda _, grid: (
-            grid.dims.world_size,
-            grid.dims.tensor_model_parallel_size,
-            grid.dims.context_parallel_size,
-            grid.micro_batch_size,
+        lambda self, grid: (
+            keys.INSIDE.of(grid.dims),
             grid.sequence_parallel,
-            OUTSIDE_EXPERTS.of(grid.execution),
+            grid.execution,
+            self.model.times and grid.micro_batch_size,
         )
     )
-    def outside_experts(self, grid: PartialLayout) -> Ticks:
-        """``even`` by the work that expert degrees do not change."""
-        each, _ = in_ticks(self.model.pass_times_outside_experts(grid))
-        return self._evenly(grid, self._of_all(each))
+    def in_any_micro_batch(self, grid: PartialLayout) -> Ticks:
+        """``even`` in one that all micro batches divide: no sequence takes longer in a larger one.
+
+        What was measured may, so with a profile it is that of the grid itself.
+        """
+        micro = grid.micro_batch_size if self.model.times else self._micro_batch
+        batch = micro * grid.dims.data_parallel_size
+        return self.even(replace(grid, micro_batch_size=micro, global_batch_size=batch))
 
     def pipeline(self, grid: PartialLayout) -> Ticks:
         """The fullest rank of a pipeline, or a balanced one with its fill and drain.

@@ -62,6 +62,7 @@ class GridSpace(Caching):
         self.global_batch_size = global_batch_size
         self.space = space
         self.batch_unit = space.batch_unit or global_batch_size
+        self.micro_batches = space.values("micro_batch_size", self.batch_unit, model.cluster)
         self.illegal: set[str] = set()
         known = known_facts(model, space, global_batch_size)
         self.steps = search_steps(known, rulebook.RULES)
@@ -79,18 +80,34 @@ class GridSpace(Caching):
 
     def shards(self) -> Iterator[PartialLayout]:
         """Grids with one pipeline stage that stand for all with the same shard of a layer."""
-        settings = self.model.settings
-        recipe = settings.traits.fp8_recipe
-        cluster = self.model.cluster
-        micro_batches = self.space.values("micro_batch_size", self.batch_unit, cluster)
-        for world in self.space.world_sizes(cluster):
+        for world in self.space.world_sizes(self.model.cluster):
             for facts in self._degrees(world):
-                for micro in micro_batches:
-                    shard = self._one_stage(facts, micro)
-                    uneven = uneven_sides(self.model.spec, shard.dims, settings.precision, recipe)
-                    whole = {**facts, "micro_batch_size": micro, "uneven_sides": uneven}
-                    if self._allows("shard", whole) and self._has_executions(shard):
-                        yield shard
+                yield from self._shards_of(facts)
+
+    def _shards_of(self, facts: dict[str, Any]) -> Iterator[PartialLayout]:
+        """Shards with these degrees in every micro batch that Megatron accepts."""
+        spec, settings = self.model.spec, self.model.settings
+        tp, cp = facts["tp"], facts["cp"]
+        dims = ParallelDims(
+            tensor_model_parallel_size=tp,
+            context_parallel_size=cp,
+            data_parallel_size=facts["world_size"] // (tp * cp),
+            expert_model_parallel_size=facts["ep"],
+            expert_tensor_parallel_size=facts["etp"],
+        )
+        uneven = uneven_sides(spec, dims, settings.precision, settings.traits.fp8_recipe)
+        for micro in self.micro_batches:
+            # A stand-in batch: whether the real one divides depends on the pipeline size.
+            shard = PartialLayout(
+                dims=dims,
+                global_batch_size=micro * dims.data_parallel_size,
+                micro_batch_size=micro,
+                sequence_parallel=facts["sequence_parallel"],
+                execution=self.space.execution,
+            )
+            whole = {**facts, "micro_batch_size": micro, "uneven_sides": uneven}
+            if self._allows("shard", whole) and self._has_executions(shard):
+                yield shard
 
     def _allows(self, step: str, facts: Mapping[str, Any]) -> bool:
         """Whether no rule refuses what a step decides; the reason of the first one is noted."""
@@ -135,24 +152,6 @@ class GridSpace(Caching):
                 found = {**facts, "ep": ep, "etp": etp}
                 if self._allows("experts", found):
                     yield found
-
-    def _one_stage(self, facts: Mapping[str, Any], micro: int) -> PartialLayout:
-        tp, cp = facts["tp"], facts["cp"]
-        dims = ParallelDims(
-            tensor_model_parallel_size=tp,
-            context_parallel_size=cp,
-            data_parallel_size=facts["world_size"] // (tp * cp),
-            expert_model_parallel_size=facts["ep"],
-            expert_tensor_parallel_size=facts["etp"],
-        )
-        # A stand-in batch: whether the real one divides depends on the pipeline size.
-        return PartialLayout(
-            dims=dims,
-            global_batch_size=micro * dims.data_parallel_size,
-            micro_batch_size=micro,
-            sequence_parallel=facts["sequence_parallel"],
-            execution=self.space.execution,
-        )
 
     def fastest(self, shard: PartialLayout) -> Iterator[PartialLayout]:
         """A shard in executions of which some is as fast as any that it may have."""

@@ -115,7 +115,8 @@ class RecomputeBounds(Caching):
     ) -> list[Ticks]:
         """The same under each of some settings, none of them blocks."""
         fullest = self._each_fullest(grid, self._ranks_of(grid, capacity), settings)
-        return [self._step(grid, each) for each in fullest]
+        outside, number = self._step(grid, 0), grid.num_microbatches
+        return [min(outside + number * each, NO_THRESHOLD) for each in fullest]
 
     @cached_by(lambda _, grid, ranks, settings: (keys.SHARD.of(grid), ranks, settings))
     def _each_fullest(
@@ -152,7 +153,11 @@ class RecomputeBounds(Caching):
         even, least = -(-count // len(ranks.live)), NO_THRESHOLD
         if ranks.room - plain.working >= even * (ranks.states + ranks.live[0] * plain.saved):
             return 0
-        for layer in self._settings(grid, kinds):
+        layers = self._settings(grid, kinds)
+        if layers:  # the least of each part fits where any of them does
+            part_by_part = Layer(*map(min, zip(*layers, strict=True)))
+            layers = layers if ranks.fullest(part_by_part, count) < NO_THRESHOLD else []
+        for layer in layers:
             if layer.time * even >= least:
                 break
             least = min(least, ranks.fullest(layer, count))

@@ -111,7 +111,7 @@ class Search(Caching):
         self.solve_any_stages = self.solve_stages
         if like is None:
             self.grids = GridSpace(self.model, self.global_batch_size, space)
-            self.bounds = Bounds(self.model, self.global_batch_size)
+            self.bounds = Bounds(self.model, self.global_batch_size, self.grids.micro_batches)
             self.memory = MemoryBounds(self.model, self.grids)
             self.recomputing = RecomputeBounds(self.bounds, self.memory)
             self.lower_bounds: dict[PartialLayout, Ticks] = {}  # in any memory
@@ -182,7 +182,7 @@ class Search(Caching):
                 self.refused.append(grid)
             else:
                 self.candidates += candidates
-                self._push(self._least_of(self.bounds.outside_experts, grid), grid, SHARD)
+                self._push(self._least_of(self.bounds.in_any_micro_batch, grid), grid, SHARD)
         if refused:  # counted once all are known: a search that ends before has not seen them
             self.candidates += refused
             self.infeasible[_STATES] = refused
@@ -235,7 +235,7 @@ class Search(Caching):
         """No plan that is still to be looked at is faster."""
         if not self.enumerated:
             shards = self.grids.shards()
-            bounds = (self._least_of(self.bounds.outside_experts, each) for each in shards)
+            bounds = (self._least_of(self.bounds.in_any_micro_batch, each) for each in shards)
             return min(bounds, default=self.bounds.floor)
         return self.heap[0].bound if self.heap else NO_THRESHOLD
 
@@ -316,9 +316,12 @@ class Search(Caching):
         families = [*self.families_that_fit(node.grid)]
         if self.infeasible[_ACTIVATIONS] > refused:
             node = self._stop(node)
+        of_zero: dict[ZeroStage, Ticks] = {}  # however many virtual stages
         for family, most in families:
+            if family.zero not in of_zero:
+                of_zero[family.zero] = self.recomputing.of_family(family, most)
             threshold, least = self.plans.threshold(family), self.lower_bounds.get(family)
-            in_memory = max(node.bound, self.recomputing.of_family(family, most))
+            in_memory = max(node.bound, of_zero[family.zero])
             if in_memory > threshold:
                 node = self._stop(node)
                 continue
@@ -431,10 +434,7 @@ class Search(Caching):
         )
     )
     def _fits(self, stages: StageProblems, recompute: Recompute) -> bool:
-        """Whether any partition of a grid fits in memory: ask for one that takes no time.
-
-        Rank orders share the answer.
-        """
+        """Whether any partition fits in memory, in any rank order: ask for one of no time."""
         return self._solve(stages.problem(recompute), -1).status is not Status.INFEASIBLE
 
     def _bound_in_any_memory(self, stages: StageProblems, recompute: Recompute) -> StageSolution:

@@ -28,6 +28,7 @@ MODEL: dict[str, Any] = {
     "ffn_hidden_size": 2048,
     "num_attention_heads": 12,
     "seq_length": 1024,
+    "max_position_embeddings": 1024,
     "num_query_groups": 4,
     "group_query_attention": True,
     "swiglu": True,

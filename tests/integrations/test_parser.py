@@ -73,6 +73,13 @@ def test_own_flags_pass_through_untouched_and_typos_are_named() -> None:
     assert any("--my-flag; it is passed on" in note for note in read.notes)
 
 
+def test_a_word_that_a_flag_lacks_is_not_the_next_flag() -> None:
+    with pytest.raises(UserInputError, match="tokenizer-model: expected one argument"):
+        read_command("python a.py --tokenizer-model --bf16")
+    read = read_command("python a.py --tokenizer-model --bf16", replaced="--tokenizer-model=/t")
+    assert read.values["bf16"]
+
+
 def test_another_word_is_no_typo() -> None:
     flags = "--no-query-key-layer-scaling --patch-size 14 --use-mpi"
     assert "Did you mean" not in " ".join(read_command(f"python a.py {flags}").notes)

@@ -138,11 +138,35 @@ def test_fsdp_defaults_differ_by_release() -> None:
         "--export-kd-teacher-load /teacher",
         "--flextron",
         "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec",
+        "--spec megatron.core.models.vision.vit_layer_specs x",
     ],
 )
 def test_models_that_are_not_described_are_refused_by_name(extra: str) -> None:
     with pytest.raises(UnplannableModelError):
         read_job(read_command(BASE + extra))
+
+
+@pytest.mark.parametrize(
+    "module", ["mindspeed_llm.tasks.models.spec.qwen3_spec", "pearl.specs", "my_inference.spec"]
+)
+def test_layers_of_a_fork_are_no_other_job(module: str) -> None:
+    assert read_job(read_command(f"{BASE} --spec {module} layer_spec")).spec.num_layers == 4
+
+
+def test_rotary_positions_by_their_older_flag_go_without_learned_ones() -> None:
+    flags = "--no-position-embedding --use-rotary-position-embeddings"
+    assert read_job(read_command(BASE + flags)).spec.position_embedding_type == "rope"
+    with pytest.raises(UserInputError, match="no-position-embedding"):
+        read_job(read_command(BASE + "--no-position-embedding"))
+
+
+def test_the_rows_of_a_tokenizer_that_a_fork_names_are_not_those_of_gpt2() -> None:
+    command = BASE.replace("--vocab-size 1000", "--patch-tokenizer-type Qwen2Tokenizer")
+    with pytest.raises(UserInputError, match=r"vocab-size.*files of Qwen2Tokenizer"):
+        read_job(read_command(command))
+    files = BASE.replace("--vocab-size 1000", "--vocab-file /data/nordic/vocab.json")
+    notes = " ".join(read_job(read_command(files)).notes)
+    assert "/data/nordic/vocab.json is not read here; 50257 is assumed" in notes
 
 
 def test_sparse_attention_needs_the_sizes_of_its_indexer() -> None:
@@ -190,7 +214,9 @@ def test_two_stacks_are_those_that_the_script_builds() -> None:
         read_job(read_command(commands.T5_220M.replace("--decoder-seq-length 128", "")))
 
 
-@pytest.mark.parametrize("missing", ["--num-layers 4", "--vocab-size 1000"])
+@pytest.mark.parametrize(
+    "missing", ["--num-layers 4", "--vocab-size 1000", "--max-position-embeddings 128"]
+)
 def test_what_is_missing_is_named(missing: str) -> None:
     command = BASE.replace(missing, "") + "--tokenizer-type HuggingFaceTokenizer"
     with pytest.raises(UserInputError) as caught:

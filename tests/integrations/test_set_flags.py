@@ -63,6 +63,46 @@ def test_settings_of_one_flag_are_written_into_the_command() -> None:
     assert "--seq-length 2048 is set beside the command, which says 1024." in found.notes
 
 
+def test_what_the_parser_refuses_is_replaced() -> None:
+    command = f"{COMMAND} --optimizer ademamix"
+    with pytest.raises(UserInputError, match=r"invalid choice: 'ademamix'.*replace it \(--set"):
+        read(VOCABULARY, command=command)
+    found = read("flags=--vocab-size=131072 --optimizer=adam", command=command)
+    assert found.values["optimizer"] == "adam"
+    assert "--optimizer adam is set beside the command, which says ademamix." in found.notes
+
+
+@pytest.mark.parametrize(
+    ("stated", "flags", "limit"),
+    [
+        ("8", "--tensor-model-parallel-size 2", "TP and CP start with 1"),
+        ("1", "--use-megatron-fsdp --ckpt-format fsdp_dtensor", "FSDP starts with more than one"),
+        ("1", "--tensor-model-parallel-size 2", ""),
+        ("8", "", ""),
+    ],
+)
+def test_connections_with_which_megatron_does_not_start(
+    stated: str, flags: str, limit: str
+) -> None:
+    command = f"CUDA_DEVICE_MAX_CONNECTIONS={stated} {COMMAND} --use-distributed-optimizer {flags}"
+    words = "--no-gradient-accumulation-fusion --vocab-size 32000"
+    done = run("estimate", "cluster=dgx_h100", "--from", f"{command} {words}")
+    assert (done.code, limit in done.err) == ((2, True) if limit else (0, True))
+    if limit == "TP and CP start with 1":
+        planned = run("plan", "cluster=dgx_h100", "--from", f"{command} {words}")
+        assert "CUDA_DEVICE_MAX_CONNECTIONS  8 -> 1" in planned.out
+
+
+@pytest.mark.parametrize(("flag", "is_of_model"), [("--moe-top-k 2", True), ("--log-dir x", False)])
+def test_no_run_is_like_a_model_that_an_unknown_flag_may_change(
+    flag: str, is_of_model: bool
+) -> None:
+    command = f"{COMMAND} --vocab-size 32000 {flag}"
+    found = nest_megatron.estimate_command(command, cluster="dgx_h100").record
+    assert any("of the model is not priced" in note for note in found.notes) is is_of_model
+    assert (found.uncertainty.runs == 0) is is_of_model
+
+
 def test_fields_of_the_model_are_its_flags() -> None:
     found = read(VOCABULARY, "model.num_layers=8", "model.ffn_hidden_size=2048")
     assert (found.values["num_layers"], found.values["ffn_hidden_size"]) == (8, 2048)

@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 
+from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.schedule import peak_live_chunks
 from nest_megatron.cost_model.settings import CostSettings
@@ -67,7 +68,8 @@ def test_bounds_are_below_every_candidate(name: str, adapters: Adapters | None) 
         "virtual_pipeline_model_parallel_size": 2,
     }
     space = SearchSpace(limits=limits)
-    grids, bounds = GridSpace(model, 128, space), Bounds(model, 128)
+    grids = GridSpace(model, 128, space)
+    bounds = Bounds(model, 128, grids.micro_batches)
     memory = MemoryBounds(model, grids)
     checked = 0
     for number, shard in enumerate(grids.shards()):
@@ -79,7 +81,7 @@ def test_bounds_are_below_every_candidate(name: str, adapters: Adapters | None) 
                     problem = stage_problem(model, candidate)
                     roomy = problem._replace(capacity_bytes=UNLIMITED)
                     found = SOLVE(roomy, NO_THRESHOLD, 20_000)
-                    assert bounds.outside_experts(shard) <= bounds.even(shard) <= found.iteration
+                    assert bounds.in_any_micro_batch(shard) <= bounds.even(shard) <= found.iteration
                     assert bounds.even(candidate) <= found.iteration
                     assert bounds.pipeline(candidate) <= found.iteration
                     least = max(
@@ -93,6 +95,26 @@ def test_bounds_are_below_every_candidate(name: str, adapters: Adapters | None) 
     assert checked > 100
 
 
+@pytest.mark.parametrize("seed", range(24))
+def test_no_sequence_takes_longer_in_a_larger_micro_batch(seed: int) -> None:
+    """Whatever the model, its format, the cluster and the batch."""
+    rng = random.Random(seed)
+    names = ["gpt3_175b", "mixtral_8x7b", "deepseek_v3", "gpt_oss_20b", "nemotron3_super", "t5_11b"]
+    cluster = catalogue.cluster(rng.choice(["dgx_h100", "gb200_nvl72"]), rng.choice([8, 512]))
+    spec = dataclasses.replace(
+        catalogue.model(rng.choice(names)), seq_length=rng.choice([512, 777, 4096, 16384])
+    )
+    precision = rng.choice([Precision.BF16, Precision.FP8])
+    model = CostModel(spec, cluster, CostSettings(precision=precision))
+    batch = 8 * cluster.num_gpus * rng.choice([4, 6, 7, 60])
+    grids = GridSpace(model, batch, SearchSpace())
+    bounds = Bounds(model, batch, grids.micro_batches)
+    shards = [*grids.shards()]
+    for shard in rng.sample(shards, min(200, len(shards))):
+        assert bounds.in_any_micro_batch(shard) <= bounds.even(shard)
+    assert len(shards) >= 10
+
+
 @pytest.mark.parametrize(
     "name",
     ["llama3_8b", "mixtral_8x7b", "deepseek_v3", "bert_large", "llama31_nemotron_ultra_253b"],
@@ -103,7 +125,8 @@ def test_what_has_to_be_recomputed_takes_no_longer_than_any_plan_that_fits(name:
     limits = {"micro_batch_size": 4, "virtual_pipeline_model_parallel_size": 3}
     space = SearchSpace(fixed=fixed, limits=limits, present_recompute=GROUPS_OF_LAYERS)
     grids = GridSpace(model, 128, space)
-    bounds, memory = Bounds(model, 128), MemoryBounds(model, grids)
+    bounds = Bounds(model, 128, grids.micro_batches)
+    memory = MemoryBounds(model, grids)
     recomputing = RecomputeBounds(bounds, memory)
     fits, raised = Counter[bool](), 0
     for grid in [grid for shard in grids.shards() for grid in grids.grids(shard)][::5]:

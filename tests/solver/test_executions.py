@@ -198,7 +198,8 @@ def test_bounds_hold_whatever_is_chosen(free: dict[str, Any], settings: CostSett
         "virtual_pipeline_model_parallel_size": 2,
     }
     space = dataclasses.replace(SPACE, limits=limits, executions=free)
-    grids, bounds = GridSpace(model, 128, space), Bounds(model, 128)
+    grids = GridSpace(model, 128, space)
+    bounds = Bounds(model, 128, grids.micro_batches)
     memory = MemoryBounds(model, grids)
     recomputing = RecomputeBounds(bounds, memory)
     ways, raised = set(), 0

@@ -32,6 +32,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
 )
 from nest_megatron.integrations.megatron_lm.parser import namespace_values, newest_flags, words_for
 from nest_megatron.integrations.megatron_lm.write import (
+    CONNECTIONS,
     environment,
     model_argv,
     parallel_argv,
@@ -231,10 +232,29 @@ def with_command(
     launcher, before = with_variables(words, without_secrets(command.environment), chosen)
     unset = {name: None for name in variables if name not in chosen}
     launch = replace(launch, launcher=tuple(launcher), environment={**before, **unset})
+    others = tuple(
+        Change(field=name, before=old, after=wanted, reason="what Megatron-LM starts with")
+        for name, wanted in variables.items()
+        if (old := command.environment.get(name)) not in (None, wanted)
+    )
+    found = replace(found, changes=(*found.changes, *others))
     origin, launches = plan.provenance, {**plan.launch, LAUNCHER: launch}
     if made_by is not None:
         origin = origin.made_for(MEGATRON_LM, command.version, made_by)
     return replace(plan, layout=layout, launch=launches, provenance=origin), found
+
+
+def require_connections(plan: ParallelPlan, command: ReadCommand) -> None:
+    """Raise where a command sets a number of connections with which Megatron-LM does not start."""
+    launch = _launch_command(plan, launch_request(plan, command), command.script, command.argv)
+    stated, wanted = command.environment.get(CONNECTIONS), launch.environment.get(CONNECTIONS, "")
+    if wanted is None and stated == "1":
+        limit, fix = "FSDP starts with more than one", "Leave it out, or set 32."
+    elif wanted == "1" and stated not in (None, "1"):
+        limit, fix = f"TP and CP start with 1 on {plan.cluster.accelerator.name}", "Set it to 1."
+    else:
+        return
+    raise UserInputError(CONNECTIONS, stated, limit, fix)
 
 
 def _launch_command(

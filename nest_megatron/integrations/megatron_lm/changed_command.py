@@ -271,7 +271,7 @@ def with_flags(command: ReadCommand, composed: Settings) -> ReadCommand:
     }
     removed = {_INSTEAD[dest] for dest in wanted if dest in _INSTEAD} & typed.keys() - wanted.keys()
     others = (each for each in command.options if each.dest not in {*changed, *removed})
-    words = [word for option in changed.values() for word in option.tokens]
+    words = [word for option in wanted.values() for word in option.tokens]
     found, unknown = parse_words(words, command.version)
     assert not unknown
     notes = [

@@ -19,6 +19,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nest_megatron.config.job import LaunchedRanks, Option, ReadCommand
+from nest_megatron.cost_model.memory_flags import may_change_model
 from nest_megatron.documents import packaged
 from nest_megatron.errors import UnplannableModelError, UserInputError, nearest
 from nest_megatron.layout.rulebook.facts import DEFAULT_VERSION, RELEASES, is_within, release_number
@@ -49,7 +50,10 @@ class Argument:
 
 
 def read_command(
-    command: CommandText, version: str = DEFAULT_VERSION, place: LaunchPlace | None = None
+    command: CommandText,
+    version: str = DEFAULT_VERSION,
+    place: LaunchPlace | None = None,
+    replaced: str = "",
 ) -> ReadCommand:
     """Take a training command apart.
 
@@ -57,12 +61,13 @@ def read_command(
         command: a shell command or its tokens: ``torchrun``, ``python``, ``srun``, environment
             assignments, or bare flags.
         place: where it is launched.
+        replaced: flags whose values in the command do not count.
 
     Raises:
         UserInputError: for an unknown release, an unexpanded shell variable, or a value that
             Megatron's parser refuses.
     """
-    return _read(split_command(command, place), version)
+    return _read(split_command(command, place), version, shlex.split(replaced))
 
 
 def read_argv(
@@ -73,7 +78,7 @@ def read_argv(
     return _read(SplitCommand(script=script, argv=tuple(argv), ranks=ranks), version)
 
 
-def _read(split: SplitCommand, version: str) -> ReadCommand:
+def _read(split: SplitCommand, version: str, replaced: Sequence[str] = ()) -> ReadCommand:
     argv = tuple(token for token in split.argv if not _NEST_TOKEN.match(token))
     if "--deepspeed" in argv:
         raise UnplannableModelError(
@@ -82,7 +87,10 @@ def _read(split: SplitCommand, version: str) -> ReadCommand:
             "Megatron-DeepSpeed has stages and shards of its own, which are not planned",
             "Launch this job without nest.",
         )
-    given, unknown = parse_words(argv, version)
+    options = options_of(argv, version)
+    others = {option.dest for option in options_of(replaced, version)} - {None}
+    counting = (option.tokens for option in options if option.dest not in others)
+    given, unknown = parse_words([*itertools.chain.from_iterable(counting)], version)
     loose = [token for token in (split.script, *unknown) if token.startswith("$")]
     if loose:
         raise UserInputError(
@@ -99,7 +107,9 @@ def _read(split: SplitCommand, version: str) -> ReadCommand:
         parser.add_argument("--dataloader-seq-length", type=int)
         own, rest = parser.parse_known_args(unknown)
         values, unknown = {**values, **vars(own)}, tuple(rest)
-    options = options_of(argv, version)
+    for flag, value in itertools.pairwise(unknown):
+        if flag.endswith("-tokenizer-type"):  # of a fork, for a tokenizer of its own
+            values = {**values, _OF_FORKS: value}
     return ReadCommand(
         version=version,
         environment=dict(split.environment),
@@ -207,7 +217,7 @@ def _num_values(argument: Argument, rest: Sequence[str]) -> int:
         return 0
     nargs = argument.nargs
     if nargs is None:
-        return 1
+        return int(not (rest and rest[0].startswith("--")))
     if isinstance(nargs, int):
         return nargs
     until = next((i for i, word in enumerate(rest) if word.startswith("--")), len(rest))
@@ -275,7 +285,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserInputError(
-            "Megatron-LM command", message, "Megatron's own parser refuses it", "Correct that flag."
+            "Megatron-LM command",
+            message,
+            "Megatron's own parser refuses it",
+            "Correct that flag, or replace it (--set '--flag=value').",
         )
 
 
@@ -313,7 +326,9 @@ def _notes(options: Iterable[Option], unknown: tuple[str, ...], version: str) ->
         elif close:
             yield f"Megatron {version} has no flag {name}. Did you mean {close[0]}?"
         else:
-            yield f"Megatron {version} has no flag {name}; it is passed on as it is."
+            more = ", and what it changes of the model is not priced"
+            more = more if may_change_model(name) else ""
+            yield f"Megatron {version} has no flag {name}; it is passed on as it is{more}."
 
 
 @frozen

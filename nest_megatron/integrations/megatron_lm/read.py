@@ -90,6 +90,9 @@ def read_job(command: ReadCommand) -> Job:
         UserInputError: if the command lacks a size, or its sizes contradict each other.
     """
     command = with_checkpoint_arguments(command)
+    if command.values.get("max_position_embeddings") is None:
+        limit = "Megatron-LM does not start without it"
+        raise flag_error("max_position_embeddings", None, limit, "Add it to the command.")
     require_options(command.values, command.version)
     return job_of(command, command.values)
 
@@ -270,7 +273,8 @@ def refuse_unplannable(values: Values, script: str) -> None:
             raise UnplannableModelError(flag_of(name), values[name], reason, fix)
     words = name_words(script)
     layer_spec = own_layers(values)
-    found = next((w for w in _REFUSED_SCRIPTS if w in words or f"{w}." in layer_spec), None)
+    others = {*ROLES["refused_scripts"]["others"].split()}.intersection(layer_spec.split("."))
+    found = next((w for w in _REFUSED_SCRIPTS if w in words or w in others), None)
     if found:
         limit = "only models like GPT, BERT, T5 and those of pretrain_vlm.py are supported"
         if found in ROLES["refused_scripts"]["other_jobs"].split():

@@ -38,7 +38,7 @@ from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.plain import to_plain
 
-_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 #: Arguments of a model by what they are about, in the order in which they are written.
 _OF_MODEL = {part: names.split() for part, names in ROLES["of_model"].items()}
 #: What arguments of norms were called before 0.16.
@@ -287,11 +287,11 @@ def environment(
     splits = max(dims.tensor_model_parallel_size, dims.context_parallel_size) > 1
     found: dict[str, str | None] = {}
     if (request.sharding or request.zero.sharding) is not DataParallelSharding.DDP:
-        found[_CONNECTIONS] = None
+        found[CONNECTIONS] = None
     elif request.execution.overlap_moe_expert_parallel_comm:
-        found[_CONNECTIONS] = "32"
+        found[CONNECTIONS] = "32"
     elif splits and device_architecture < 10:
-        found[_CONNECTIONS] = "1"
+        found[CONNECTIONS] = "1"
     overlaps = request.execution.tp_comm_overlap and dims.tensor_model_parallel_size > 1
     if overlaps and not multicast:
         found["UB_SKIPMC"] = "1"
