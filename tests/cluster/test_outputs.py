@@ -33,6 +33,17 @@ def test_gpus_without_nvlink() -> None:
     assert found == GpuMatrix(num_gpus=8, nvlinks=0, near_adapters=())
 
 
+@pytest.mark.parametrize("name", ["mlx5_bond_0", "ibp12s0", "bnxt_re0", "hfi1_0", "NIC0"])
+def test_adapters_have_any_name(name: str) -> None:
+    text = (
+        f"\tGPU0\tGPU1\t{name}\tmlx5_1\tCPU Affinity\tNUMA Affinity\n"
+        "GPU0\t X \tNV4\tSYS\tPIX\t0-31\t0\nGPU1\tNV4\t X \tSYS\tPXB\t0-31\t0\n"
+    )
+    assert hosts.parse_gpu_matrix(text).near_adapters == ("mlx5_1",)
+    text = text.replace("SYS\tPIX", "PIX\tSYS").replace("PXB", "SYS")
+    assert hosts.parse_gpu_matrix(text).near_adapters == (name,)
+
+
 def test_escapes_of_a_terminal_are_no_part_of_the_matrix() -> None:
     text = (
         "\t\x1b[4mGPU0\tGPU1\tCPU Affinity\x1b[0m\nGPU0\t X \tNV12\t0-23\nGPU1\tNV12\t X \t0-23\n"
