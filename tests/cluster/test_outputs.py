@@ -197,6 +197,28 @@ def test_nodes_that_no_job_can_have_are_left_out() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("state", "is_host"),
+    [
+        ("IDLE+CLOUD+POWERED_DOWN", True),
+        ("IDLE+CLOUD+POWERING_DOWN", True),
+        ("MIXED+PLANNED", True),
+        ("FUTURE", False),
+        ("UNKNOWN*", False),
+        ("IDLE*", False),
+        ("IDLE+NOT_RESPONDING", False),
+        ("IDLE+MAINT+RESERVED", False),
+        ("DOWN+CLOUD+POWERED_DOWN", False),
+        ("IDLE+DRAIN", False),
+    ],
+)
+def test_states_of_slurm_s_nodes(state: str, is_host: bool) -> None:
+    found = sources.parse_slurm_nodes(f"NodeName=n1 Gres=gpu:h100:8\n   State={state} Weight=1\n")
+    assert ("n1" in found.slurm_gpus) is is_host
+    told = f"scontrol show node: n1 is left out: {state}"
+    assert found.unseen == (() if is_host else (told,))
+
+
 def test_slices_of_slurm_are_no_gpus() -> None:
     text = "NodeName=n1 Gres=gpu:a100_1g.5gb:7,gpu:a100_3g.20gb:2(S:0)\nNodeName=n2 Gres=gpu:8\n"
     found = sources.parse_slurm_nodes(text)
