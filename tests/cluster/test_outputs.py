@@ -269,6 +269,12 @@ def test_a_wrong_file_of_hosts_is_refused(text: str) -> None:
         parse_host_file(text)
 
 
+@pytest.mark.parametrize("text", ["a1 slots=8\na2 slots=8\n", "a1 r1\na2 max_slots=4 r1\n"])
+def test_a_host_file_of_mpi_is_refused(text: str) -> None:
+    with pytest.raises(UserInputError, match=r"slots=\d is no host and no group.*HOST GROUP"):
+        parse_host_file(text)
+
+
 def test_tasks_of_nodes() -> None:
     assert tasks_per_node("8(x2),4") == (8, 8, 4)
     assert tasks_per_node("many") == ()
