@@ -340,6 +340,28 @@ def switches(**keys: str) -> Reader:
     return lambda f: {field: f.flag(key) for field, key in keys.items()}
 
 
+def repeats(**values: object) -> Reader:
+    """Keys that may only say what is known without them; another value is refused.
+
+    Args:
+        values: what is known, or what reads it of the other keys.
+    """
+
+    def read(f: ConfigFields) -> Shape:
+        for key, value in values.items():
+            known = value(f) if callable(value) else value
+            if f.get(key, known) != known:
+                raise f.wrong(key, f"other keys, or the family, say {known}")
+        return {}
+
+    return read
+
+
+def head_size(f: ConfigFields) -> int:
+    """Channels of one head."""
+    return f.whole("head_dim", f.whole("hidden_size") // f.whole("num_attention_heads"))
+
+
 def attention(f: ConfigFields, *, has_head_dim: bool = True) -> Shape:
     """Heads, query groups (if fewer) and head size (if not the quotient).
 
@@ -347,7 +369,7 @@ def attention(f: ConfigFields, *, has_head_dim: bool = True) -> Shape:
         has_head_dim: the family has a ``head_dim``.
     """
     heads, hidden = f.whole("num_attention_heads"), f.whole("hidden_size")
-    size = f.whole("head_dim", hidden // heads) if has_head_dim else hidden // heads
+    size = head_size(f) if has_head_dim else hidden // heads
     return {
         "num_attention_heads": heads,
         "num_query_groups": fewer_groups(f.whole("num_key_value_heads", heads), heads),
@@ -415,7 +437,13 @@ def side_by_side(norm: NormPlacement = NormPlacement.SHARED) -> Shape:
 POST_NORM = variant(norm_placement=NormPlacement.POST)
 SANDWICH_NORM = variant(norm_placement=NormPlacement.SANDWICH)
 WIDE_QK_NORM: Shape = {"qk_layernorm": True, **variant(qk_norm_full_width=True)}
-QK_NORM: Shape = {"qk_layernorm": True}
+
+
+def qk_norm(f: ConfigFields) -> Shape:
+    """Norms of queries and keys in all models of a family."""
+    return {"qk_layernorm": True, **repeats(use_qk_norm=True)(f)}
+
+
 UNGATED: Shape = {"gated_linear_unit": False}
 #: Whether there is something, or the key that says so.
 Switch = bool | str

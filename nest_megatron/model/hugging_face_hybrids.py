@@ -16,7 +16,6 @@ from nest_megatron.model.hugging_face_experts import (
 from nest_megatron.model.hugging_face_fields import (
     ALL_BIASES,
     BALANCED,
-    QK_NORM,
     ROUTED_BIASES,
     UNGATED,
     ConfigFields,
@@ -32,6 +31,8 @@ from nest_megatron.model.hugging_face_fields import (
     frequency,
     joined,
     predicted_tokens,
+    qk_norm,
+    repeats,
     rotary,
     shared_experts,
     sizes,
@@ -121,9 +122,6 @@ def _nemotron_h(f: ConfigFields) -> Shape:
     """The pattern of Nemotron-H, its attention and experts, without what the family lacks."""
     if f.count("num_nextn_predict_layers"):
         raise f.wrong("num_nextn_predict_layers", "MTP layers of this family are not read")
-    for name in ("attention_bias", "tie_word_embeddings"):
-        if f.flag(name):
-            raise f.wrong(name, "this family has no such biases and ties no weights")
     pattern = "".join(_named(f, "layers_block_type")) or f.get("hybrid_override_pattern")
     if not isinstance(pattern, str) or f.whole("num_hidden_layers", len(pattern)) != len(pattern):
         raise f.wrong("hybrid_override_pattern", "it must have a symbol for each layer")
@@ -167,8 +165,6 @@ def _dense_alone(f: ConfigFields) -> Shape:
 def _of_qwen3_5(f: ConfigFields) -> Shape:
     if f.flag("mtp_use_dedicated_embeddings"):
         raise f.wrong("mtp_use_dedicated_embeddings", "Megatron's MTP layers share the embedding")
-    if not f.flag("attn_output_gate", True):
-        raise f.wrong("attn_output_gate", "attention of this family has a gate")
     return predicted_tokens("mtp_num_hidden_layers")(f)
 
 
@@ -188,7 +184,8 @@ def _linear(f: ConfigFields) -> Shape:
 _GATED_DELTA: tuple[Part, ...] = (
     rotary(0.25),
     ROUTED_BIASES,
-    QK_NORM,
+    qk_norm,
+    repeats(attn_output_gate=True),
     {"attention_output_gate": True, "apply_layernorm_1p": True},
     _linear,
     sizes(**{name: name for name in DELTA_NET_SIZES}),
@@ -216,6 +213,7 @@ FAMILIES: Mapping[str, Family] = {
                 mamba_num_groups="n_groups",
                 mamba_state_dim="state_size",
             ),
+            repeats(intermediate_size=lambda f: f.whole("num_heads") * f.whole("head_dim")),
             {"num_attention_heads": 1, "longest": 8192},
             lambda f: {"layernorm_epsilon": f.number("layer_norm_epsilon", 1e-5)},
             untied,
@@ -238,6 +236,7 @@ FAMILIES: Mapping[str, Family] = {
             ),
             activation("mlp_hidden_act", "relu2"),
             UNGATED,
+            repeats(attention_bias=False, tie_word_embeddings=False),
             _nemotron_h,
             _convolution("conv_kernel", "use_conv_bias"),
             where("mlp_bias", extra_biases(Bias.MLP)),
