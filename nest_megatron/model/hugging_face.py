@@ -252,6 +252,7 @@ def read_hf_model(mapping: Config, name: str, *, seq_length: int | None = None) 
     if fields.assumed:
         taken = ", ".join(f"{key} {value}" for key, value in fields.assumed.items())
         notes += (f"{name}: not in config.json, so transformers' own default: {taken}.",)
+    notes += tuple(dict.fromkeys(fields.notes))
     own = text.get("num_hidden_layers")
     if shape.get("hybrid_layer_pattern") and own not in (None, shape["num_layers"]):
         count = shape["num_layers"]

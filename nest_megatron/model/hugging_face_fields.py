@@ -6,6 +6,7 @@ import difflib
 import functools
 import itertools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -93,7 +94,7 @@ class ConfigFields:
     none, as in transformers.
     """
 
-    __slots__ = ("_config", "_defaults", "_name", "_queried", "_weightless", "assumed")
+    __slots__ = ("_config", "_defaults", "_queried", "_weightless", "assumed", "name", "notes")
 
     def __init__(self, config: Mapping[str, object], name: str, model_type: str = "") -> None:
         table = _tables().get(model_type, {})
@@ -101,10 +102,11 @@ class ConfigFields:
         first = {second[key]: value for key, value in config.items() if key in second}
         self._config = first | {key: v for key, v in config.items() if key not in second}
         self._defaults: Mapping[str, object] = table.get("defaults", {})
-        self._name = name
+        self.name = name
         self._queried: set[str] = set()
         self._weightless: set[str] = set()
         self.assumed: dict[str, object] = {}
+        self.notes: list[str] = []
 
     def get(self, key: str, default: object = None) -> object:
         """A field, or the default where it is null, or absent and unknown to transformers."""
@@ -244,7 +246,7 @@ class ConfigFields:
         kind: type[UserInputError] = UserInputError,
     ) -> UserInputError:
         """The error for a field that cannot be used."""
-        what = f"model {self._name}: config.json: {key}"
+        what = f"model {self.name}: config.json: {key}"
         value = self._config.get(key)
         quoted = json.dumps(value) if isinstance(value, str) else value  # "16" is no number
         return kind(what, value=quoted, limit=limit, fix=fix)
@@ -316,13 +318,21 @@ def rotary(
 
     def read(f: ConfigFields) -> Shape:
         nested = f.get("rope_parameters")
-        inner = ConfigFields(nested if isinstance(nested, Mapping) else {}, "rope_parameters")
-        theta = f.whole("rope_theta", f.whole(base, 10_000))
+        nested = nested if isinstance(nested, Mapping) else {}
+        inner = ConfigFields(nested, f"{f.name}: rope_parameters")
+        theta = 10_000.0
+        for fields, name in ((f, base), (f, "rope_theta"), (inner, "rope_theta")):
+            theta = fields.number(name, theta)
+            if not 1 <= theta < math.inf:
+                raise fields.wrong(name, "it must be a number of at least 1")
+        if theta != round(theta):
+            limit = "Megatron-LM's --rotary-base is a whole number"
+            f.notes.append(f"{f.name}: rope_theta {theta} is taken as {round(theta)}: {limit}.")
         share = f.number("partial_rotary_factor", f.number(key, partial))
         share = inner.number("partial_rotary_factor", share)
         if not 0 < share <= 1:
             raise f.wrong("partial_rotary_factor", "it must be above 0 and at most 1")
-        found: Shape = {"rotary_base": inner.whole("rope_theta", theta)}
+        found: Shape = {"rotary_base": round(theta)}
         if share != 1:
             found["rotary_percent"] = share
         return found
