@@ -189,8 +189,7 @@ class ConfigFields:
             raise self.wrong(
                 key,
                 "layers that differ in it are not read",
-                "Describe the nearest model of equal layers in a file (docs/adding.md).",
-                UnplannableModelError,
+                kind=UnplannableModelError,
             )
         return value[0]
 
@@ -242,14 +241,21 @@ class ConfigFields:
         self,
         key: str,
         limit: str,
-        fix: str = "Check that this is the model's own config.json.",
+        fix: str = "",
         kind: type[UserInputError] = UserInputError,
     ) -> UserInputError:
         """The error for a field that cannot be used."""
         what = f"model {self.name}: config.json: {key}"
         value = self._config.get(key)
         quoted = json.dumps(value) if isinstance(value, str) else value  # "16" is no number
-        return kind(what, value=quoted, limit=limit, fix=fix)
+        return kind(what, value=quoted, limit=limit, fix=fix or _FIXES[kind])
+
+
+#: What helps where a value is wrong, and where it is right and cannot be planned.
+_FIXES: Mapping[type[UserInputError], str] = {
+    UserInputError: "Check that this is the model's own config.json.",
+    UnplannableModelError: "Describe the nearest model in a file (docs/adding.md).",
+}
 
 
 Shape = dict[str, Any]

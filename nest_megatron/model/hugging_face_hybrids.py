@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from nest_megatron.errors import UnplannableModelError
 from nest_megatron.model.hugging_face_experts import (
     GRANITE,
     gated_shared_expert,
@@ -121,12 +122,14 @@ def _granite_layers(f: ConfigFields) -> Shape:
 def _nemotron_h(f: ConfigFields) -> Shape:
     """The pattern of Nemotron-H, its attention and experts, without what the family lacks."""
     if f.count("num_nextn_predict_layers"):
-        raise f.wrong("num_nextn_predict_layers", "MTP layers of this family are not read")
+        limit = "MTP layers of this family are not read"
+        raise f.wrong("num_nextn_predict_layers", limit, "Write 0 to plan the model without them.")
     pattern = "".join(_named(f, "layers_block_type")) or f.get("hybrid_override_pattern")
     if not isinstance(pattern, str) or f.whole("num_hidden_layers", len(pattern)) != len(pattern):
         raise f.wrong("hybrid_override_pattern", "it must have a symbol for each layer")
     if f.flag("mlp_bias") and _EXPERTS in pattern:
-        raise f.wrong("mlp_bias", "biases of experts are not read for this family")
+        limit = "biases of experts are not read for this family"
+        raise f.wrong("mlp_bias", limit, kind=UnplannableModelError)
     heads = f.whole("num_attention_heads")
     return joined(
         f,

@@ -188,6 +188,14 @@ def test_partly_rotated_channels_may_be_counted() -> None:
     assert spec_of({**config, "rotary_dim": 64}) == spec_of(config)
 
 
+def test_nemotron_s_mtp_layers_are_refused_with_the_way_out() -> None:
+    config = {**JUDGED["nemotron_h-100"]["config"], "num_nextn_predict_layers": 1}
+    told = "num_nextn_predict_layers = 1.*Write 0 to plan the model without them"
+    with pytest.raises(UserInputError, match=told):
+        spec_of(config)
+    assert spec_of({**config, "num_nextn_predict_layers": 0}).num_mtp_layers == 0
+
+
 def test_llama4_without_experts_has_no_step_of_them() -> None:
     config = {**JUDGED["Llama-4-Scout"]["config"], "moe_layers": []}
     assert not any(spec_of({**config, "interleave_moe_layer_step": 0}).moe_layer_pattern)
@@ -290,7 +298,8 @@ def test_sparse_attention_is_read_with_its_indexer() -> None:
         {"index_topk_pattern": "FS" * 39},
     ):
         config = {**JUDGED["GLM-5"]["config"], "indexer_types": None, **changed}
-        with pytest.raises(UnplannableModelError, match=f"{next(iter(changed))}.*indexer"):
+        told = rf"{next(iter(changed))}.*indexer.*nearest model in a file \(docs/adding\.md"
+        with pytest.raises(UnplannableModelError, match=told):
             spec_of(config)
 
 
