@@ -219,10 +219,11 @@ def catalogued(gpus: LocalGpus) -> tuple[str, Cluster]:
         if is_same_device(accelerator, gpus):
             return name, replace(catalogue_cluster(cluster), accelerator=accelerator)
     raise UserInputError(
-        "nest.cluster",
-        None,
-        f"no cluster is given, and {gpus.describe()} is not in the catalogue",
-        "Describe it in a file (`nest-megatron cluster new` writes one) and name that file.",
+        "GPUs of hosts",
+        gpus.describe(),
+        "the catalogue has no cluster of them",
+        "Describe theirs in a file (`nest-megatron cluster new` writes one), and name it with "
+        "nest.cluster, or with --cluster of a command.",
     )
 
 

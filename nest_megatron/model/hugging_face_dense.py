@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
+from nest_megatron.errors import UnplannableModelError
 from nest_megatron.model.hugging_face_fields import (
     ALL_BIASES,
     POST_NORM,
@@ -82,6 +83,9 @@ def _falcon(f: ConfigFields) -> Shape:
 
 def _chatglm(f: ConfigFields) -> Shape:
     """The layers of ChatGLM by the model's own code, in closed form."""
+    if f.get("inner_hidden_size") is not None:
+        limit = "the first ChatGLM is not supported"
+        raise f.wrong("inner_hidden_size", limit, kind=UnplannableModelError)
     heads, hidden = f.whole("num_attention_heads"), f.whole("hidden_size")
     groups = f.whole("multi_query_group_num", 1) if f.flag("multi_query_attention") else heads
     everywhere, epsilon = f.flag("add_bias_linear"), "layernorm_epsilon"

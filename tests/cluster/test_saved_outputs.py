@@ -230,6 +230,13 @@ def test_slices_of_kubernetes_are_told(more: dict[str, str], told: str, tmp_path
     assert any(note.startswith("n1 is left out: MIG divides its GPUs") for note in found.notes)
 
 
+def test_unknown_gpus_are_refused_with_both_names_of_the_option(tmp_path: Path) -> None:
+    labels = labelled(tmp_path, n1={"gpu.product": "NVIDIA-L40S", "gpu.memory": "46068"})
+    told = r"8 x NVIDIA L40S \(45\.0 GiB\).*nest\.cluster, or with --cluster"
+    with pytest.raises(UserInputError, match=told):
+        of(labels, base=None)
+
+
 def test_slices_of_slurm_are_told(tmp_path: Path, two: Path) -> None:
     path = tmp_path / "nodes.txt"
     path.write_text("NodeName=n1 Gres=gpu:1g.10gb:56\nNodeName=n2 Gres=gpu:8\n")

@@ -276,6 +276,10 @@ def test_only_sizes_make_a_hint() -> None:
         ("kimi_linear", "Kimi delta attention"),
         ("bailing_hybrid", "Kimi delta attention"),
         ("minimax", "lightning"),
+        ("minimax_m1", "lightning"),
+        ("hf_olmo", "d_model.*name ends in -hf"),
+        ("glm4v_moe_text", r"nearest name: glm4_moe\)"),
+        ("gemma3_txt", r"nearest name: gemma3_text\)"),
         ("minimax_m3_vl_text", "an indexer chooses"),
         ("minimax_m9", "this architecture is not supported"),
         ("falcon_h1", "side by side"),
@@ -287,6 +291,12 @@ def test_a_family_that_cannot_be_described_says_what_is_missing(
 ) -> None:
     with pytest.raises(UnplannableModelError, match=lacking):
         spec_of({**LLAMA, "model_type": model_type, "text_config": None})
+
+
+def test_the_first_chatglm_is_refused() -> None:
+    config = {"model_type": "chatglm", "hidden_size": 4096, "inner_hidden_size": 16384}
+    with pytest.raises(UnplannableModelError, match="first ChatGLM is not supported"):
+        spec_of(config)
 
 
 def test_sparse_attention_is_read_with_its_indexer() -> None:
