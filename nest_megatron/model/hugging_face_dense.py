@@ -36,13 +36,18 @@ from nest_megatron.model.hugging_face_fields import (
     sizes,
     switches,
     untied,
-    upper_windows,
     variant,
     where,
     windows,
     windows_but_every,
 )
 from nest_megatron.model.variant import Bias, NormParameters, NormPlacement
+
+
+def upper_windows(f: ConfigFields) -> Shape:
+    """Windows on the layers after the first ``max_window_layers``."""
+    first = f.count("max_window_layers")
+    return windows(f, lambda layer: layer >= first)
 
 
 def _capped(f: ConfigFields) -> Shape:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from nest_megatron.errors import UnplannableModelError
-from nest_megatron.model.hugging_face_dense import HUNYUAN, MISTRAL, UPPER_WINDOWS
+from nest_megatron.model.hugging_face_dense import HUNYUAN, MISTRAL, UPPER_WINDOWS, upper_windows
 from nest_megatron.model.hugging_face_fields import (
-    BALANCED,
     ROUTED_BIASES,
     WIDE_QK_NORM,
     ConfigFields,
@@ -17,29 +16,48 @@ from nest_megatron.model.hugging_face_fields import (
     Reader,
     Shape,
     decoder,
-    expert_layers,
-    experts,
     extra_biases,
     frequency,
     head_size,
     joined,
     layer_norm,
     linear_biases,
-    predicted_tokens,
     qk_norm,
     repeats,
     rotary,
     same_biases,
-    shared_experts,
     sizes,
     switches,
     untied,
-    upper_windows,
     where,
     windows,
     windows_but_every,
 )
 from nest_megatron.model.variant import Bias
+
+
+def experts(number: str, size: str, top: str = "num_experts_per_tok") -> Reader:
+    """Routed experts; the keys that a family has for their number, size and share."""
+    return sizes(num_experts=number, moe_ffn_hidden_size=size, moe_router_topk=top)
+
+
+def expert_layers(f: ConfigFields, routes: Callable[[int], bool]) -> Shape:
+    """Which layers route tokens to experts."""
+    return {"moe_layer_freq": [int(routes(i)) for i in range(f.whole("num_hidden_layers"))]}
+
+
+def shared_experts(size: int) -> Shape:
+    """Shared experts of this inner size together, if any."""
+    return {"moe_shared_expert_intermediate_size": size or None}
+
+
+#: Experts balanced by a bias.
+BALANCED: Shape = {"moe_router_enable_expert_bias": True}
+
+
+def predicted_tokens(key: str) -> Reader:
+    """Layers of multi-token prediction, if any."""
+    return lambda f: {"mtp_num_layers": f.count(key) or None}
 
 
 def _shared(number: str) -> Reader:

@@ -530,12 +530,6 @@ def windows_but_every(period: int, *keys: str) -> Reader:
     return read
 
 
-def upper_windows(f: ConfigFields) -> Shape:
-    """Windows on the layers after the first ``max_window_layers``."""
-    first = f.count("max_window_layers")
-    return windows(f, lambda layer: layer >= first)
-
-
 def frequency(marked: Sequence[bool]) -> int | list[int] | None:
     """Marked layers in Megatron's notation: none for all, all but every n-th, or a flag each.
 
@@ -548,27 +542,3 @@ def frequency(marked: Sequence[bool]) -> int | list[int] | None:
     if plain == list(range(plain[0], len(marked) + 1, plain[0])):
         return plain[0]
     return [int(is_marked) for is_marked in marked]
-
-
-def experts(number: str, size: str, top: str = "num_experts_per_tok") -> Reader:
-    """Routed experts; the keys that a family has for their number, size and share."""
-    return sizes(num_experts=number, moe_ffn_hidden_size=size, moe_router_topk=top)
-
-
-def expert_layers(f: ConfigFields, routes: Callable[[int], bool]) -> Shape:
-    """Which layers route tokens to experts."""
-    return {"moe_layer_freq": [int(routes(i)) for i in range(f.whole("num_hidden_layers"))]}
-
-
-def shared_experts(size: int) -> Shape:
-    """Shared experts of this inner size together, if any."""
-    return {"moe_shared_expert_intermediate_size": size or None}
-
-
-#: Experts balanced by a bias.
-BALANCED: Shape = {"moe_router_enable_expert_bias": True}
-
-
-def predicted_tokens(key: str) -> Reader:
-    """Layers of multi-token prediction, if any."""
-    return lambda f: {"mtp_num_layers": f.count(key) or None}

@@ -10,13 +10,16 @@ from functools import partial
 
 from nest_megatron.errors import UnplannableModelError
 from nest_megatron.model.hugging_face_experts import (
+    BALANCED,
     GRANITE,
+    experts,
     gated_shared_expert,
+    predicted_tokens,
     qwen_experts,
+    shared_experts,
 )
 from nest_megatron.model.hugging_face_fields import (
     ALL_BIASES,
-    BALANCED,
     ROUTED_BIASES,
     UNGATED,
     ConfigFields,
@@ -26,16 +29,13 @@ from nest_megatron.model.hugging_face_fields import (
     Shape,
     activation,
     decoder,
-    experts,
     extra_biases,
     fewer_groups,
     frequency,
     joined,
-    predicted_tokens,
     qk_norm,
     repeats,
     rotary,
-    shared_experts,
     sizes,
     untied,
     variant,
