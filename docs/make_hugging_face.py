@@ -41,7 +41,9 @@ transformers is installed).
   on (multipliers, rotary scaling, router scaling, dropout), and those that are not known.
 * A list with the same number for each layer (`"moe_topk": [8, 8]`) is that number; layers that
   differ are refused. `num_experts` of 0 is a dense model.
-* MTP layers are read from `num_nextn_predict_layers`, `num_mtp_modules`, `mtp_num_hidden_layers`.
+* MTP layers are read from `num_nextn_predict_layers`, `num_mtp_modules`, `mtp_num_hidden_layers`;
+  those of `nemotron_h` are refused until the file says 0, and those of `ernie4_5_moe`, which
+  transformers does not build, are left out with a note.
 * A type that is not known is never taken for another: where `architectures` names a class of a
   known family, or all fields are Llama's, the refusal says which `model_type` to set.
 * `bailing_moe_v2` is no type of transformers: its own code, of which Megatron-Bridge has a copy, is

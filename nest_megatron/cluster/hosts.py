@@ -64,20 +64,20 @@ def parse_gpu_matrix(text: str) -> GpuMatrix:
     """
     text = _ESCAPES.sub("", text)
     lines = text.splitlines()
-    header = next((line.split() for line in lines if re.match(r"\s+GPU0\b", line)), [])
-    columns = [name for name in header if re.fullmatch(r"(GPU|NIC|mlx\d_)\d+", name)]
+    header = next((line for line in lines if re.match(r"\s+GPU0\b", line)), "")
+    columns = header.partition("CPU Affinity")[0].split()
     legend = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)", text, re.MULTILINE))
     rows = {
         words[0]: dict(zip(columns, words[1:], strict=False))
         for words in map(str.split, lines)
         if words and re.fullmatch(r"GPU\d+", words[0])
     }
-    gpus = [name for name in columns if name.startswith("GPU")]
+    gpus = [name for name in columns if re.fullmatch(r"GPU\d+", name)]
     if not gpus or not rows:
         raise unreadable("nvidia-smi topo -m", "it has no matrix of GPUs")
     cells = [row[gpu] for gpu in gpus for name, row in rows.items() if name != gpu and gpu in row]
     links = [int(cell[2:]) if re.fullmatch(r"NV\d+", cell) else 0 for cell in cells]
-    nics = [name for name in columns if not name.startswith("GPU")]
+    nics = [name for name in columns if name not in gpus]
     near = [nic for nic in nics if any(row.get(nic) in _NEAR for row in rows.values())]
     # the legend of topo -mp has no NVLink
     seen = any(links) or "\nLegend:" not in text or "NV#" in text

@@ -39,6 +39,9 @@ from nest_megatron.plain import from_plain, frozen
 _REPORTS_S = 180.0
 #: A slice of a GPU, as MIG and Slurm's GRES call it: 1g.10gb, a100_3g.20gb.
 _MIG = re.compile(r"\d+g\.\d+gb")
+#: States in which Slurm's nodes run no job (``*``: it does not respond). One that is powered down
+#: is started when a job needs it.
+_UNUSABLE = r"(?<!_)DOWN|DRAIN|ERROR|FAIL|FUTURE|MAINT|NOT_RESPONDING|UNKNOWN|\*"
 #: Labels of nodes that say where a node is, innermost first; the first family that all have counts.
 _FAMILIES = (
     tuple(f"network.topology.nvidia.com/{level}" for level in LEVELS),
@@ -210,7 +213,7 @@ def parse_slurm_nodes(text: str) -> Sources:
         if slices:
             divided[name[1]] = ", ".join(slices)
             continue
-        state = re.search(r"\bState=(\S*(?:DOWN|DRAIN|FAIL)\S*)", node)
+        state = re.search(rf"\bState=(\S*(?:{_UNUSABLE})\S*)", node)
         if state or len({kind for kind, _ in found}) > 1:
             unlike = " and ".join(f"{count} x {kind or 'GPU'}" for kind, count in found)
             why = state[1] if state else f"unlike GPUs, {unlike}"
@@ -396,10 +399,11 @@ def _unused(
     elif found.hosts and not any(host in sources.hosts for host in found.hosts):
         yield "hosts", "another file tells more of them"
     other = None if found.topology is topology else topology
-    of_hosts = found.gpu_names and all(host.gpus for host in hosts)
+    unlike_gpus = _unlike_count(len(found.gpu_names), hosts)
+    of_hosts = _BY_HOSTS if all(host.gpus for host in hosts) else unlike_gpus
     for part, read, used, why in (
         ("groups", found.topology, sources.topology, other and f"{other.source} says them"),
-        ("GPUs", found.gpu_names, found.gpu_names, of_hosts and _BY_HOSTS),
+        ("GPUs", found.gpu_names, sources.gpu_names, of_hosts),
         ("adapters", found.adapters, sources.adapters, _unused_adapters(hosts, own)),
         ("links", found.matrix, sources.matrix, _unused_matrix(found.matrix, hosts, own)),
     ):
@@ -432,8 +436,12 @@ def _unused_matrix(matrix: GpuMatrix | None, hosts: Sequence[Host], own: Mapping
     ]
     if not without:
         return _BY_HOSTS
-    counts = {host.gpu_count for host in without}
-    if matrix is None or matrix.num_gpus in counts:
+    return "" if matrix is None else _unlike_count(matrix.num_gpus, without)
+
+
+def _unlike_count(num_gpus: int, hosts: Sequence[Host]) -> str:
+    counts = {host.gpu_count for host in hosts}
+    if num_gpus in counts:
         return ""
     shown = " or ".join(sorted(str(count) for count in counts))
-    return f"it is of a host with {matrix.num_gpus} GPUs, and the hosts have {shown}"
+    return f"it is of a host with {num_gpus} GPUs, and the hosts have {shown}"

@@ -268,13 +268,16 @@ def parse_host_file(text: str) -> Topology:
     """Lines of ``HOST GROUP...``: a host and its groups (rack, row, ...), innermost first.
 
     Raises:
-        UserInputError: for a host twice, lines of unlike length, or a file without a host.
+        UserInputError: for a word with = (slots=8 of MPI's host files), a host twice, lines of
+            unlike length, or a file without a host.
     """
     filled = filter(None, (line.partition("#")[0].split() for line in text.splitlines()))
     rows = [(host, *names) for some, *names in filled for host in hosts_of(some)]
     groups = {host: tuple(names) for host, *names in rows}
     limit = ""
-    if not rows:
+    if set_words := [word for row in rows for word in row if "=" in word]:
+        limit = f"{set_words[0]} is no host and no group"
+    elif not rows:
         limit = "it names no host"
     elif len(groups) < len(rows):
         twice = Counter(host for host, *_ in rows).most_common(1)[0][0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -218,10 +219,11 @@ def catalogued(gpus: LocalGpus) -> tuple[str, Cluster]:
         if is_same_device(accelerator, gpus):
             return name, replace(catalogue_cluster(cluster), accelerator=accelerator)
     raise UserInputError(
-        "nest.cluster",
-        None,
-        f"no cluster is given, and {gpus.describe()} is not in the catalogue",
-        "Describe it in a file (`nest-megatron cluster new` writes one) and name that file.",
+        "GPUs of hosts",
+        gpus.describe(),
+        "the catalogue has no cluster of them",
+        "Describe theirs in a file (`nest-megatron cluster new` writes one), and name it with "
+        "nest.cluster, or with --cluster of a command.",
     )
 
 
@@ -423,9 +425,9 @@ def _hosts(sources: Sources, listed: Topology | None, base: Cluster | None) -> t
         told = "; ".join(f"{name}: {slices}" for name, slices in divided.items())
         raise divided_gpus("GPUs of hosts", told)
     if not hosts:
-        raise UserInputError(
-            "hosts", None, "neither a program nor a file names one", "Add --hosts FILE."
-        )
+        limit = "neither a program nor a file names one that can be used"
+        limit += f" ({shown_names(sources.unseen)})" if sources.unseen else ""
+        raise UserInputError("hosts", None, limit, "Add --hosts FILE.")
     return hosts
 
 
@@ -434,9 +436,13 @@ def _gpus(
 ) -> tuple[LocalGpus | None, tuple[str, ...]]:
     """The GPUs that hosts have; ``None`` where none says so and a cluster stands in."""
     without = [host for host in hosts if host.gpus is None]
+    listed = Counter(sources.gpu_names).items()
+    named = " and ".join(f"{count} x {name}" for name, count in listed)
     if without and (kinds(hosts) or base is None):
         told = next((each.unseen for each in without if each.unseen), sources.unseen)
         limit = "no program said what GPUs they have"
+        if named:
+            limit = f"nvidia-smi -L lists {named}, and no program said how much memory they have"
         limit += f" ({'; '.join(told)})" if told else ""
         fix = "Give their reports (nest-megatron cluster report) with --read"
         fix += "." if kinds(hosts) else ", or name a cluster with --cluster."
@@ -455,7 +461,8 @@ def _gpus(
             )
         for name in sources.gpu_names:  # as programs list them
             require_same_product(base, name, "--cluster")
-        notes = (*notes, f"no host says what GPUs it has: those of {base.name} are assumed")
+        said = f"nvidia-smi -L lists {named}" if named else "no host says what GPUs it has"
+        notes = (*notes, f"{said}: those of {base.name} are assumed")
     return gpus, notes
 
 

@@ -81,7 +81,7 @@ def parse(text: str, name: str) -> dict[str, Any]:
     """The fields of a plan file's text.
 
     Raises:
-        PlanFileError: if it is not YAML, or no mapping.
+        PlanFileError: if it is not YAML, or no mapping with a schema.
     """
     try:
         fields = parse_yaml(text, name)
@@ -89,7 +89,7 @@ def parse(text: str, name: str) -> dict[str, Any]:
         raise PlanFileError(
             name, None, error.limit, "Name a plan file; one that was cut short is planned again."
         ) from error
-    if not isinstance(fields, dict):
+    if not isinstance(fields, dict) or "schema" not in fields:
         raise PlanFileError(
             "plan",
             name,

@@ -176,7 +176,12 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "minimax_m3",
         "it attends to blocks of tokens that an indexer chooses, which is not supported",
     ),
-    ("minimax$ minimax_text", "its linear (lightning) attention is not supported"),
+    ("minimax$ minimax_text minimax_m1", "its linear (lightning) attention is not supported"),
+    (
+        "hf_olmo",
+        "its keys (d_model, n_layers) are those of OLMo's first code; the file of the model whose "
+        "name ends in -hf has those of transformers",
+    ),
     ("jamba recurrent_gemma", "it mixes attention with recurrent layers that are not Mamba-2"),
     ("zamba", "it mixes attention, whose weights its layers share, with Mamba layers"),
     ("falcon_h1", "it mixes attention with Mamba in the same layer, side by side"),
@@ -252,6 +257,7 @@ def read_hf_model(mapping: Config, name: str, *, seq_length: int | None = None) 
     if fields.assumed:
         taken = ", ".join(f"{key} {value}" for key, value in fields.assumed.items())
         notes += (f"{name}: not in config.json, so transformers' own default: {taken}.",)
+    notes += tuple(dict.fromkeys(fields.notes))
     own = text.get("num_hidden_layers")
     if shape.get("hybrid_layer_pattern") and own not in (None, shape["num_layers"]):
         count = shape["num_layers"]
@@ -325,8 +331,9 @@ def _why_unknown(text: Config, whole: Config, model_type: str) -> str:
     for words, why in REFUSED:
         if any(re.search(word, model_type) for word in words.split()):
             return why
-    close = difflib.get_close_matches(model_type, FAMILIES, n=1, cutoff=0.75)
-    hint = f" (the nearest name: {close[0]})" if close else ""
+    names = {name.removesuffix("_text"): name for name in FAMILIES}
+    close = difflib.get_close_matches(model_type.removesuffix("_text"), names, n=1, cutoff=0.75)
+    hint = f" (the nearest name: {names[close[0]]})" if close else ""
     return f"this architecture is not supported{hint}{_way_out(text, whole)}"
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
+from nest_megatron.errors import UnplannableModelError
 from nest_megatron.model.hugging_face_fields import (
     ALL_BIASES,
     POST_NORM,
-    QK_NORM,
     SANDWICH_NORM,
     UNGATED,
     WIDE_QK_NORM,
@@ -24,16 +24,18 @@ from nest_megatron.model.hugging_face_fields import (
     decoder,
     extra_biases,
     fewer_groups,
+    head_size,
     joined,
     layer_norm,
     linear_biases,
+    qk_norm,
+    repeats,
     rotary,
     same_biases,
     side_by_side,
     sizes,
     switches,
     untied,
-    upper_windows,
     variant,
     where,
     windows,
@@ -42,18 +44,17 @@ from nest_megatron.model.hugging_face_fields import (
 from nest_megatron.model.variant import Bias, NormParameters, NormPlacement
 
 
+def upper_windows(f: ConfigFields) -> Shape:
+    """Windows on the layers after the first ``max_window_layers``."""
+    first = f.count("max_window_layers")
+    return windows(f, lambda layer: layer >= first)
+
+
 def _capped(f: ConfigFields) -> Shape:
     """Scores and logits that are capped, where the file says at what."""
     caps = ("attn_logit_softcapping", "final_logit_softcapping")
     found = {name: f.number(name, 0.0) for name in caps if f.get(name) is not None}
     return variant(**found) if found else {}
-
-
-def _without_biases(f: ConfigFields) -> Shape:
-    for name in ("attention_bias", "mlp_bias", "lm_head_bias"):
-        if f.flag(name):
-            raise f.wrong(name, "this family has no biases")
-    return {}
 
 
 def _square_projection(f: ConfigFields) -> Shape:
@@ -87,8 +88,9 @@ def _falcon(f: ConfigFields) -> Shape:
 
 def _chatglm(f: ConfigFields) -> Shape:
     """The layers of ChatGLM by the model's own code, in closed form."""
-    if not f.flag("post_layer_norm", True):
-        raise f.wrong("post_layer_norm", "a model without a final norm is not supported")
+    if f.get("inner_hidden_size") is not None:
+        limit = "the first ChatGLM is not supported"
+        raise f.wrong("inner_hidden_size", limit, kind=UnplannableModelError)
     heads, hidden = f.whole("num_attention_heads"), f.whole("hidden_size")
     groups = f.whole("multi_query_group_num", 1) if f.flag("multi_query_attention") else heads
     everywhere, epsilon = f.flag("add_bias_linear"), "layernorm_epsilon"
@@ -209,6 +211,10 @@ def _absolute_positions(f: ConfigFields) -> Shape:
 
 
 LLAMA: tuple[Part, ...] = (decoder, ALL_BIASES)
+HUNYUAN: tuple[Part, ...] = (
+    qk_norm,
+    repeats(attention_head_dim=head_size, use_rotary_pos_emb=True),
+)
 MISTRAL: tuple[Part, ...] = (decoder, windows)
 #: Qwen windows the upper layers, where it does at all.
 UPPER_WINDOWS = where("use_sliding_window", upper_windows)
@@ -240,7 +246,7 @@ FAMILIES: Mapping[str, Family] = {
         "Qwen 2 and 2.5: biases on queries, keys and values",
         (decoder, UPPER_WINDOWS, linear_biases(qkv=True)),
     ),
-    "qwen3": ("Qwen 3: norms of queries and keys", (*LLAMA, UPPER_WINDOWS, QK_NORM)),
+    "qwen3": ("Qwen 3: norms of queries and keys", (*LLAMA, UPPER_WINDOWS, qk_norm)),
     "gemma": ("Gemma 1", (*LLAMA, activation(default="gelu"))),
     "gemma2": (
         "Gemma 2: norms around each block, capped scores and logits, every other layer slides",
@@ -251,7 +257,7 @@ FAMILIES: Mapping[str, Family] = {
         (
             *_GEMMA,
             windows_but_every(6, "sliding_window_pattern", "_sliding_window_pattern"),
-            QK_NORM,
+            qk_norm,
         ),
     ),
     "phi": (
@@ -267,7 +273,10 @@ FAMILIES: Mapping[str, Family] = {
             switches(qk_layernorm="qk_layernorm"),
         ),
     ),
-    "phi3": ("Phi 3, 3.5 and 4", (_without_biases, *MISTRAL)),
+    "phi3": (
+        "Phi 3, 3.5 and 4",
+        (repeats(attention_bias=False, mlp_bias=False, lm_head_bias=False), *MISTRAL),
+    ),
     "olmo": (
         "OLMo 1: norms without weights",
         (*LLAMA, layer_norm("norm_eps", NormParameters.NONE)),
@@ -299,7 +308,10 @@ FAMILIES: Mapping[str, Family] = {
     "glm": ("GLM-4 9B: biases on queries, keys and values", _GLM),
     "chatglm": (
         "ChatGLM 2 and 3, GLM-4 9B by its first file: the model's own code, in closed form",
-        (_chatglm,),
+        (
+            _chatglm,
+            repeats(num_hidden_layers=lambda f: f.whole("num_layers"), post_layer_norm=True),
+        ),
     ),
     "glm4": ("GLM-4 of April 2025: norms around each block", (*_GLM, SANDWICH_NORM)),
     "nemotron": (
@@ -338,7 +350,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "exaone4": (
         "EXAONE 4: norms behind the blocks alone, and of queries and keys; three of four slide",
-        (decoder, _exaone_windows, POST_NORM, QK_NORM),
+        (decoder, _exaone_windows, POST_NORM, qk_norm),
     ),
     "smollm3": (
         "SmolLM 3: every fourth layer is not rotated, and slides where any does",
@@ -349,7 +361,7 @@ FAMILIES: Mapping[str, Family] = {
         "Helium: the output projection of attention is square and has no bias",
         (decoder, _square_projection, linear_biases(qkv="attention_bias", mlp="mlp_bias")),
     ),
-    "hunyuan_v1_dense": ("Hunyuan dense: norms of queries and keys", (*LLAMA, QK_NORM)),
+    "hunyuan_v1_dense": ("Hunyuan dense: norms of queries and keys", (*LLAMA, *HUNYUAN)),
     "persimmon": (
         "Persimmon: squared ReLU, biases everywhere, norms of queries and keys",
         (

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from nest_megatron.errors import UnplannableModelError
-from nest_megatron.model.hugging_face_dense import MISTRAL, UPPER_WINDOWS
+from nest_megatron.model.hugging_face_dense import HUNYUAN, MISTRAL, UPPER_WINDOWS, upper_windows
 from nest_megatron.model.hugging_face_fields import (
-    BALANCED,
-    QK_NORM,
     ROUTED_BIASES,
     WIDE_QK_NORM,
     ConfigFields,
@@ -18,26 +16,48 @@ from nest_megatron.model.hugging_face_fields import (
     Reader,
     Shape,
     decoder,
-    expert_layers,
-    experts,
     extra_biases,
     frequency,
+    head_size,
     joined,
     layer_norm,
     linear_biases,
-    predicted_tokens,
+    qk_norm,
+    repeats,
     rotary,
     same_biases,
-    shared_experts,
     sizes,
     switches,
     untied,
-    upper_windows,
     where,
     windows,
     windows_but_every,
 )
 from nest_megatron.model.variant import Bias
+
+
+def experts(number: str, size: str, top: str = "num_experts_per_tok") -> Reader:
+    """Routed experts; the keys that a family has for their number, size and share."""
+    return sizes(num_experts=number, moe_ffn_hidden_size=size, moe_router_topk=top)
+
+
+def expert_layers(f: ConfigFields, routes: Callable[[int], bool]) -> Shape:
+    """Which layers route tokens to experts."""
+    return {"moe_layer_freq": [int(routes(i)) for i in range(f.whole("num_hidden_layers"))]}
+
+
+def shared_experts(size: int) -> Shape:
+    """Shared experts of this inner size together, if any."""
+    return {"moe_shared_expert_intermediate_size": size or None}
+
+
+#: Experts balanced by a bias.
+BALANCED: Shape = {"moe_router_enable_expert_bias": True}
+
+
+def predicted_tokens(key: str) -> Reader:
+    """Layers of multi-token prediction, if any."""
+    return lambda f: {"mtp_num_layers": f.count(key) or None}
 
 
 def _shared(number: str) -> Reader:
@@ -121,10 +141,10 @@ def _latent_attention(f: ConfigFields) -> Shape:
         f,
         {
             "multi_latent_attention": True,
+            "qk_layernorm": True,
             "num_query_groups": None,
             "q_lora_rank": None if f.get("q_lora_rank") is None else f.whole("q_lora_rank"),
         },
-        QK_NORM,
         sizes(
             kv_channels="qk_nope_head_dim",
             kv_lora_rank="kv_lora_rank",
@@ -147,9 +167,6 @@ def _gpt_oss(f: ConfigFields) -> Shape:
 
 def _minimax_m2(f: ConfigFields) -> Shape:
     """Rotated channels, the router's bias and MTP modules of MiniMax M2, without what it lacks."""
-    if not f.flag("use_qk_norm", True) or f.get("qk_norm_type", "per_layer") != "per_layer":
-        key = "qk_norm_type" if f.flag("use_qk_norm", True) else "use_qk_norm"
-        raise f.wrong(key, "this family has norms of queries and keys over all heads")
     if 0 in (f.items("attn_type_list", "numbers", of_layers=True) or ()):
         raise f.wrong(
             "attn_type_list",
@@ -163,8 +180,9 @@ def _minimax_m2(f: ConfigFields) -> Shape:
             "an MTP module of Megatron has one layer",
             kind=UnplannableModelError,
         )
-    size = f.whole("head_dim", f.whole("hidden_size") // f.whole("num_attention_heads"))
+    size = head_size(f)
     return {
+        **repeats(use_qk_norm=True, qk_norm_type="per_layer")(f),
         **rotary(f.whole("rotary_dim", size) / size)(f),
         "moe_router_enable_expert_bias": f.flag("use_routing_bias", True),
         "mtp_num_layers": mtp or None,
@@ -173,8 +191,8 @@ def _minimax_m2(f: ConfigFields) -> Shape:
 
 def _llama4(f: ConfigFields) -> Shape:
     """The layers that have experts, with a shared one, and the size of the others."""
-    step = f.whole("interleave_moe_layer_step", 1)
     named = f.items("moe_layers", "layer numbers")
+    step = f.whole("interleave_moe_layer_step", 1, least=1 if named is None else 0)
 
     def routes(layer: int) -> bool:
         return (layer + 1) % step == 0 if named is None else layer in named
@@ -217,8 +235,6 @@ def _hunyuan_moe(f: ConfigFields) -> Shape:
             raise f.wrong(
                 key, "a model of this family that has it is not read", kind=UnplannableModelError
             )
-    if not f.flag("use_qk_norm", True):
-        raise f.wrong("use_qk_norm", "this family has norms of queries and keys")
     size = f.whole("moe_intermediate_size", f.whole("intermediate_size"))
     return {
         "moe_ffn_hidden_size": size,
@@ -257,7 +273,7 @@ FAMILIES: Mapping[str, Family] = {
             decoder,
             lambda f: windows(f) if f.flag("use_sliding_window") else {},
             ROUTED_BIASES,
-            QK_NORM,
+            qk_norm,
             _qwen3_experts,
         ),
     ),
@@ -335,7 +351,8 @@ FAMILIES: Mapping[str, Family] = {
             decoder,
             upper_windows,
             ROUTED_BIASES,
-            QK_NORM,
+            qk_norm,
+            repeats(moe_layer_freq=1),
             BALANCED,
             experts("n_routed_experts", "moe_intermediate_size"),
             _behind_dense,
@@ -369,7 +386,7 @@ FAMILIES: Mapping[str, Family] = {
         (
             decoder,
             ROUTED_BIASES,
-            QK_NORM,
+            *HUNYUAN,
             experts("num_experts", "intermediate_size", "moe_topk"),
             _hunyuan_moe,
         ),
@@ -380,6 +397,7 @@ FAMILIES: Mapping[str, Family] = {
             decoder,
             linear_biases(qkv="use_qkv_bias", projection="use_bias", routed=True),
             lambda f: {"qk_layernorm": f.flag("use_qk_norm", True)},
+            repeats(rotary_dim=lambda f: head_size(f) * f.number("partial_rotary_factor", 1.0)),
             BALANCED,
             partial(untied, default=False),
             experts("num_experts", "moe_intermediate_size"),

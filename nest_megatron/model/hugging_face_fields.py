@@ -6,6 +6,7 @@ import difflib
 import functools
 import itertools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -93,7 +94,7 @@ class ConfigFields:
     none, as in transformers.
     """
 
-    __slots__ = ("_config", "_defaults", "_name", "_queried", "_weightless", "assumed")
+    __slots__ = ("_config", "_defaults", "_queried", "_weightless", "assumed", "name", "notes")
 
     def __init__(self, config: Mapping[str, object], name: str, model_type: str = "") -> None:
         table = _tables().get(model_type, {})
@@ -101,10 +102,11 @@ class ConfigFields:
         first = {second[key]: value for key, value in config.items() if key in second}
         self._config = first | {key: v for key, v in config.items() if key not in second}
         self._defaults: Mapping[str, object] = table.get("defaults", {})
-        self._name = name
+        self.name = name
         self._queried: set[str] = set()
         self._weightless: set[str] = set()
         self.assumed: dict[str, object] = {}
+        self.notes: list[str] = []
 
     def get(self, key: str, default: object = None) -> object:
         """A field, or the default where it is null, or absent and unknown to transformers."""
@@ -187,8 +189,7 @@ class ConfigFields:
             raise self.wrong(
                 key,
                 "layers that differ in it are not read",
-                "Describe the nearest model of equal layers in a file (docs/adding.md).",
-                UnplannableModelError,
+                kind=UnplannableModelError,
             )
         return value[0]
 
@@ -240,14 +241,21 @@ class ConfigFields:
         self,
         key: str,
         limit: str,
-        fix: str = "Check that this is the model's own config.json.",
+        fix: str = "",
         kind: type[UserInputError] = UserInputError,
     ) -> UserInputError:
         """The error for a field that cannot be used."""
-        what = f"model {self._name}: config.json: {key}"
+        what = f"model {self.name}: config.json: {key}"
         value = self._config.get(key)
         quoted = json.dumps(value) if isinstance(value, str) else value  # "16" is no number
-        return kind(what, value=quoted, limit=limit, fix=fix)
+        return kind(what, value=quoted, limit=limit, fix=fix or _FIXES[kind])
+
+
+#: What helps where a value is wrong, and where it is right and cannot be planned.
+_FIXES: Mapping[type[UserInputError], str] = {
+    UserInputError: "Check that this is the model's own config.json.",
+    UnplannableModelError: "Describe the nearest model in a file (docs/adding.md).",
+}
 
 
 Shape = dict[str, Any]
@@ -316,13 +324,21 @@ def rotary(
 
     def read(f: ConfigFields) -> Shape:
         nested = f.get("rope_parameters")
-        inner = ConfigFields(nested if isinstance(nested, Mapping) else {}, "rope_parameters")
-        theta = f.whole("rope_theta", f.whole(base, 10_000))
+        nested = nested if isinstance(nested, Mapping) else {}
+        inner = ConfigFields(nested, f"{f.name}: rope_parameters")
+        theta = 10_000.0
+        for fields, name in ((f, base), (f, "rope_theta"), (inner, "rope_theta")):
+            theta = fields.number(name, theta)
+            if not 1 <= theta < math.inf:
+                raise fields.wrong(name, "it must be a number of at least 1")
+        if theta != round(theta):
+            limit = "Megatron-LM's --rotary-base is a whole number"
+            f.notes.append(f"{f.name}: rope_theta {theta} is taken as {round(theta)}: {limit}.")
         share = f.number("partial_rotary_factor", f.number(key, partial))
         share = inner.number("partial_rotary_factor", share)
         if not 0 < share <= 1:
             raise f.wrong("partial_rotary_factor", "it must be above 0 and at most 1")
-        found: Shape = {"rotary_base": inner.whole("rope_theta", theta)}
+        found: Shape = {"rotary_base": round(theta)}
         if share != 1:
             found["rotary_percent"] = share
         return found
@@ -340,6 +356,28 @@ def switches(**keys: str) -> Reader:
     return lambda f: {field: f.flag(key) for field, key in keys.items()}
 
 
+def repeats(**values: object) -> Reader:
+    """Keys that may only say what is known without them; another value is refused.
+
+    Args:
+        values: what is known, or what reads it of the other keys.
+    """
+
+    def read(f: ConfigFields) -> Shape:
+        for key, value in values.items():
+            known = value(f) if callable(value) else value
+            if f.get(key, known) != known:
+                raise f.wrong(key, f"other keys, or the family, say {known}")
+        return {}
+
+    return read
+
+
+def head_size(f: ConfigFields) -> int:
+    """Channels of one head."""
+    return f.whole("head_dim", f.whole("hidden_size") // f.whole("num_attention_heads"))
+
+
 def attention(f: ConfigFields, *, has_head_dim: bool = True) -> Shape:
     """Heads, query groups (if fewer) and head size (if not the quotient).
 
@@ -347,7 +385,7 @@ def attention(f: ConfigFields, *, has_head_dim: bool = True) -> Shape:
         has_head_dim: the family has a ``head_dim``.
     """
     heads, hidden = f.whole("num_attention_heads"), f.whole("hidden_size")
-    size = f.whole("head_dim", hidden // heads) if has_head_dim else hidden // heads
+    size = head_size(f) if has_head_dim else hidden // heads
     return {
         "num_attention_heads": heads,
         "num_query_groups": fewer_groups(f.whole("num_key_value_heads", heads), heads),
@@ -415,7 +453,13 @@ def side_by_side(norm: NormPlacement = NormPlacement.SHARED) -> Shape:
 POST_NORM = variant(norm_placement=NormPlacement.POST)
 SANDWICH_NORM = variant(norm_placement=NormPlacement.SANDWICH)
 WIDE_QK_NORM: Shape = {"qk_layernorm": True, **variant(qk_norm_full_width=True)}
-QK_NORM: Shape = {"qk_layernorm": True}
+
+
+def qk_norm(f: ConfigFields) -> Shape:
+    """Norms of queries and keys in all models of a family."""
+    return {"qk_layernorm": True, **repeats(use_qk_norm=True)(f)}
+
+
 UNGATED: Shape = {"gated_linear_unit": False}
 #: Whether there is something, or the key that says so.
 Switch = bool | str
@@ -486,12 +530,6 @@ def windows_but_every(period: int, *keys: str) -> Reader:
     return read
 
 
-def upper_windows(f: ConfigFields) -> Shape:
-    """Windows on the layers after the first ``max_window_layers``."""
-    first = f.count("max_window_layers")
-    return windows(f, lambda layer: layer >= first)
-
-
 def frequency(marked: Sequence[bool]) -> int | list[int] | None:
     """Marked layers in Megatron's notation: none for all, all but every n-th, or a flag each.
 
@@ -504,27 +542,3 @@ def frequency(marked: Sequence[bool]) -> int | list[int] | None:
     if plain == list(range(plain[0], len(marked) + 1, plain[0])):
         return plain[0]
     return [int(is_marked) for is_marked in marked]
-
-
-def experts(number: str, size: str, top: str = "num_experts_per_tok") -> Reader:
-    """Routed experts; the keys that a family has for their number, size and share."""
-    return sizes(num_experts=number, moe_ffn_hidden_size=size, moe_router_topk=top)
-
-
-def expert_layers(f: ConfigFields, routes: Callable[[int], bool]) -> Shape:
-    """Which layers route tokens to experts."""
-    return {"moe_layer_freq": [int(routes(i)) for i in range(f.whole("num_hidden_layers"))]}
-
-
-def shared_experts(size: int) -> Shape:
-    """Shared experts of this inner size together, if any."""
-    return {"moe_shared_expert_intermediate_size": size or None}
-
-
-#: Experts balanced by a bias.
-BALANCED: Shape = {"moe_router_enable_expert_bias": True}
-
-
-def predicted_tokens(key: str) -> Reader:
-    """Layers of multi-token prediction, if any."""
-    return lambda f: {"mtp_num_layers": f.count(key) or None}

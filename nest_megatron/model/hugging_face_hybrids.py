@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from nest_megatron.errors import UnplannableModelError
 from nest_megatron.model.hugging_face_experts import (
+    BALANCED,
     GRANITE,
+    experts,
     gated_shared_expert,
+    predicted_tokens,
     qwen_experts,
+    shared_experts,
 )
 from nest_megatron.model.hugging_face_fields import (
     ALL_BIASES,
-    BALANCED,
-    QK_NORM,
     ROUTED_BIASES,
     UNGATED,
     ConfigFields,
@@ -26,14 +29,13 @@ from nest_megatron.model.hugging_face_fields import (
     Shape,
     activation,
     decoder,
-    experts,
     extra_biases,
     fewer_groups,
     frequency,
     joined,
-    predicted_tokens,
+    qk_norm,
+    repeats,
     rotary,
-    shared_experts,
     sizes,
     untied,
     variant,
@@ -120,15 +122,14 @@ def _granite_layers(f: ConfigFields) -> Shape:
 def _nemotron_h(f: ConfigFields) -> Shape:
     """The pattern of Nemotron-H, its attention and experts, without what the family lacks."""
     if f.count("num_nextn_predict_layers"):
-        raise f.wrong("num_nextn_predict_layers", "MTP layers of this family are not read")
-    for name in ("attention_bias", "tie_word_embeddings"):
-        if f.flag(name):
-            raise f.wrong(name, "this family has no such biases and ties no weights")
+        limit = "MTP layers of this family are not read"
+        raise f.wrong("num_nextn_predict_layers", limit, "Write 0 to plan the model without them.")
     pattern = "".join(_named(f, "layers_block_type")) or f.get("hybrid_override_pattern")
     if not isinstance(pattern, str) or f.whole("num_hidden_layers", len(pattern)) != len(pattern):
         raise f.wrong("hybrid_override_pattern", "it must have a symbol for each layer")
     if f.flag("mlp_bias") and _EXPERTS in pattern:
-        raise f.wrong("mlp_bias", "biases of experts are not read for this family")
+        limit = "biases of experts are not read for this family"
+        raise f.wrong("mlp_bias", limit, kind=UnplannableModelError)
     heads = f.whole("num_attention_heads")
     return joined(
         f,
@@ -167,8 +168,6 @@ def _dense_alone(f: ConfigFields) -> Shape:
 def _of_qwen3_5(f: ConfigFields) -> Shape:
     if f.flag("mtp_use_dedicated_embeddings"):
         raise f.wrong("mtp_use_dedicated_embeddings", "Megatron's MTP layers share the embedding")
-    if not f.flag("attn_output_gate", True):
-        raise f.wrong("attn_output_gate", "attention of this family has a gate")
     return predicted_tokens("mtp_num_hidden_layers")(f)
 
 
@@ -188,7 +187,8 @@ def _linear(f: ConfigFields) -> Shape:
 _GATED_DELTA: tuple[Part, ...] = (
     rotary(0.25),
     ROUTED_BIASES,
-    QK_NORM,
+    qk_norm,
+    repeats(attn_output_gate=True),
     {"attention_output_gate": True, "apply_layernorm_1p": True},
     _linear,
     sizes(**{name: name for name in DELTA_NET_SIZES}),
@@ -216,6 +216,7 @@ FAMILIES: Mapping[str, Family] = {
                 mamba_num_groups="n_groups",
                 mamba_state_dim="state_size",
             ),
+            repeats(intermediate_size=lambda f: f.whole("num_heads") * f.whole("head_dim")),
             {"num_attention_heads": 1, "longest": 8192},
             lambda f: {"layernorm_epsilon": f.number("layer_norm_epsilon", 1e-5)},
             untied,
@@ -238,6 +239,7 @@ FAMILIES: Mapping[str, Family] = {
             ),
             activation("mlp_hidden_act", "relu2"),
             UNGATED,
+            repeats(attention_bias=False, tie_word_embeddings=False),
             _nemotron_h,
             _convolution("conv_kernel", "use_conv_bias"),
             where("mlp_bias", extra_biases(Bias.MLP)),

@@ -51,8 +51,8 @@ _LAST = "timestamp"
 #: How far figures that belong together may lie apart, on top of the rounding of what is printed.
 _SHARE = 0.01
 _KINDS = {kind.value.replace("_", ""): kind for kind in CollectiveKind}
-#: What mpirun --tag-output and srun --label put before each line.
-_TAG = re.compile(r"^.*?\[\d+,\d+\]<(stdout|stderr)>:\s?|^\s*\d+:\s")
+#: What mpirun --tag-output, mpiexec -l and srun --label put before each line.
+_TAG = re.compile(r"^.*?\]<(stdout|stderr)>:\s?|^\s*\[\d+\]\s|^\s*\d+:\s")
 _STARTING = re.compile(r"#\s*Collective test starting:\s*(\S+)")
 _ITERATIONS = re.compile(
     r"#\s*nThread.*?(?<!warmup )\biters:\s*(\d{1,18})(?:\s+agg iters:\s*(\d{1,18}))?"

@@ -83,7 +83,7 @@ def read_fields(text: str, name: str, what: str, newest: int) -> dict[str, Any]:
         fields = parse_yaml(text, name)
     except UserInputError as error:
         raise ProfileError(name, None, error.limit, AGAIN) from error
-    if not isinstance(fields, dict):
+    if not isinstance(fields, dict) or "schema" not in fields:
         raise ProfileError(
             what,
             name,

@@ -33,6 +33,17 @@ def test_gpus_without_nvlink() -> None:
     assert found == GpuMatrix(num_gpus=8, nvlinks=0, near_adapters=())
 
 
+@pytest.mark.parametrize("name", ["mlx5_bond_0", "ibp12s0", "bnxt_re0", "hfi1_0", "NIC0"])
+def test_adapters_have_any_name(name: str) -> None:
+    text = (
+        f"\tGPU0\tGPU1\t{name}\tmlx5_1\tCPU Affinity\tNUMA Affinity\n"
+        "GPU0\t X \tNV4\tSYS\tPIX\t0-31\t0\nGPU1\tNV4\t X \tSYS\tPXB\t0-31\t0\n"
+    )
+    assert hosts.parse_gpu_matrix(text).near_adapters == ("mlx5_1",)
+    text = text.replace("SYS\tPIX", "PIX\tSYS").replace("PXB", "SYS")
+    assert hosts.parse_gpu_matrix(text).near_adapters == (name,)
+
+
 def test_escapes_of_a_terminal_are_no_part_of_the_matrix() -> None:
     text = (
         "\t\x1b[4mGPU0\tGPU1\tCPU Affinity\x1b[0m\nGPU0\t X \tNV12\t0-23\nGPU1\tNV12\t X \t0-23\n"
@@ -186,6 +197,28 @@ def test_nodes_that_no_job_can_have_are_left_out() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("state", "is_host"),
+    [
+        ("IDLE+CLOUD+POWERED_DOWN", True),
+        ("IDLE+CLOUD+POWERING_DOWN", True),
+        ("MIXED+PLANNED", True),
+        ("FUTURE", False),
+        ("UNKNOWN*", False),
+        ("IDLE*", False),
+        ("IDLE+NOT_RESPONDING", False),
+        ("IDLE+MAINT+RESERVED", False),
+        ("DOWN+CLOUD+POWERED_DOWN", False),
+        ("IDLE+DRAIN", False),
+    ],
+)
+def test_states_of_slurm_s_nodes(state: str, is_host: bool) -> None:
+    found = sources.parse_slurm_nodes(f"NodeName=n1 Gres=gpu:h100:8\n   State={state} Weight=1\n")
+    assert ("n1" in found.slurm_gpus) is is_host
+    told = f"scontrol show node: n1 is left out: {state}"
+    assert found.unseen == (() if is_host else (told,))
+
+
 def test_slices_of_slurm_are_no_gpus() -> None:
     text = "NodeName=n1 Gres=gpu:a100_1g.5gb:7,gpu:a100_3g.20gb:2(S:0)\nNodeName=n2 Gres=gpu:8\n"
     found = sources.parse_slurm_nodes(text)
@@ -233,6 +266,12 @@ def test_a_file_of_hosts() -> None:
 @pytest.mark.parametrize("text", ["", "# none\n", "a r1\na r2\n", "a r1\nb\n"])
 def test_a_wrong_file_of_hosts_is_refused(text: str) -> None:
     with pytest.raises(UserInputError, match="host file"):
+        parse_host_file(text)
+
+
+@pytest.mark.parametrize("text", ["a1 slots=8\na2 slots=8\n", "a1 r1\na2 max_slots=4 r1\n"])
+def test_a_host_file_of_mpi_is_refused(text: str) -> None:
+    with pytest.raises(UserInputError, match=r"slots=\d is no host and no group.*HOST GROUP"):
         parse_host_file(text)
 
 

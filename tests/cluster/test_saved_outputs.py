@@ -77,6 +77,13 @@ def test_nodes_of_slurm_are_hosts() -> None:
         of(NODES, base=None)
 
 
+def test_why_no_node_of_slurm_is_a_host(tmp_path: Path) -> None:
+    path = tmp_path / "nodes.txt"
+    path.write_text("".join(f"NodeName=n{n} Gres=gpu:8\n   State=DOWN*\n" for n in range(9)))
+    with pytest.raises(UserInputError, match=r"can be used \(.*n0 is left out: DOWN\*.*5 more\)"):
+        of(path)
+
+
 def test_nodes_of_slurm_add_no_hosts_to_reports(tmp_path: Path) -> None:
     path = tmp_path / "reports.jsonl"
     path.write_text(json.dumps(to_plain(host("n1"))) + "\n")
@@ -165,6 +172,30 @@ def test_a_list_of_gpus_of_another_kind_is_refused(two: Path, tmp_path: Path) ->
     assert of(path, hosts=two, base="dgx_a100").cluster.num_gpus == 8
 
 
+@pytest.mark.parametrize(
+    ("count", "unused"),
+    [
+        (8, []),
+        (4, ["its GPUs are not used: it is of a host with 4 GPUs, and the hosts have 8"]),
+    ],
+)
+def test_what_the_list_of_gpus_says_is_told(count: int, unused: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "list.txt"
+    lines = [f"GPU {n}: NVIDIA H100 80GB HBM3 (UUID: GPU-{n})\n" for n in range(count)]
+    path.write_text("".join(lines))
+    told = f"nvidia-smi -L lists {count} x NVIDIA H100 80GB HBM3"
+    found = of(NODES, path)
+    assert f"{told}: those of dgx_h100 are assumed" in found.notes
+    assert notes_of(found) == [f"list.txt (nvidia-smi -L): {each}" for each in unused]
+    with pytest.raises(UserInputError, match=rf"{told}, and no program said how much memory"):
+        of(NODES, path, base=None)
+    path.with_name("later.txt").write_text("".join(lines[:1] * 8))
+    later = of(NODES, path, path.with_name("later.txt"))
+    assert notes_of(later) == [
+        "list.txt (nvidia-smi -L): its GPUs are not used: a file after it tells them too"
+    ]
+
+
 def labelled(folder: Path, **labels: dict[str, str]) -> Path:
     plain = {"gpu.product": "NVIDIA-H100-80GB-HBM3", "gpu.count": "8", "gpu.memory": "81559"}
     items = [
@@ -197,6 +228,13 @@ def test_slices_of_kubernetes_are_told(more: dict[str, str], told: str, tmp_path
     found = of(labelled(tmp_path, n1=more, n2={}))
     assert [each.name for each in found.hosts] == ["n2"]
     assert any(note.startswith("n1 is left out: MIG divides its GPUs") for note in found.notes)
+
+
+def test_unknown_gpus_are_refused_with_both_names_of_the_option(tmp_path: Path) -> None:
+    labels = labelled(tmp_path, n1={"gpu.product": "NVIDIA-L40S", "gpu.memory": "46068"})
+    told = r"8 x NVIDIA L40S \(45\.0 GiB\).*nest\.cluster, or with --cluster"
+    with pytest.raises(UserInputError, match=told):
+        of(labels, base=None)
 
 
 def test_slices_of_slurm_are_told(tmp_path: Path, two: Path) -> None:

@@ -81,7 +81,7 @@ def test_an_older_schema_is_refused() -> None:
 
 @pytest.mark.parametrize("text", ["x: 1\n", "a: [\n", "\0"])
 def test_another_file_is_named_as_that(text: str) -> None:
-    with pytest.raises(PlanFileError, match=r"(?i)name a plan file"):
+    with pytest.raises(PlanFileError, match=r"(?i)name a (plan )?file"):
         plan_file.load(text)
 
 
@@ -137,7 +137,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
         plan_file.read(tmp_path / "absent.yaml")
 
 
-@pytest.mark.parametrize("text", ["", "words", "- 1", "12"])
+@pytest.mark.parametrize("text", ["", "words", "- 1", "12", "name: site\nlevels: []\n"])
 def test_a_file_of_something_else_is_no_plan_file(text: str) -> None:
     with pytest.raises(PlanFileError, match=r"plan = 'x.yaml': it is no plan file"):
         plan_file.load(text, "x.yaml")

@@ -14,6 +14,7 @@ from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.hugging_face import (
     DEFAULT_SEQ_LENGTH,
     FAMILIES,
+    HuggingFaceModel,
     read_hf_model,
 )
 from nest_megatron.model.spec import TransformerSpec
@@ -276,6 +277,27 @@ def test_transformers_5_nests_the_rotary_base() -> None:
     config = {key: value for key, value in LLAMA3_70B.items() if key != "rope_theta"}
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 500000.0}
     assert spec_from_hf_config(config, "l").rotary_base == 500_000
+
+
+@pytest.mark.parametrize("model_type", ["llama", "starcoder2", "glm"])
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_fraction_of_the_rotary_base_is_rounded(model_type: str, nested: bool) -> None:
+    config = {key: value for key, value in LLAMA3_70B.items() if key != "rope_theta"}
+    config["model_type"] = model_type
+
+    def read_with(theta: float) -> HuggingFaceModel:
+        field = {"rope_theta": theta}
+        return read_hf_model({**config, **({"rope_parameters": field} if nested else field)}, "s")
+
+    read = read_with(999999.4420358813)
+    assert read.spec.rotary_base == 999_999
+    told = "s: rope_theta 999999.4420358813 is taken as 999999: Megatron-LM's --rotary-base"
+    assert sum(note.startswith(told) for note in read.notes) == 1
+    assert not any("rotary-base" in note for note in read_with(1e6).notes)
+    where = "model s: rope_parameters: config" if nested else "model s: config"
+    for wrong in (0.5, float("nan"), float("inf")):
+        with pytest.raises(UserInputError, match=rf"{where}\.json: rope_theta.*at least 1"):
+            read_with(wrong)
 
 
 @pytest.mark.parametrize(

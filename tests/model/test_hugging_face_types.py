@@ -18,7 +18,7 @@ Config = dict[str, Any]
 HERE = Path(__file__).parent
 JUDGED: dict[str, Config] = {
     model["name"]: model
-    for name in ("", "_5")
+    for name in ("", "_5", "_own")
     for model in json.loads((HERE / f"hugging_face_judged{name}.json").read_text("utf-8"))["models"]
 }
 KIMI = JUDGED["Kimi-K2"]["config"]
@@ -70,6 +70,16 @@ HUNYUAN: Config = {
     "vocab_size": 128167,
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
+}
+#: Of ChatGLM's own code, of 2 layers.
+CHATGLM: Config = {
+    "model_type": "chatglm",
+    "hidden_size": 64,
+    "ffn_hidden_size": 128,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "padded_vocab_size": 1024,
+    "seq_length": 64,
 }
 
 
@@ -138,6 +148,59 @@ def test_a_list_of_one_number_for_each_layer_is_that_number() -> None:
             spec_of({**HUNYUAN, "moe_topk": value})
     with pytest.raises(UnplannableModelError, match="use_cla"):
         spec_of({**HUNYUAN, "use_cla": True})
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "other"),
+    [
+        ("Qwen3-30B-A3B", "use_qk_norm", True, False),
+        ("Qwen3-8B", "use_qk_norm", True, False),
+        ("hunyuan_v1_dense-100", "use_qk_norm", True, False),
+        ("hunyuan_v1_dense-100", "use_rotary_pos_emb", True, False),
+        ("hunyuan_v1_moe-100", "use_rotary_pos_emb", True, False),
+        ("hunyuan_v1_dense-100", "attention_head_dim", 12, 30),
+        ("hunyuan_v1_moe-100", "attention_head_dim", 44, 48),
+        ("dots1-100", "moe_layer_freq", 1, 2),
+        ("Phi-4", "lm_head_bias", False, True),
+        ("qwen3_next-100", "attn_output_gate", True, False),
+        ("mamba2-100", "intermediate_size", 320, 160),
+        ("Ling-mini-2.0", "rotary_dim", 128, 64),
+        ("chatglm", "num_hidden_layers", 2, 3),
+        ("ERNIE-4.5-21B-A3B", "num_nextn_predict_layers", 1, None),
+        ("starcoder2-100", "attention_softmax_in_fp32", True, None),
+        ("starcoder2-100", "scale_attention_softmax_in_fp32", True, None),
+        ("hunyuan_v1_dense-100", "org_vocab_size", 128167, None),
+    ],
+)
+def test_a_key_may_repeat_what_is_known(name: str, key: str, value: Any, other: Any) -> None:
+    config = CHATGLM if name == "chatglm" else JUDGED[name]["config"]
+    spec = spec_of(config)
+    read = read_hf_model({**config, key: value}, "x")
+    assert (read.spec, read.unread) == (spec, ())
+    if other is not None:
+        told = f"config.json: {key} = {other}: other keys, or the family, say {value}"
+        with pytest.raises(UserInputError, match=told):
+            spec_of({**config, key: other})
+
+
+def test_partly_rotated_channels_may_be_counted() -> None:
+    config = {**JUDGED["Ling-mini-2.0"]["config"], "partial_rotary_factor": 0.5}
+    assert spec_of({**config, "rotary_dim": 64}) == spec_of(config)
+
+
+def test_nemotron_s_mtp_layers_are_refused_with_the_way_out() -> None:
+    config = {**JUDGED["nemotron_h-100"]["config"], "num_nextn_predict_layers": 1}
+    told = "num_nextn_predict_layers = 1.*Write 0 to plan the model without them"
+    with pytest.raises(UserInputError, match=told):
+        spec_of(config)
+    assert spec_of({**config, "num_nextn_predict_layers": 0}).num_mtp_layers == 0
+
+
+def test_llama4_without_experts_has_no_step_of_them() -> None:
+    config = {**JUDGED["Llama-4-Scout"]["config"], "moe_layers": []}
+    assert not any(spec_of({**config, "interleave_moe_layer_step": 0}).moe_layer_pattern)
+    with pytest.raises(UserInputError, match="interleave_moe_layer_step"):
+        spec_of({**config, "moe_layers": None, "interleave_moe_layer_step": 0})
 
 
 def test_what_minimax_says_is_read() -> None:
@@ -213,6 +276,10 @@ def test_only_sizes_make_a_hint() -> None:
         ("kimi_linear", "Kimi delta attention"),
         ("bailing_hybrid", "Kimi delta attention"),
         ("minimax", "lightning"),
+        ("minimax_m1", "lightning"),
+        ("hf_olmo", "d_model.*name ends in -hf"),
+        ("glm4v_moe_text", r"nearest name: glm4_moe\)"),
+        ("gemma3_txt", r"nearest name: gemma3_text\)"),
         ("minimax_m3_vl_text", "an indexer chooses"),
         ("minimax_m9", "this architecture is not supported"),
         ("falcon_h1", "side by side"),
@@ -226,6 +293,12 @@ def test_a_family_that_cannot_be_described_says_what_is_missing(
         spec_of({**LLAMA, "model_type": model_type, "text_config": None})
 
 
+def test_the_first_chatglm_is_refused() -> None:
+    config = {"model_type": "chatglm", "hidden_size": 4096, "inner_hidden_size": 16384}
+    with pytest.raises(UnplannableModelError, match="first ChatGLM is not supported"):
+        spec_of(config)
+
+
 def test_sparse_attention_is_read_with_its_indexer() -> None:
     spec = spec_of(JUDGED["GLM-5"]["config"])
     assert (spec.experimental_attention_variant, spec.dsa_indexer_topk) == ("dsa", 2048)
@@ -235,7 +308,8 @@ def test_sparse_attention_is_read_with_its_indexer() -> None:
         {"index_topk_pattern": "FS" * 39},
     ):
         config = {**JUDGED["GLM-5"]["config"], "indexer_types": None, **changed}
-        with pytest.raises(UnplannableModelError, match=f"{next(iter(changed))}.*indexer"):
+        told = rf"{next(iter(changed))}.*indexer.*nearest model in a file \(docs/adding\.md"
+        with pytest.raises(UnplannableModelError, match=told):
             spec_of(config)
 
 

@@ -57,8 +57,9 @@ def test_launchers_tags_and_lines_of_nccl_between_rows_are_no_rows() -> None:
     found = read_log(LOGS["h100_ten_nodes"], "x")
     assert {each.shape for each in found.samples} == {(8, 10)}
     assert len(found.samples) == 30
-    labelled = "\n".join(f" 0: {line}" for line in NODE.splitlines())
-    assert len(read_log(labelled, "x").samples) == 50
+    for label in (" 0: ", "[0] ", "[prterun-n1-7@1,0]<stdout>: ", "node0[1,0]<stdout>:"):
+        labelled = "\n".join(f"{label}{line}" for line in NODE.splitlines())
+        assert len(read_log(labelled, "x").samples) == 50
     errors = NODE.replace("\n", "\n[1,3]<stderr>:1 2 3 failed\n")
     assert len(read_log(errors, "x").samples) == 50
 

@@ -80,7 +80,7 @@ def test_an_edited_field_is_named(before: str, after: str, named: str) -> None:
         store.load(TEXT.replace(before, after, 1))
 
 
-@pytest.mark.parametrize("text", ["hi", "", "[1]"])
+@pytest.mark.parametrize("text", ["hi", "", "[1]", "name: site\nlevels: []\n"])
 def test_a_file_that_is_no_profile_is_named(text: str) -> None:
     with pytest.raises(ProfileError, match=r"profile = 'x\.yaml': it is no profile, which is"):
         store.load(text, "x.yaml")
