@@ -83,23 +83,8 @@ class ModelFamily(Name):
     T5 = "t5"
 
 
-#: What a model of two stacks has only at its default.
-_NOT_IN_T5 = (
-    "window_size",
-    "attention_chunk_size",
-    "experimental_attention_variant",
-    "num_experts",
-    "hybrid_layer_pattern",
-    "heterogeneous_layers",
-    "multi_latent_attention",
-    "mtp_num_layers",
-    "qk_layernorm",
-    "attention_output_gate",
-    "softmax_type",
-)
-#: What a heterogeneous model has only at its default.
-_NOT_HETEROGENEOUS = (
-    "family",
+#: What models of two stacks and heterogeneous ones have only at its default, and each of them.
+_OF_OTHERS = (
     "window_size",
     "attention_chunk_size",
     "experimental_attention_variant",
@@ -109,10 +94,9 @@ _NOT_HETEROGENEOUS = (
     "mtp_num_layers",
     "attention_output_gate",
     "softmax_type",
-    "qk_l2_norm",
-    "variant",
-    "vision",
 )
+_NOT_IN_T5 = (*_OF_OTHERS, "heterogeneous_layers", "qk_layernorm")
+_NOT_HETEROGENEOUS = (*_OF_OTHERS, "family", "qk_l2_norm", "variant", "vision")
 _FOR_SPARSE_ATTENTION = (
     "multi_latent_attention",
     "dsa_indexer_n_heads",

@@ -218,9 +218,7 @@ def _adapter(product: AdaptedProduct) -> LayerGraph:
         saved += rows * inner * act
     if adapters.dropout:
         saved += rows * inner if pre else product.out_elements
-    extra = LayerGraph(operators=())
-    if adapters.scheme is PeftScheme.DORA:
-        extra = _magnitude(product)
+    extra = _magnitude(product) if adapters.scheme is PeftScheme.DORA else LayerGraph()
     return extra + LayerGraph(
         operators=(*products, *_elementwise(product)),
         collectives=tuple(_traffic(product)),

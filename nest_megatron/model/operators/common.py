@@ -92,6 +92,11 @@ def streaming(
     )
 
 
+def residual_sum(name: str, hidden_bytes: float, part: Part = Part.RESIDUAL) -> Operator:
+    """The sum of a block's output and its input, dropout included."""
+    return streaming(name, part, 3 * hidden_bytes, backward=0.67)
+
+
 def gathered_block(
     spec: TransformerSpec, shard: LayerShard, part_in: Part, part_out: Part, first: str, last: str
 ) -> Iterator[LayerCollective]:

@@ -54,8 +54,13 @@ def head_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     logits (forward) or their 16-bit gradient (backward): 6 bytes. Each predicted token further on
     (MTP) keeps one more softmax. A T5-like model has the encoder's final norm beside the decoder's.
     """
-    if spec.family is ModelFamily.T5:
-        return head_graph(decoder_of(spec), shard) + _encoder_norm(encoder_of(spec), shard)
+    if spec.family is ModelFamily.T5:  # the norm keeps its output for all layers that attend to it
+        encoder = encoder_of(spec)
+        size, local = shard.hidden_bytes(encoder), shard.tokens_between_blocks(encoder)
+        return head_graph(decoder_of(spec), shard) + LayerGraph(
+            operators=(streaming("encoder_norm", Part.HEAD, 2 * size),),
+            saved_bytes=((Part.HEAD, size + local * encoder.hidden_size * shard.input_bytes),),
+        )
     hidden = spec.hidden_size
     tp, depth = shard.tensor_model_parallel_size, 1 + spec.num_mtp_layers
     tokens, vocab = shard.tokens(spec), spec.padded_vocab_size(tp) / tp
@@ -75,16 +80,6 @@ def head_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
         input_bytes=depth * hidden_bytes,
         saved_bytes=((Part.HEAD, depth * hidden_bytes),),
         working_bytes=_loss_working_bytes(spec, shard, vocab),
-    )
-
-
-def _encoder_norm(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
-    """Keeps its input, and its output for every layer that attends to it."""
-    size = shard.hidden_bytes(spec)
-    kept = size + shard.tokens_between_blocks(spec) * spec.hidden_size * shard.input_bytes
-    return LayerGraph(
-        operators=(streaming("encoder_norm", Part.HEAD, 2 * size),),
-        saved_bytes=((Part.HEAD, kept),),
     )
 
 

@@ -14,6 +14,7 @@ from nest_megatron.model.operators.common import (
     gathered_block,
     gemm,
     offloaded_experts,
+    residual_sum,
     streaming,
 )
 from nest_megatron.model.shard import LayerShard
@@ -86,7 +87,7 @@ def mlp_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     operators = (
         streaming("mlp_norm", Part.MLP_NORM, 2 * hidden_bytes),
         *_mlp_operators(spec, shard, Part.MLP, "", tokens, ffn),
-        streaming("mlp_residual", Part.RESIDUAL, 3 * hidden_bytes, backward=0.67),
+        residual_sum("mlp_residual", hidden_bytes),
     )
     saved = (
         (Part.RESIDUAL, hidden_bytes),
@@ -111,7 +112,7 @@ def _moe(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     graph = LayerGraph(
         operators=(
             streaming("mlp_norm", Part.MLP_NORM, 2 * hidden_bytes),
-            streaming("mlp_residual", Part.RESIDUAL, 3 * hidden_bytes, backward=0.67),
+            residual_sum("mlp_residual", hidden_bytes),
         ),
         saved_bytes=(
             (Part.RESIDUAL, hidden_bytes),
@@ -195,19 +196,24 @@ def _dispatch(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
         streaming(name, Part.DISPATCH, passes * routed_bytes, backward=1.0, kernels=launches)
         for name, launches in (("permute", kernels + counting), ("unpermute", kernels))
     )
-    traffic = _token_traffic(spec, shard, routed_bytes)
-    if how.moe_token_dispatcher_type is TokenDispatcher.ALLGATHER:
-        traffic = _gathered_tokens(shard, hidden_bytes)
+    traffic = _token_traffic(spec, shard, hidden_bytes)
     return LayerGraph(operators=operators, collectives=tuple(traffic))
 
 
 def _token_traffic(
-    spec: TransformerSpec, shard: LayerShard, size: float
+    spec: TransformerSpec, shard: LayerShard, hidden_bytes: float
 ) -> Iterator[LayerCollective]:
-    """All-to-all of tokens to experts and back, gather over expert tensor ranks."""
+    """All-to-all of tokens to experts and back, gather over expert tensor ranks.
+
+    Or every rank gets the tokens of all, and sums its share (``MoEAllGatherTokenDispatcher``).
+    """
     ep, etp = shard.expert_model_parallel_size, shard.expert_tensor_parallel_size
+    is_gathered = shard.execution.moe_token_dispatcher_type is TokenDispatcher.ALLGATHER
+    size = hidden_bytes * (ep if is_gathered else spec.moe_router_topk)
     for backward in (False, True):
-        if ep > 1:
+        if is_gathered:
+            yield from _gather_and_scatter(Group.EXPERT, ep, size, backward)
+        elif ep > 1:
             yield LayerCollective(
                 "token_all_to_all",
                 Part.DISPATCH,
@@ -219,14 +225,6 @@ def _token_traffic(
                 copies=spec.moe_router_topk,
             )
         yield from _gather_and_scatter(Group.EXPERT_TENSOR, etp, size * etp, backward)
-
-
-def _gathered_tokens(shard: LayerShard, size: float) -> Iterator[LayerCollective]:
-    """Every rank gets the tokens of all, and sums its share (``MoEAllGatherTokenDispatcher``)."""
-    ep, etp = shard.expert_model_parallel_size, shard.expert_tensor_parallel_size
-    for backward in (False, True):
-        yield from _gather_and_scatter(Group.EXPERT, ep, size * ep, backward)
-        yield from _gather_and_scatter(Group.EXPERT_TENSOR, etp, size * ep * etp, backward)
 
 
 def _gather_and_scatter(

@@ -24,7 +24,14 @@ from nest_megatron.model.graph import (
     Part,
 )
 from nest_megatron.model.operators.attention import with_graph_inputs
-from nest_megatron.model.operators.common import FP32, dropout_mask, gathered_block, gemm, streaming
+from nest_megatron.model.operators.common import (
+    FP32,
+    dropout_mask,
+    gathered_block,
+    gemm,
+    residual_sum,
+    streaming,
+)
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import frozen
@@ -121,7 +128,7 @@ def _mixer(
             gemm(shard, "in_proj", Part.SSM, tokens, hidden, projected),
             *between,
             gemm(shard, "out_proj", Part.SSM, tokens, inner, hidden),
-            streaming("residual", Part.SSM, 3 * hidden_bytes, backward=0.67),
+            residual_sum("residual", hidden_bytes, Part.SSM),
         ),
         collectives=(
             *gathered_block(spec, shard, Part.SSM, Part.SSM, "in_proj", "out_proj"),
