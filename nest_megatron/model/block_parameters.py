@@ -242,7 +242,7 @@ def mlp(spec: TransformerSpec, ffn: int, tp: int, width: int | None = None) -> i
         width: of the tokens, if not the hidden size.
     """
     hidden = width or spec.hidden_size
-    inner = ffn * (2 if spec.gated_linear_unit else 1) // tp
+    inner = ffn * spec.num_gates // tp
     count = hidden * inner + ffn // tp * hidden
     has_bias = spec.add_bias_linear or spec.variant.has_bias(Bias.MLP)
     return count + (inner + hidden if has_bias else 0)

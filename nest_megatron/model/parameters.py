@@ -78,7 +78,7 @@ def _projector(spec: TransformerSpec, vision: EncoderSpec, tp: int) -> int:
     Source: ``megatron.core.models.vision.multimodal_projector.MultimodalProjector``.
     """
     shards = tp if vision.is_split else 1
-    ffn, gates = vision.projector_ffn_hidden_size // shards, 2 if spec.gated_linear_unit else 1
+    ffn, gates = vision.projector_ffn_hidden_size // shards, spec.num_gates
     count = norm(spec, vision.hidden_size) + (gates * vision.hidden_size + spec.hidden_size) * ffn
     return count + (gates * ffn + spec.hidden_size if spec.add_bias_linear else 0)
 

@@ -384,6 +384,11 @@ class TransformerSpec:
         return tuple(block.size or self.ffn_hidden_size for block in dense)
 
     @property
+    def num_gates(self) -> int:
+        """Matrices of the first MLP projection: one, and its gate."""
+        return 2 if self.gated_linear_unit else 1
+
+    @property
     def expert_ffn_hidden_size(self) -> int:
         """Inner size of one routed expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size

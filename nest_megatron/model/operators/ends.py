@@ -191,8 +191,8 @@ def projector_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """
     vision, inner, own = _parts(spec, shard)
     merged = (vision.spatial_merge_size or 1) ** 2
-    is_gated = spec.gated_linear_unit and vision.spatial_merge_size is None
-    act, gates, width = own.activation_bytes, 2 if is_gated else 1, merged * inner.hidden_size
+    gates = 1 if vision.has_any_size else spec.num_gates
+    act, width = own.activation_bytes, merged * inner.hidden_size
     tokens = own.micro_batch_size * vision.num_projected_tokens * (1 + vision.deepstack_layers)
     ffn = vision.projector_ffn_hidden_size / own.tensor_model_parallel_size
     taken, given = tokens * width, tokens * spec.hidden_size

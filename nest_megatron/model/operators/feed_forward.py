@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 from nest_megatron.model.execution import TokenDispatcher
@@ -15,6 +14,7 @@ from nest_megatron.model.operators.common import (
     gemm,
     offloaded_experts,
     residual_sum,
+    routed_tokens,
     streaming,
 )
 from nest_megatron.model.shard import LayerShard
@@ -22,22 +22,36 @@ from nest_megatron.model.spec import TransformerSpec
 
 
 def experts_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
-    """Routed and shared experts with their norm and residual."""
-    etp = shard.expert_tensor_parallel_size
-    tokens = shard.tokens_between_blocks(spec) * spec.moe_router_topk * etp
-    working = _working_bytes(spec, shard, tokens, spec.expert_ffn_hidden_size / etp)
-    graph = dataclasses.replace(_moe(spec, shard), working_bytes=working)
+    """Routed experts behind an all-to-all, shared ones if there are some, norm and residual.
+
+    Routing is taken as balanced; an imbalance factor belongs to the cost model.
+    """
+    hidden_bytes, etp = shard.hidden_bytes(spec), shard.expert_tensor_parallel_size
+    tokens = routed_tokens(spec, shard)
+    graph = LayerGraph(
+        operators=(
+            streaming("mlp_norm", Part.MLP_NORM, 2 * hidden_bytes),
+            residual_sum("mlp_residual", hidden_bytes),
+        ),
+        saved_bytes=(
+            (Part.RESIDUAL, hidden_bytes),
+            dropout_mask(spec, shard.tokens_between_blocks(spec)),
+            (Part.MLP_NORM, hidden_bytes),
+        ),
+        working_bytes=_working_bytes(spec, shard, tokens, spec.expert_ffn_hidden_size / etp),
+    )
+    graph += _router(spec, shard) + _experts(spec, shard) + _dispatch(spec, shard)
+    if spec.moe_latent_size:
+        graph += _latent(spec, shard)
+    if spec.moe_shared_expert_intermediate_size:
+        graph += _shared_experts(spec, shard)
     return offloaded_experts(graph, spec, shard)
-
-
-def _gates(spec: TransformerSpec) -> int:
-    return 2 if spec.gated_linear_unit else 1
 
 
 def _working_bytes(spec: TransformerSpec, shard: LayerShard, tokens: float, widest: float) -> float:
     """Gradients alive at the widest point of a layer's backward pass, and the gathered input."""
     act = shard.activation_bytes
-    gradients = tokens * widest * (_gates(spec) + 1) * act
+    gradients = tokens * widest * (spec.num_gates + 1) * act
     working = gradients + 2 * tokens * spec.hidden_size * act
     return working + dispatch_buffer_bytes(spec, shard)
 
@@ -45,7 +59,7 @@ def _working_bytes(spec: TransformerSpec, shard: LayerShard, tokens: float, wide
 def _mlp_operators(
     spec: TransformerSpec, shard: LayerShard, part: Part, prefix: str, tokens: float, ffn: float
 ) -> tuple[Operator, ...]:
-    hidden, gates = spec.hidden_size, _gates(spec)
+    hidden, gates = spec.hidden_size, spec.num_gates
     moved = tokens * (gates + 1) * ffn * shard.activation_bytes
     return (
         gemm(shard, f"{prefix}fc1", part, tokens, hidden, gates * ffn),
@@ -64,7 +78,7 @@ def _casts_of_input(
 ) -> Iterator[Operator]:
     """An activation's input cast to fp8 and back (``BiasSwiGLUFunction``), each in a kernel."""
     if _keeps_fp8(spec, shard):
-        moved = elements * _gates(spec) * (shard.activation_bytes + 1)
+        moved = elements * spec.num_gates * (shard.activation_bytes + 1)
         yield streaming(f"{prefix}activation_casts", part, moved, backward=1.0)
 
 
@@ -74,7 +88,7 @@ def _activation_bytes(spec: TransformerSpec, shard: LayerShard) -> int:
     Its input; a gated one that is not fused (``F.silu(gate) * up``) the activated half as well.
     """
     if _keeps_fp8(spec, shard):
-        return _gates(spec)
+        return spec.num_gates
     halves = 1 if not spec.gated_linear_unit else 2 if shard.fused_activation else 3
     return halves * shard.activation_bytes
 
@@ -100,31 +114,6 @@ def mlp_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
         collectives=tuple(gathered_block(spec, shard, Part.MLP, Part.MLP, "fc1", "fc2")),
         saved_bytes=saved,
         working_bytes=_working_bytes(spec, shard, tokens, ffn),
-    )
-
-
-def _moe(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
-    """Routed experts behind an all-to-all, with the shared expert if there is one.
-
-    Routing is taken as balanced; an imbalance factor belongs to the cost model.
-    """
-    hidden_bytes = shard.hidden_bytes(spec)
-    graph = LayerGraph(
-        operators=(
-            streaming("mlp_norm", Part.MLP_NORM, 2 * hidden_bytes),
-            residual_sum("mlp_residual", hidden_bytes),
-        ),
-        saved_bytes=(
-            (Part.RESIDUAL, hidden_bytes),
-            dropout_mask(spec, shard.tokens_between_blocks(spec)),
-            (Part.MLP_NORM, hidden_bytes),
-        ),
-    )
-    graph += _router(spec, shard) + _experts(spec, shard) + _dispatch(spec, shard)
-    if spec.moe_latent_size:
-        graph += _latent(spec, shard)
-    return (
-        graph + _shared_experts(spec, shard) if spec.moe_shared_expert_intermediate_size else graph
     )
 
 
@@ -157,10 +146,9 @@ def _latent(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
 
 def _experts(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """Grouped GEMMs of this rank's experts over the tokens routed to them."""
-    act, hidden, gates = shard.activation_bytes, spec.routed_size, _gates(spec)
-    etp = shard.expert_tensor_parallel_size
-    routed = shard.tokens_between_blocks(spec) * spec.moe_router_topk * etp
-    ffn = spec.expert_ffn_hidden_size / etp
+    act, hidden, gates = shard.activation_bytes, spec.routed_size, spec.num_gates
+    routed = routed_tokens(spec, shard)
+    ffn = spec.expert_ffn_hidden_size / shard.expert_tensor_parallel_size
     here = max(1, (spec.num_experts or 1) // shard.expert_model_parallel_size)
     # Formats below 16 bits fill each expert's tokens up to a whole block: by half of it on average.
     routed += here * (shard.expert_alignment - 1) / 2

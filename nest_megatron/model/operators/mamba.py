@@ -97,7 +97,9 @@ def mamba_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
         (Part.SSM, tokens * widths.groups * FP32),  # one deviation of the norm for each group
     )
     exchanged = tuple(_exchanges(shard, scanned_bytes, inner_bytes, calls=5))
-    working = _working_bytes(widths, tokens, act)
+    # gradients of the kernel's input and output, and its states in float32 and 16 bits
+    states = 2 * widths.inner * widths.state / CHUNK * (FP32 + act)
+    working = tokens * ((widths.scanned + 2 * widths.inner) * act + states)
     graph = _mixer(
         spec, shard, (widths.projected, widths.inner), between, exchanged, saved, working
     )
@@ -173,12 +175,6 @@ def _scan(widths: _Widths, tokens: float, act: int) -> Operator:
         num_kernels=5,
         has_weight=False,
     )
-
-
-def _working_bytes(widths: _Widths, tokens: float, act: int) -> float:
-    """Gradients of the kernel's input and output, and its states in float32 and 16 bits."""
-    states = 2 * widths.inner * widths.state / CHUNK * (FP32 + act)
-    return tokens * ((widths.scanned + 2 * widths.inner) * act + states)
 
 
 def _exchange_copies(shard: LayerShard, into: float, out_of: float) -> Iterator[Operator]:
@@ -257,10 +253,14 @@ def gated_delta_net_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGrap
     projected_bytes, value_bytes = tokens * widths.projected * act, tokens * widths.value * act
     is_copied = spec.linear_num_value_heads > spec.linear_num_key_heads
     copies = tokens * 2 * widths.copied * act if is_copied else 0.0
+    moved = tokens * (4 * 2 * widths.query + 4 * widths.value) * act + 1.5 * copies
+    gates = tokens * widths.heads * (6 * FP32 + 4 * act)
     between = (
         # transposed, convolved with its activation; back in the order of tokens on the way
         streaming("conv1d", Part.SSM, 4 * tokens * widths.convolved * act, backward=1.5, kernels=2),
-        *_inputs_of_rule(widths, tokens, act, copies),
+        # queries and keys normed and copied to all heads, values and gates laid out again
+        streaming("rule_inputs", Part.SSM, moved, backward=1.0, kernels=8),
+        streaming("decay", Part.SSM, gates, backward=1.0, kernels=6),
         _rule(spec, widths, tokens, act),
         streaming("gated_norm", Part.SSM, 4 * value_bytes, kernels=3),
         *_exchange_copies(shard, projected_bytes, value_bytes),
@@ -286,16 +286,6 @@ def _saved_inside(widths: _DeltaWidths, act: int) -> float:
     gates = widths.heads * (FP32 + 2 * FP32 + act)
     norm = 3 * widths.value * act + widths.heads * FP32
     return inside * act + gates + norm + 2 * widths.heads * FP32
-
-
-def _inputs_of_rule(
-    widths: _DeltaWidths, tokens: float, act: int, copies: float
-) -> Iterator[Operator]:
-    """Queries and keys normed and copied to all heads, values and gates laid out again."""
-    moved = tokens * (4 * 2 * widths.query + 4 * widths.value) * act + 1.5 * copies
-    yield streaming("rule_inputs", Part.SSM, moved, backward=1.0, kernels=8)
-    gates = tokens * widths.heads * (6 * FP32 + 4 * act)
-    yield streaming("decay", Part.SSM, gates, backward=1.0, kernels=6)
 
 
 def _rule(spec: TransformerSpec, widths: _DeltaWidths, tokens: float, act: int) -> Operator:
