@@ -287,13 +287,6 @@ def fixed_choices(
     return frozenset((*keep, *set_by_user))
 
 
-def known_packages(settings: Settings, installed: Iterable[str]) -> frozenset[str]:
-    """Packages known to be where the job runs; ``UserInputError`` for one that no choice needs."""
-    for name in settings.search.packages:
-        require_known("search.packages", name, Package, "no choice needs such a package")
-    return frozenset((*settings.search.packages, *installed))
-
-
 def fields_of(target: Target) -> frozenset[str] | None:
     """Fields of ``Execution`` that a job of a framework can be told; ``None`` is all.
 
@@ -391,13 +384,16 @@ class CostInputs:
             is_steady: every step runs as many micro batches.
         """
         job, costs = self._job, self.costs()
+        packages = self._settings.search.packages
+        for name in packages:
+            require_known("search.packages", name, Package, "no choice needs such a package")
         has_graphs = is_within(self._target.megatron_core, since=_GRAPHS_SINCE)
         return KnobConditions(
             spec=self._spec,
             accelerator=self._accelerator,
             fp8_recipe=costs.traits.fp8_recipe.value if costs.precision.is_quantized else None,
             precision=costs.precision,
-            packages=known_packages(self._settings, job.packages),
+            packages=frozenset((*packages, *job.packages)),
             fixed=fixed_choices(self._settings, job.fixed, freed),
             has_engine=job.transformer_impl != "local",
             capturable=job.capturable and is_steady and has_graphs,
