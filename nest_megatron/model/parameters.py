@@ -240,14 +240,13 @@ def one_layer(spec: TransformerSpec, kind: LayerKind) -> TransformerSpec:
     else:
         inner = LayerKind.ATTENTION if spec.hybrid_layer_pattern else LayerKind.DENSE
     has = set(inner.blocks)
-    encoder = None if spec.encoder_num_layers is None else 1
     is_linear, has_experts = LayerBlock.GATED_DELTA_NET in has, LayerBlock.EXPERTS in has
     is_sparse = spec.experimental_attention_variant == "dsa" and LayerBlock.ATTENTION in has
     chunked, slides = LayerBlock.CHUNKED_ATTENTION in has, LayerBlock.WINDOW_ATTENTION in has
-    is_hybrid = bool(spec.hybrid_layer_pattern) and len(inner.blocks) == 1
-    heterogeneous = (inner,) if spec.heterogeneous_layers and kind.is_layer else ()
     hybrid = ""
-    if is_hybrid:  # by the symbol that the model has for it
+    if (
+        spec.hybrid_layer_pattern and len(inner.blocks) == 1
+    ):  # by the symbol that the model has for it
         symbols = (s for s in spec.hybrid_layer_pattern if HYBRID_SYMBOLS.get(s) is inner)
         hybrid = next(symbols, "*")
         hybrid += f"/{hybrid}" if kind is LayerKind.MTP else ""
@@ -255,7 +254,7 @@ def one_layer(spec: TransformerSpec, kind: LayerKind) -> TransformerSpec:
     return dataclasses.replace(
         spec,
         num_layers=1,
-        encoder_num_layers=encoder,
+        encoder_num_layers=None if spec.encoder_num_layers is None else 1,
         num_experts=spec.num_experts if has_experts else None,
         moe_layer_pattern=(1,) if has_experts and not hybrid else (),
         mtp_num_layers=1 if kind is LayerKind.MTP else None,
@@ -265,6 +264,6 @@ def one_layer(spec: TransformerSpec, kind: LayerKind) -> TransformerSpec:
         no_rope_freq=None,
         experimental_attention_variant="dsa" if is_sparse else linear,
         linear_attention_freq=(1,) if linear else None,
-        heterogeneous_layers=heterogeneous,
+        heterogeneous_layers=(inner,) if spec.heterogeneous_layers and kind.is_layer else (),
         hybrid_layer_pattern=hybrid,
     )

@@ -311,23 +311,19 @@ def _memory(row: Row, job: RowJob, prediction: RowPrediction, measured: Bytes | 
 
 def job_time(row: Row, job: RowJob, prediction: RowPrediction) -> Seconds:
     """Measured time of a step, from whatever the row prints."""
-    work = _work(job, prediction)
-    require_consistent(row, work)
-    return measured_time(row, work)
-
-
-def _work(job: RowJob, prediction: RowPrediction) -> StepWork:
     accelerator, spec = job.cluster.accelerator, job.spec
     sequences = job.grids[0].global_batch_size
-    return StepWork(
+    work = StepWork(
         sequences=sequences,
-        seq_length=job.spec.seq_length,
+        seq_length=spec.seq_length,
         model_flops=prediction.model_flops,
         attention_flops=prediction.attention_flops,
         head_flops=6.0 * sequences * spec.seq_length * spec.hidden_size * spec.vocab_size,
         num_gpus=job.cluster.num_gpus,
         peak_flops_per_s=accelerator.peak_flops_per_s[job.settings.precision],
     )
+    require_consistent(row, work)
+    return measured_time(row, work)
 
 
 #: What PyTorch's allocator holds at its peak over what it has handed out. SimuMax prints both for

@@ -11,18 +11,13 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from nest_megatron.cost_model.target_defaults import (
-    NEMO,
-    TARGETS,
-)
+from nest_megatron.cost_model.target_defaults import NEMO, TARGETS
 from nest_megatron.cost_model.targets import Default, Target
-from nest_megatron.plain import frozen
 
 
-@frozen
-class FrameworkRule:
+class FrameworkRule(NamedTuple):
     """The target of the frameworks and GPUs that two patterns match, from a release on.
 
     Args:
@@ -58,10 +53,6 @@ class FrameworkRule:
 #: kernels by themselves are 1.5 to 2.0 times as slow (abstract of arXiv:2407.08608); that they run
 #: 1.5 times as fast as on A100 (arXiv:2307.08691, section 4) makes it 3.2.
 FLASH_ATTENTION_2_ON_HOPPER = 2.7
-
-
-def _rule(framework: str, target: Target, **options: Any) -> FrameworkRule:
-    return FrameworkRule(framework=framework, target=target, **options)
 
 
 def _defaults(source: str, flags: Mapping[str, object], gpu: str = "") -> tuple[Default, ...]:
@@ -388,46 +379,48 @@ _CONTAINER = r"nvidia release|hugectr"
 _NEMO_CUDNN_8 = dataclasses.replace(_NEMO_1, name="nemo_cudnn_8", fitted="nemo_cudnn_8")
 
 RULES: tuple[FrameworkRule, ...] = (
-    _rule(r"megatron-?deepspeed", _DEEPSPEED_PIPELINE),
-    _rule(r"megatron-lm(?!.*\bTE\b)", _LEGACY, gpu=r"^(V100|A100)"),
-    _rule(r"^deepspeed", _DEEPSPEED),
-    _rule(r"^megatron-bridge", TARGETS["megatron_bridge_0.6"], since=(26, 8)),
-    _rule(r"^megatron-bridge", TARGETS["megatron_bridge_0.5"], since=(26, 6)),
-    _rule(r"^megatron-bridge", TARGETS["megatron_bridge_0.4"], since=(26, 4)),
-    _rule(r"^megatron-bridge", TARGETS["megatron_bridge_0.3"]),
-    _rule(r"automodel.*eager", _AUTOMODEL_EAGER, splits_local_batch=True),
-    _rule(r"automodel", _AUTOMODEL, splits_local_batch=True),
-    _rule(r"\btrl\b", _TRL, splits_local_batch=True),
-    _rule(r"ms-swift (deepspeed|zero)", _SWIFT),
-    _rule(r"^nemo / megatron-core", _MLPERF_2026, since=(26, 4)),
+    FrameworkRule(r"megatron-?deepspeed", _DEEPSPEED_PIPELINE),
+    FrameworkRule(r"megatron-lm(?!.*\bTE\b)", _LEGACY, gpu=r"^(V100|A100)"),
+    FrameworkRule(r"^deepspeed", _DEEPSPEED),
+    FrameworkRule(r"^megatron-bridge", TARGETS["megatron_bridge_0.6"], since=(26, 8)),
+    FrameworkRule(r"^megatron-bridge", TARGETS["megatron_bridge_0.5"], since=(26, 6)),
+    FrameworkRule(r"^megatron-bridge", TARGETS["megatron_bridge_0.4"], since=(26, 4)),
+    FrameworkRule(r"^megatron-bridge", TARGETS["megatron_bridge_0.3"]),
+    FrameworkRule(r"automodel.*eager", _AUTOMODEL_EAGER, splits_local_batch=True),
+    FrameworkRule(r"automodel", _AUTOMODEL, splits_local_batch=True),
+    FrameworkRule(r"\btrl\b", _TRL, splits_local_batch=True),
+    FrameworkRule(r"ms-swift (deepspeed|zero)", _SWIFT),
+    FrameworkRule(r"^nemo / megatron-core", _MLPERF_2026, since=(26, 4)),
     # MLPerf's submissions of language models run on NeMo
-    _rule(rf"nemo|mlperf|{_CONTAINER}", NEMO, since=(25, 7)),
-    _rule(rf"nemo|mlperf|{_CONTAINER}", _NEMO_OLD, since=(24, 9)),
-    _rule(rf"nemo|mlperf|{_CONTAINER}", _NEMO_1, since=(24, 5)),
-    _rule(r"nemo", _NEMO_CUDNN_8),
-    _rule(rf"mlperf|{_CONTAINER}", _NEMO_OLD),
+    FrameworkRule(rf"nemo|mlperf|{_CONTAINER}", NEMO, since=(25, 7)),
+    FrameworkRule(rf"nemo|mlperf|{_CONTAINER}", _NEMO_OLD, since=(24, 9)),
+    FrameworkRule(rf"nemo|mlperf|{_CONTAINER}", _NEMO_1, since=(24, 5)),
+    FrameworkRule(r"nemo", _NEMO_CUDNN_8),
+    FrameworkRule(rf"mlperf|{_CONTAINER}", _NEMO_OLD),
     # llm-foundry's ``attn_impl: flash``; PyTorch's ``scaled_dot_product_attention``; nanotron.
-    _rule(r"composer", _COMPOSER, splits_local_batch=True, flash_attention_2=True),
+    FrameworkRule(r"composer", _COMPOSER, splits_local_batch=True, flash_attention_2=True),
     *(
-        _rule(rf"torchtitan.*{words}", target, splits_local_batch=True, flash_attention_2=True)
+        FrameworkRule(
+            rf"torchtitan.*{words}", target, splits_local_batch=True, flash_attention_2=True
+        )
         for words, target in (
             ("compiled layers", _FSDP_COMPILED_LAYERS),
             (r"torch\.compile", _FSDP_COMPILED),
         )
     ),
-    _rule(r"^megatron-fsdp.*user buffers", _MEGATRON_FSDP_BUFFERS),
-    _rule(r"^megatron-fsdp", _MEGATRON_FSDP),
-    _rule(r"fsdp|torchtitan", _FSDP, splits_local_batch=True, flash_attention_2=True),
-    _rule(r"maxtext|paxml", _JAX, splits_local_batch=True),
-    _rule(r"nanotron", _NANOTRON, balances_weights=True, flash_attention_2=True),
-    _rule(r"internevo", _INTERNEVO, flash_attention_2=True),
-    _rule(r"^megatron-core (moe_)?(dev|main)", _MEGATRON_CORE_DEV),
-    _rule(r"^megatron-core", _MEGATRON_CORE_GUIDE, gpu=r"^GB"),
-    _rule(r"^megatron-core", MEGATRON_CORE),
-    _rule(r"^megatron-lm dev", _MEGATRON_LM_DEV),
-    _rule(r"pai-megatron-patch", _PAI),
-    _rule(r"^megatron", TARGETS["megatron_lm_0.16"]),
-    _rule("", _OTHER),
+    FrameworkRule(r"^megatron-fsdp.*user buffers", _MEGATRON_FSDP_BUFFERS),
+    FrameworkRule(r"^megatron-fsdp", _MEGATRON_FSDP),
+    FrameworkRule(r"fsdp|torchtitan", _FSDP, splits_local_batch=True, flash_attention_2=True),
+    FrameworkRule(r"maxtext|paxml", _JAX, splits_local_batch=True),
+    FrameworkRule(r"nanotron", _NANOTRON, balances_weights=True, flash_attention_2=True),
+    FrameworkRule(r"internevo", _INTERNEVO, flash_attention_2=True),
+    FrameworkRule(r"^megatron-core (moe_)?(dev|main)", _MEGATRON_CORE_DEV),
+    FrameworkRule(r"^megatron-core", _MEGATRON_CORE_GUIDE, gpu=r"^GB"),
+    FrameworkRule(r"^megatron-core", MEGATRON_CORE),
+    FrameworkRule(r"^megatron-lm dev", _MEGATRON_LM_DEV),
+    FrameworkRule(r"pai-megatron-patch", _PAI),
+    FrameworkRule(r"^megatron", TARGETS["megatron_lm_0.16"]),
+    FrameworkRule("", _OTHER),
 )
 
 

@@ -42,7 +42,7 @@ from nest_megatron.validation.row_settings import (
     settings_of,
     stated_in,
 )
-from nest_megatron.validation.rows import RefusedRowError, Row, whole
+from nest_megatron.validation.rows import RefusedRowError, Row, whole, word
 
 
 @frozen
@@ -92,8 +92,11 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
         raise RefusedRowError("number of GPUs not stated")
     recipe = NO_SETTINGS if as_planned else settings_of(row)
     words = {} if as_planned else {**tuned.words, **stated_in(row, WORDS)}
+    is_core_fsdp = rule.target.fitted == "megatron_core" and _is_sharded(row)
     stated = {
-        **_beside_fsdp(row, rule.target),
+        # with Megatron-FSDP, as its guide recommends and its developers' runs do: Megatron-LM
+        # docs/discussions/megatron-fsdp-user-guide, "Recommended Configurations"
+        **({"grad_reduce_in_bf16": True} if is_core_fsdp else {}),
         **recipe.flags,
         **tuned.own,
         **stated_in(row, FORMATS),
@@ -290,16 +293,7 @@ def _zero(row: Row, flags: Mapping[str, Any]) -> ZeroStage:
 
 
 def _is_sharded(row: Row) -> bool:
-    return row.get("fsdp", "").strip().lower() not in {"", "0", "/", "no"}
-
-
-def _beside_fsdp(row: Row, target: Target) -> dict[str, Any]:
-    """What the guide of Megatron-FSDP recommends with it, which its developers' runs follow.
-
-    Source: Megatron-LM docs/discussions/megatron-fsdp-user-guide, "Recommended Configurations".
-    """
-    is_theirs = target.fitted == "megatron_core" and _is_sharded(row)
-    return {"grad_reduce_in_bf16": True} if is_theirs else {}
+    return word(row, "fsdp") not in {"", "0", "/", "no"}
 
 
 #: What rows call modules that are recomputed, where Megatron has another name.
@@ -313,7 +307,7 @@ _MODULES = {
 
 
 def _recompute(row: Row, notes: list[str]) -> Recompute:
-    text = row.get("recompute", "").strip().lower()
+    text = word(row, "recompute")
     if not text or text.startswith(("none", "not stated")):
         if not text.startswith("none") or "not stated" in text:
             notes.append("no recomputation")
@@ -344,7 +338,7 @@ _PRECISIONS = {
 
 
 def _precision(row: Row, cluster: Cluster) -> Precision:
-    text = row.get("precision", "").strip().lower()
+    text = word(row, "precision")
     wanted = next((_PRECISIONS[each] for each in _PRECISIONS if re.search(each, text)), None)
     if wanted is None:
         raise RefusedRowError("number format is not modelled", row["precision"])

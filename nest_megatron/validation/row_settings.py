@@ -38,7 +38,14 @@ from nest_megatron.model.execution import GraphImpl
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import frozen
 from nest_megatron.solver.space import recompute_settings
-from nest_megatron.validation.rows import SETTING, RefusedRowError, Row, number, ran_out_of_memory
+from nest_megatron.validation.rows import (
+    SETTING,
+    RefusedRowError,
+    Row,
+    number,
+    ran_out_of_memory,
+    word,
+)
 
 _EXACT = "exact"
 #: What a row and its recipe may differ in and still be laid over GPUs alike: the length of a step.
@@ -408,21 +415,20 @@ def planned_grids(
         settings = tuple(
             recompute
             for recompute in recompute_settings(spec, layers)
-            if allows_recompute(_launched(spec, grid, recompute, precision))
+            if allows_recompute(
+                LaunchRequest.of(
+                    spec,
+                    dataclasses.replace(grid, recompute=recompute),
+                    precision=precision,
+                    version="0.20",  # the newest release
+                )
+            )
             and (not is_selective or recompute.granularity is RecomputeGranularity.SELECTIVE)
         ) or (grid.recompute,)
     for size in _micro_batches(row, grid):
         for recompute in settings:
             found = dataclasses.replace(grid, micro_batch_size=size, recompute=recompute)
             yield _as_it_runs(found)
-
-
-def _launched(
-    spec: TransformerSpec, grid: PartialLayout, recompute: Recompute, precision: Precision
-) -> LaunchRequest:
-    """A grid for the rules of recomputation, of the newest release."""
-    grid = dataclasses.replace(grid, recompute=recompute)
-    return LaunchRequest.of(spec, grid, precision=precision, version="0.20")
 
 
 def _as_it_runs(grid: PartialLayout) -> PartialLayout:
@@ -435,7 +441,7 @@ _SETTING = re.compile(r"none|full|selective|per-op|offload|attn|norm|act\b|mlp|m
 
 def states_recompute(row: Row) -> bool:
     """Whether a row says what is recomputed."""
-    said = row.get("recompute", "").strip().lower()
+    said = word(row, "recompute")
     return bool(_SETTING.search(said)) and not said.startswith("not stated")
 
 
@@ -445,7 +451,7 @@ def _leaves_modules_out(row: Row, spec: TransformerSpec) -> bool:
     Of one without experts it is core attention, Megatron's default; the recipes of experts name
     other modules.
     """
-    return spec.is_moe and row.get("recompute", "").strip().lower() == "selective"
+    return spec.is_moe and word(row, "recompute") == "selective"
 
 
 def _micro_batches(row: Row, grid: PartialLayout) -> tuple[int, ...]:
