@@ -120,11 +120,11 @@ def typed_command(
 ) -> TypedCommand:
     """A command of a Python call, checked; a path names a script."""
     require_release(version)
-    words: str | tuple[str, ...] = command if isinstance(command, str) else ()
+    words: str | tuple[str, ...]
     if isinstance(command, os.PathLike):
         words = ("bash", *words_of("command", [command]))
-    elif not isinstance(command, str):
-        words = words_of("command", command)
+    else:
+        words = command if isinstance(command, str) else words_of("command", command)
     return TypedCommand(text=words, free=words_of("free", free), version=version, strict=strict)
 
 

@@ -89,8 +89,8 @@ class Sources:
         hosts = {host.name: host for host in self.hosts}
         for host in later.hosts:
             old = hosts.get(host.name)
-            keep = old is not None and old.gpus is not None and host.nvlinks is None
-            hosts[host.name] = old if keep and old is not None else host
+            if old is None or old.gpus is None or host.nvlinks is not None:
+                hosts[host.name] = host
         found: dict[str, Any] = {"hosts": tuple(hosts.values())}
         for name in ("topology", "adapters", "matrix", "gpu_names"):
             found[name] = getattr(later, name) or getattr(self, name)

@@ -129,6 +129,10 @@ def _fill_by_kernel(
     chain, links = instance.chains[tp], links_of(instance, rule)
     layers, n = chain.layers, len(chain.layers)
     scratch = len(firsts) + (3 + 2 * len(links)) * n * n + n
+    edges = array("d", [-1.0]) * (n * n)  # bytes from each layer to each, -1 without an edge
+    for source, outgoing in enumerate(chain.outgoing):
+        for target, num_bytes in outgoing:
+            edges[source * n + target] = num_bytes
     _stage_boundaries.fill(
         deepest(instance, tp),
         array("d", [layer.forward for layer in layers]),
@@ -136,7 +140,7 @@ def _fill_by_kernel(
         array("d", [recomputed_forward(layer, rule) for layer in layers]),
         array("d", [layer.weight_bytes for layer in layers]),
         array("d", [layer.activation_bytes for layer in layers]),
-        _edge_matrix(chain),
+        edges,
         array("d", [link.bandwidth for link in links]),
         array("d", [link.latency for link in links]),
         array("d", [link.factor for link in links]),
@@ -151,16 +155,6 @@ def _fill_by_kernel(
         array("d", [math.inf]) * scratch,
         array("i", [0]) * (n * n),
     )
-
-
-def _edge_matrix(chain: Chain) -> array[float]:
-    """Bytes from each layer to each, row by row; -1 where there is no edge."""
-    n = len(chain.layers)
-    matrix = array("d", [-1.0]) * (n * n)
-    for source, edges in enumerate(chain.outgoing):
-        for target, num_bytes in edges:
-            matrix[source * n + target] = num_bytes
-    return matrix
 
 
 def _fill_by_reference(

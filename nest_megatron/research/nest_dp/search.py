@@ -353,8 +353,10 @@ def best_pipeline(
             kernel where it is built, by default.
     """
     t = tables_of(problem)
-    least_sync, sync_cap = _least_sync(problem), UNREACHABLE
-    found = None
+    places = (times.sync for s in problem.strategies for o in s.options for times in o.times)
+    # no plan stays below the sum of the node with the largest, at its best place
+    least_sync: Ticks = max(min(sums) for sums in zip(*places, strict=True))
+    sync_cap, found = UNREACHABLE, None
     while least_sync < sync_cap and least_sync < limit:
         table = filled(t, _caps(problem, limit - least_sync), sync_cap, compiled=compiled)
         depth = _best_depth(problem, t, table)
@@ -404,10 +406,3 @@ def _best_depth(problem: Problem, t: Tables, table: Sequence[int]) -> int | None
         if least < UNREACHABLE and whole < best:
             best, found = whole, depth
     return found
-
-
-def _least_sync(problem: Problem) -> Ticks:
-    """A sum that no plan stays below: that of the node with the largest, at its best place."""
-    places = (times.sync for s in problem.strategies for o in s.options for times in o.times)
-    least: Ticks = max(min(sums) for sums in zip(*places, strict=True))
-    return least
