@@ -169,20 +169,14 @@ def _levels_above(
     outer = dataclasses.replace(
         inner, bandwidth_bytes_per_s=rate * share, source=f"{source}; {above_first}"
     )
-    return [
-        dataclasses.replace(inner if name == first else outer, name=name, num_devices=size)
-        for name, size in (*_multiples(usual, node), ("fabric", None))
-    ]
-
-
-def _multiples(usual: Sequence[tuple[str, int]], node: int) -> Iterator[tuple[str, int]]:
-    """Levels of more than one group of the level inside, with their GPUs: whole such groups."""
-    inner = 1
-    for name, size in usual:
-        whole = size - size % inner
-        if whole > inner:
-            yield name, whole * node
-            inner = whole
+    kept, hosts_inside = list[NetworkLevel](), 1
+    for name, size in usual:  # those of more than one group of the level inside, which are whole
+        whole = size - size % hosts_inside
+        if whole > hosts_inside:
+            level = inner if name == first else outer
+            kept.append(dataclasses.replace(level, name=name, num_devices=whole * node))
+            hosts_inside = whole
+    return [*kept, dataclasses.replace(outer, name="fabric", num_devices=None)]
 
 
 def _share(share: float) -> str:

@@ -169,8 +169,12 @@ def _grid(
     row: Row, dims: ParallelDims, flags: Mapping[str, Any], notes: list[str], *, split: bool
 ) -> PartialLayout:
     batch, micro = _batch(row, dims, notes, split=split)
-    if whole(row, "vp") is None:
-        dims = _in_whole_rounds(dims, batch // (micro * dims.data_parallel_size), notes)
+    microbatches = batch // (micro * dims.data_parallel_size)
+    is_interleaved = dims.virtual_pipeline_model_parallel_size > 1
+    in_rounds = microbatches % dims.pipeline_model_parallel_size == 0
+    if whole(row, "vp") is None and is_interleaved and not in_rounds:
+        notes.append(f"no virtual stages: {microbatches} micro batches make no whole rounds")
+        dims = dataclasses.replace(dims, virtual_pipeline_model_parallel_size=1)
     said = whole(row, "seq_parallel")
     sequence_parallel = flags.get("sequence_parallel") if said is None else said
     return PartialLayout(
@@ -241,14 +245,6 @@ def _pipeline_runs(row: Row, grid: PartialLayout) -> int:
     return batch // local
 
 
-def _in_whole_rounds(dims: ParallelDims, microbatches: int, notes: list[str]) -> ParallelDims:
-    virtual = dims.virtual_pipeline_model_parallel_size
-    if virtual == 1 or microbatches % dims.pipeline_model_parallel_size == 0:
-        return dims
-    notes.append(f"no virtual stages: {microbatches} micro batches make no whole rounds")
-    return dataclasses.replace(dims, virtual_pipeline_model_parallel_size=1)
-
-
 def _batch(row: Row, dims: ParallelDims, notes: list[str], *, split: bool) -> tuple[int, int]:
     """Sequences of a step and of a micro batch, which a pipeline may ``split`` over its ranks."""
     batch, micro, steps = whole(row, "gbs"), whole(row, "mbs"), whole(row, "ga")
@@ -263,7 +259,13 @@ def _batch(row: Row, dims: ParallelDims, notes: list[str], *, split: bool) -> tu
             micro = 1
             notes.append("the fastest micro batch that fits")
     if not batch:
-        batch = micro * replicas * (steps or _assumed_steps(row, ranks, notes))
+        if not steps:
+            if row.get("iter_time_s", "").strip():
+                detail = "a step's time says nothing without it"
+                raise RefusedRowError("global batch not stated", detail)
+            steps = 8 * ranks if ranks > 1 else 1
+            notes.append(f"{steps} micro batches for each replica")
+        batch = micro * replicas * steps
     if batch % (micro * replicas):
         rounded = max(1, round(batch / (micro * replicas))) * micro * replicas
         if abs(rounded / batch - 1) > 0.05:
@@ -272,14 +274,6 @@ def _batch(row: Row, dims: ParallelDims, notes: list[str], *, split: bool) -> tu
         notes.append(f"global batch {rounded} for {batch}")
         batch = rounded
     return batch, micro
-
-
-def _assumed_steps(row: Row, ranks: int, notes: list[str]) -> int:
-    if row.get("iter_time_s", "").strip():
-        raise RefusedRowError("global batch not stated", "a step's time says nothing without it")
-    steps = 8 * ranks if ranks > 1 else 1
-    notes.append(f"{steps} micro batches for each replica")
-    return steps
 
 
 def _zero(row: Row, flags: Mapping[str, Any]) -> ZeroStage:

@@ -177,9 +177,15 @@ def machine_of(
     size = levels[0].num_devices or num_gpus
     generation, device = _usual(name), accelerator(name)
     if num_gpus > size and num_gpus % size:
+        # nodes that all hold the same part of a job which takes no whole nodes, groups undivided
         most = RACK_GPUS if generation.is_rack else size
-        levels, more = _evenly_filled(levels, num_gpus, most, inside)
-        assumed = (*assumed, *more)
+        fitting = largest_part(num_gpus, most)
+        if inside <= most and num_gpus % inside == 0:
+            fitting = inside * largest_part(num_gpus // inside, most // inside)
+        if fitting == 1 or len(levels) > 2:
+            raise RefusedRowError("a job of no whole nodes", f"{num_gpus} GPUs on nodes of {most}")
+        levels = (dataclasses.replace(levels[0], num_devices=fitting), *levels[1:])
+        assumed = (*assumed, f"{fitting} of a node's {most} GPUs used")
     node = levels[0].num_devices or num_gpus
     fused = flash_attention and device.flash_attention
     cluster = Cluster(
@@ -296,16 +302,3 @@ def largest_part(number: int, most: int) -> int:
     (64, 72)
     """
     return max(part for part in range(1, most + 1) if number % part == 0)
-
-
-def _evenly_filled(
-    levels: tuple[NetworkLevel, ...], num_gpus: int, most: int, inside: int
-) -> tuple[tuple[NetworkLevel, ...], tuple[str, ...]]:
-    """Nodes that all hold the same part of a job which takes no whole nodes, groups undivided."""
-    fitting = largest_part(num_gpus, most)
-    if inside <= most and num_gpus % inside == 0:
-        fitting = inside * largest_part(num_gpus // inside, most // inside)
-    if fitting == 1 or len(levels) > 2:
-        raise RefusedRowError("a job of no whole nodes", f"{num_gpus} GPUs on nodes of {most}")
-    text = f"{fitting} of a node's {most} GPUs used"
-    return (dataclasses.replace(levels[0], num_devices=fitting), *levels[1:]), (text,)

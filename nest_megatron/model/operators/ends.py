@@ -74,9 +74,15 @@ def head_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     if spec.family is ModelFamily.BERT:
         local = shard.tokens_between_blocks(spec)
         operators.append(gemm(shard, "lm_head", Part.HEAD, local, hidden, hidden))
+    predicted, collectives = depth * tokens, list[LayerCollective]()
+    if tp > 1:
+        for i in range(3):  # largest logit, predicted logit, sum
+            name = f"loss.{i}"
+            collectives.append(LayerCollective(name, Part.HEAD, "all_reduce", predicted * FP32))
+    size = predicted * hidden * shard.activation_bytes
     return LayerGraph(
         operators=tuple(operators),
-        collectives=tuple(_head_traffic(spec, shard, depth * tokens)),
+        collectives=(*collectives, *column_parallel(shard, Part.HEAD, "output_layer", size)),
         input_bytes=depth * hidden_bytes,
         saved_bytes=((Part.HEAD, depth * hidden_bytes),),
         working_bytes=_loss_working_bytes(spec, shard, vocab),
@@ -95,16 +101,6 @@ def _loss_working_bytes(spec: TransformerSpec, shard: LayerShard, vocab: float) 
     if not chunk or chunk >= tokens:
         return tokens * vocab * each + beside
     return chunk * vocab * each + tokens * spec.hidden_size * act + beside
-
-
-def _head_traffic(
-    spec: TransformerSpec, shard: LayerShard, tokens: float
-) -> Iterator[LayerCollective]:
-    if shard.tensor_model_parallel_size > 1:
-        for i in range(3):  # largest logit, predicted logit, sum
-            yield LayerCollective(f"loss.{i}", Part.HEAD, "all_reduce", tokens * FP32)
-    size = tokens * spec.hidden_size * shard.activation_bytes
-    yield from column_parallel(shard, Part.HEAD, "output_layer", size)
 
 
 def around_mtp_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:

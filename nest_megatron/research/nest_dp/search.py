@@ -273,6 +273,7 @@ def _together(job: ResearchJob) -> list[tuple[Strategy, ...]]:
 def _cases(pricer: Pricer, together: tuple[Strategy, ...]) -> Iterator[Case]:
     job, choices = pricer.job, pricer.job.choices
     least = list(map(min, zip(*map(pricer.layers.least, together), strict=True)))
+    whole, largest = sum(least), max(least)
     devices, batches = job.cluster.num_gpus, job.global_batch_size // together[0].samples
     narrowest = min(strategy.block.num_devices for strategy in together)
     most = choices.limits.get("data_parallel_size", devices)
@@ -286,17 +287,12 @@ def _cases(pricer: Pricer, together: tuple[Strategy, ...]) -> Iterator[Case]:
             strategies=tuple(s for s in together if s.block.num_devices <= stride),
             replicas=Replicas(count=count, stride=stride),
             num_microbatches=each,
-            least_total=_least_total(least, each, min(len(least), stride // narrowest)),
+            # no pipeline takes less: some stage has the largest layer, and one its share of all
+            least_total=min(
+                max(largest, -(-whole // depth)) * (each + depth - 1)
+                for depth in range(1, min(len(least), stride // narrowest) + 1)
+            ),
         )
-
-
-def _least_total(least: Sequence[Ticks], batches: int, most_stages: int) -> Ticks:
-    """No pipeline takes less: some stage has the largest layer, and one has its share of all."""
-    whole, largest = sum(least), max(least)
-    return min(
-        max(largest, -(-whole // depth)) * (batches + depth - 1)
-        for depth in range(1, most_stages + 1)
-    )
 
 
 def _most_stages(pricer: Pricer, case: Case) -> int:
