@@ -57,29 +57,36 @@ def _working_bytes(spec: TransformerSpec, shard: LayerShard, tokens: float, wide
 
 
 def _mlp_operators(
-    spec: TransformerSpec, shard: LayerShard, part: Part, prefix: str, tokens: float, ffn: float
-) -> tuple[Operator, ...]:
-    hidden, gates = spec.hidden_size, spec.num_gates
-    moved = tokens * (gates + 1) * ffn * shard.activation_bytes
-    return (
-        gemm(shard, f"{prefix}fc1", part, tokens, hidden, gates * ffn),
-        streaming(f"{prefix}activation", part, moved, backward=1.67),
-        *_casts_of_input(spec, shard, part, prefix, tokens * ffn),
-        gemm(shard, f"{prefix}fc2", part, tokens, ffn, hidden),
-    )
+    spec: TransformerSpec,
+    shard: LayerShard,
+    part: Part,
+    prefix: str,
+    tokens: float,
+    ffn: float,
+    *,
+    num_experts: int = 0,
+) -> Iterator[Operator]:
+    """Two products of an MLP, or of all experts of a rank, and the activation between them.
+
+    Its input is cast to fp8 and back, where it is kept so (``BiasSwiGLUFunction``), each in a
+    kernel.
+    """
+    act, gates = shard.activation_bytes, spec.num_gates
+    width, inside = spec.hidden_size, part
+    if num_experts:
+        width, inside = spec.routed_size, Part.EXPERT_ACTIVATION
+    up, down = f"{prefix}fc1", f"{prefix}fc2"
+    yield gemm(shard, up, part, tokens, width, gates * ffn, num_experts=num_experts)
+    name = f"{prefix}activation"
+    yield streaming(name, inside, tokens * (gates + 1) * ffn * act, backward=1.67)
+    if _keeps_fp8(spec, shard):
+        moved = tokens * ffn * gates * (act + 1)
+        yield streaming(f"{name}_casts", inside, moved, backward=1.0)
+    yield gemm(shard, down, part, tokens, ffn, width, num_experts=num_experts)
 
 
 def _keeps_fp8(spec: TransformerSpec, shard: LayerShard) -> bool:
     return shard.fp8_activation_input and spec.gated_linear_unit and shard.fused_activation
-
-
-def _casts_of_input(
-    spec: TransformerSpec, shard: LayerShard, part: Part, prefix: str, elements: float
-) -> Iterator[Operator]:
-    """An activation's input cast to fp8 and back (``BiasSwiGLUFunction``), each in a kernel."""
-    if _keeps_fp8(spec, shard):
-        moved = elements * spec.num_gates * (shard.activation_bytes + 1)
-        yield streaming(f"{prefix}activation_casts", part, moved, backward=1.0)
 
 
 def _activation_bytes(spec: TransformerSpec, shard: LayerShard) -> int:
@@ -146,28 +153,21 @@ def _latent(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
 
 def _experts(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """Grouped GEMMs of this rank's experts over the tokens routed to them."""
-    act, hidden, gates = shard.activation_bytes, spec.routed_size, spec.num_gates
     routed = routed_tokens(spec, shard)
     ffn = spec.expert_ffn_hidden_size / shard.expert_tensor_parallel_size
     here = max(1, (spec.num_experts or 1) // shard.expert_model_parallel_size)
     # Formats below 16 bits fill each expert's tokens up to a whole block: by half of it on average.
     routed += here * (shard.expert_alignment - 1) / 2
-    moved = routed * (gates + 1) * ffn * act
-    operators = (
-        gemm(shard, "expert_fc1", Part.EXPERTS, routed, hidden, gates * ffn, num_experts=here),
-        streaming("expert_activation", Part.EXPERT_ACTIVATION, moved, backward=1.67),
-        *_casts_of_input(spec, shard, Part.EXPERT_ACTIVATION, "expert_", routed * ffn),
-        gemm(shard, "expert_fc2", Part.EXPERTS, routed, ffn, hidden, num_experts=here),
-    )
+    products = _mlp_operators(spec, shard, Part.EXPERTS, "expert_", routed, ffn, num_experts=here)
     # A gated activation is fused with the router's weight and keeps its input only; any other
     # keeps its output too, as a factor of that weight (``TEGroupedMLP.forward``).
-    output_bytes = shard.input_bytes + (0 if spec.gated_linear_unit else act)
-    inside = hidden * shard.input_bytes + _activation_bytes(spec, shard) * ffn
+    output_bytes = shard.input_bytes + (0 if spec.gated_linear_unit else shard.activation_bytes)
+    inside = spec.routed_size * shard.input_bytes + _activation_bytes(spec, shard) * ffn
     saved = (
         (Part.EXPERTS, routed * inside),
         (Part.EXPERT_ACTIVATION, routed * ffn * output_bytes),
     )
-    return LayerGraph(operators=operators, saved_bytes=saved)
+    return LayerGraph(operators=tuple(products), saved_bytes=saved)
 
 
 def _dispatch(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
@@ -230,7 +230,7 @@ def _shared_experts(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     ffn = (spec.moe_shared_expert_intermediate_size or 0) / shard.tensor_model_parallel_size
     hidden_bytes = shard.tokens_between_blocks(spec) * spec.hidden_size * shard.cast_bytes
     inside = tokens * (_activation_bytes(spec, shard) + shard.input_bytes) * ffn
-    operators = _mlp_operators(spec, shard, part, "shared_", tokens, ffn)
+    operators = tuple(_mlp_operators(spec, shard, part, "shared_", tokens, ffn))
     if spec.moe_shared_expert_gate:  # a product with one column, then with the experts' output
         output_bytes = shard.hidden_bytes(spec)
         operators += (streaming("shared_gate", part, 3 * output_bytes, kernels=3),)

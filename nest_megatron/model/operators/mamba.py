@@ -13,7 +13,7 @@ there are value heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from nest_megatron.model.graph import (
     Group,
@@ -82,68 +82,60 @@ def mamba_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """A Mamba-2 layer with its norm and residual."""
     act, tokens, widths = shard.activation_bytes, shard.tokens(spec), _widths(spec, shard)
     scanned_bytes, inner_bytes = tokens * widths.scanned * act, tokens * widths.inner * act
-    between = (
-        *_exchange_copies(shard, scanned_bytes, inner_bytes),
-        # read and written once; the backward pass first does it again
-        streaming(
-            "conv1d", Part.SSM, 2 * (tokens * (widths.inner + widths.bc) * act), backward=2.5
-        ),
-        _scan(widths, tokens, act),
-        streaming("gated_norm", Part.SSM, 2 * inner_bytes),
-    )
-    saved = (
-        # what the kernel is given, what it makes before the gate, what the norm is given
-        (Part.SSM, tokens * (widths.scanned + 2 * widths.inner) * act),
-        (Part.SSM, tokens * widths.groups * FP32),  # one deviation of the norm for each group
-    )
-    exchanged = tuple(_exchanges(shard, scanned_bytes, inner_bytes, calls=5))
-    # gradients of the kernel's input and output, and its states in float32 and 16 bits
+    convolved_bytes = tokens * (widths.inner + widths.bc) * act
     states = 2 * widths.inner * widths.state / CHUNK * (FP32 + act)
-    working = tokens * ((widths.scanned + 2 * widths.inner) * act + states)
-    graph = _mixer(
-        spec, shard, (widths.projected, widths.inner), between, exchanged, saved, working
+    between = LayerGraph(
+        operators=(
+            *_exchange_copies(shard, scanned_bytes, inner_bytes),
+            # read and written once; the backward pass first does it again
+            streaming("conv1d", Part.SSM, 2 * convolved_bytes, backward=2.5),
+            _scan(widths, tokens, act),
+            streaming("gated_norm", Part.SSM, 2 * inner_bytes),
+        ),
+        collectives=tuple(_exchanges(shard, scanned_bytes, inner_bytes, calls=5)),
+        saved_bytes=(
+            # what the kernel is given, what it makes before the gate, what the norm is given
+            (Part.SSM, tokens * (widths.scanned + 2 * widths.inner) * act),
+            (Part.SSM, tokens * widths.groups * FP32),  # one deviation of the norm for each group
+        ),
+        # gradients of the kernel's input and output, and its states in float32 and 16 bits
+        working_bytes=tokens * ((widths.scanned + 2 * widths.inner) * act + states),
     )
+    graph = _mixer(spec, shard, widths.projected, widths.inner, between)
     return with_graph_inputs(graph, shard, "mamba")
 
 
 def _mixer(
-    spec: TransformerSpec,
-    shard: LayerShard,
-    widths: tuple[float, float],
-    between: Iterable[Operator],
-    exchanged: Iterable[LayerCollective],
-    saved: Iterable[tuple[Part, float]],
-    working_bytes: float,
+    spec: TransformerSpec, shard: LayerShard, projected: float, inner: float, between: LayerGraph
 ) -> LayerGraph:
     """Norm, input projection, what lies between, output projection, residual.
 
     Args:
-        widths: what the first projection puts out, and what the second is given, on one rank.
-        saved: between the projections; what the second is given is kept beside it.
+        projected, inner: what the first projection puts out, and what the second is given and
+            keeps, on one rank.
     """
     tokens, hidden = shard.tokens(spec), spec.hidden_size
     local, hidden_bytes = shard.tokens_between_blocks(spec), shard.hidden_bytes(spec)
-    projected, inner = widths
     return LayerGraph(
         operators=(
             streaming("input_norm", Part.SSM, 2 * hidden_bytes),
             gemm(shard, "in_proj", Part.SSM, tokens, hidden, projected),
-            *between,
+            *between.operators,
             gemm(shard, "out_proj", Part.SSM, tokens, inner, hidden),
             residual_sum("residual", hidden_bytes, Part.SSM),
         ),
         collectives=(
             *gathered_block(spec, shard, Part.SSM, Part.SSM, "in_proj", "out_proj"),
-            *exchanged,
+            *between.collectives,
         ),
         input_bytes=hidden_bytes,
         saved_bytes=(
             (Part.SSM, local * hidden * shard.input_bytes),
-            *saved,
+            *between.saved_bytes,
             (Part.SSM, tokens * inner * shard.input_bytes),
             dropout_mask(spec, local),
         ),
-        working_bytes=working_bytes,
+        working_bytes=between.working_bytes,
     )
 
 
@@ -255,22 +247,23 @@ def gated_delta_net_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGrap
     copies = tokens * 2 * widths.copied * act if is_copied else 0.0
     moved = tokens * (4 * 2 * widths.query + 4 * widths.value) * act + 1.5 * copies
     gates = tokens * widths.heads * (6 * FP32 + 4 * act)
-    between = (
-        # transposed, convolved with its activation; back in the order of tokens on the way
-        streaming("conv1d", Part.SSM, 4 * tokens * widths.convolved * act, backward=1.5, kernels=2),
-        # queries and keys normed and copied to all heads, values and gates laid out again
-        streaming("rule_inputs", Part.SSM, moved, backward=1.0, kernels=8),
-        streaming("decay", Part.SSM, gates, backward=1.0, kernels=6),
-        _rule(spec, widths, tokens, act),
-        streaming("gated_norm", Part.SSM, 4 * value_bytes, kernels=3),
-        *_exchange_copies(shard, projected_bytes, value_bytes),
+    convolved = 4 * tokens * widths.convolved * act
+    between = LayerGraph(
+        operators=(
+            # transposed, convolved with its activation; back in the order of tokens on the way
+            streaming("conv1d", Part.SSM, convolved, backward=1.5, kernels=2),
+            # queries and keys normed and copied to all heads, values and gates laid out again
+            streaming("rule_inputs", Part.SSM, moved, backward=1.0, kernels=8),
+            streaming("decay", Part.SSM, gates, backward=1.0, kernels=6),
+            _rule(spec, widths, tokens, act),
+            streaming("gated_norm", Part.SSM, 4 * value_bytes, kernels=3),
+            *_exchange_copies(shard, projected_bytes, value_bytes),
+        ),
+        collectives=tuple(_exchanges(shard, projected_bytes, value_bytes, calls=1)),
+        saved_bytes=((Part.SSM, tokens * _saved_inside(widths, act) + copies),),
+        working_bytes=tokens * (2 * widths.projected + 4 * widths.copied) * act,
     )
-    saved = ((Part.SSM, tokens * _saved_inside(widths, act) + copies),)
-    exchanged = tuple(_exchanges(shard, projected_bytes, value_bytes, calls=1))
-    working = tokens * (2 * widths.projected + 4 * widths.copied) * act
-    graph = _mixer(
-        spec, shard, (widths.projected, widths.value), between, exchanged, saved, working
-    )
+    graph = _mixer(spec, shard, widths.projected, widths.value, between)
     return with_graph_inputs(graph, shard, "attn")
 
 

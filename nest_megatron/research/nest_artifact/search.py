@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from itertools import accumulate, combinations, pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from nest_megatron.packages import is_built
@@ -135,15 +136,15 @@ def _fill_by_kernel(
             edges[source * n + target] = num_bytes
     _stage_boundaries.fill(
         deepest(instance, tp),
-        array("d", [layer.forward for layer in layers]),
-        array("d", [layer.backward for layer in layers]),
+        _column(layers, "forward"),
+        _column(layers, "backward"),
         array("d", [recomputed_forward(layer, rule) for layer in layers]),
-        array("d", [layer.weight_bytes for layer in layers]),
-        array("d", [layer.activation_bytes for layer in layers]),
+        _column(layers, "weight_bytes"),
+        _column(layers, "activation_bytes"),
         edges,
-        array("d", [link.bandwidth for link in links]),
-        array("d", [link.latency for link in links]),
-        array("d", [link.factor for link in links]),
+        _column(links, "bandwidth"),
+        _column(links, "latency"),
+        _column(links, "factor"),
         array("i", _link_levels(instance, tp)),
         instance.memory_bytes,
         instance.optimizer.state_bytes_per_weight_byte,
@@ -155,6 +156,10 @@ def _fill_by_kernel(
         array("d", [math.inf]) * scratch,
         array("i", [0]) * (n * n),
     )
+
+
+def _column(records: Iterable[object], field: str) -> array[float]:
+    return array("d", map(attrgetter(field), records))
 
 
 def _fill_by_reference(
