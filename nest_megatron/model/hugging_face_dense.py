@@ -18,7 +18,7 @@ from nest_megatron.model.hugging_face_fields import (
     WIDE_QK_NORM,
     ConfigFields,
     Family,
-    Part,
+    Parts,
     Shape,
     activation,
     decoder,
@@ -208,22 +208,22 @@ def _absolute_positions(f: ConfigFields) -> Shape:
     return {}
 
 
-LLAMA: tuple[Part, ...] = (decoder, ALL_BIASES)
-MISTRAL: tuple[Part, ...] = (decoder, windows)
+LLAMA: Parts = (decoder, ALL_BIASES)
+MISTRAL: Parts = (decoder, windows)
 #: Qwen windows the upper layers, where it does at all.
 UPPER_WINDOWS = where("use_sliding_window", upper_windows)
 _BIASED: Shape = {"add_bias_linear": True}
-_GEMMA: tuple[Part, ...] = (
+_GEMMA: Parts = (
     partial(decoder, act="hidden_activation"),
     ALL_BIASES,
     activation("hidden_activation", "gelu_pytorch_tanh"),
     SANDWICH_NORM,
     _capped,
 )
-_OLMO2: tuple[Part, ...] = (*LLAMA, POST_NORM, WIDE_QK_NORM)
-_COHERE: tuple[Part, ...] = (*LLAMA, layer_norm(learned=NormParameters.WEIGHT), side_by_side())
-_GLM: tuple[Part, ...] = (decoder, rotary(0.5), linear_biases(qkv="attention_bias"))
-_GPT_J: tuple[Part, ...] = (
+_OLMO2: Parts = (*LLAMA, POST_NORM, WIDE_QK_NORM)
+_COHERE: Parts = (*LLAMA, layer_norm(learned=NormParameters.WEIGHT), side_by_side())
+_GLM: Parts = (decoder, rotary(0.5), linear_biases(qkv="attention_bias"))
+_GPT_J: Parts = (
     _gpt,
     _rotated_channels,
     linear_biases(mlp=True),

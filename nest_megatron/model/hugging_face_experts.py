@@ -14,7 +14,7 @@ from nest_megatron.model.hugging_face_fields import (
     WIDE_QK_NORM,
     ConfigFields,
     Family,
-    Part,
+    Parts,
     Reader,
     Shape,
     decoder,
@@ -226,7 +226,7 @@ def _hunyuan_moe(f: ConfigFields) -> Shape:
     }
 
 
-_OF_DEEPSEEK: tuple[Part, ...] = (
+_OF_DEEPSEEK: Parts = (
     decoder,
     _latent_attention,
     experts("n_routed_experts", "moe_intermediate_size"),
@@ -234,10 +234,10 @@ _OF_DEEPSEEK: tuple[Part, ...] = (
     predicted_tokens("num_nextn_predict_layers"),
     where("attention_bias", extra_biases(Bias.LATENT_DOWN, Bias.PROJECTION)),
 )
-_DEEPSEEK_V32: tuple[Part, ...] = (*_OF_DEEPSEEK, _deepseek_layers, BALANCED, _indexer)
+_DEEPSEEK_V32: Parts = (*_OF_DEEPSEEK, _deepseek_layers, BALANCED, _indexer)
 _OF_LOCAL_EXPERTS = experts("num_local_experts", "intermediate_size")
 _WITHOUT_HEAD_DIM = partial(decoder, has_head_dim=False)
-GRANITE: tuple[Part, ...] = (decoder, ROUTED_BIASES, _OF_LOCAL_EXPERTS)
+GRANITE: Parts = (decoder, ROUTED_BIASES, _OF_LOCAL_EXPERTS)
 
 FAMILIES: Mapping[str, Family] = {
     "mixtral": ("Mixtral", (*MISTRAL, _OF_LOCAL_EXPERTS)),

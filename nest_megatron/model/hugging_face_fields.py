@@ -247,8 +247,9 @@ Shape = dict[str, Any]
 Reader = Callable[[ConfigFields], Shape]
 #: A part of a description, or what reads it.
 Part = Shape | Reader
+Parts = tuple[Part, ...]
 #: What a type is, and the parts of its description; of a field that several have the last counts.
-Family = tuple[str, tuple[Part, ...]]
+Family = tuple[str, Parts]
 
 _ACTIVATIONS: Mapping[str, str] = {
     **dict.fromkeys(("silu", "swish"), "silu"),

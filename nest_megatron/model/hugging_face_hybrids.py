@@ -21,7 +21,7 @@ from nest_megatron.model.hugging_face_fields import (
     UNGATED,
     ConfigFields,
     Family,
-    Part,
+    Parts,
     Reader,
     Shape,
     activation,
@@ -185,7 +185,7 @@ def _linear(f: ConfigFields) -> Shape:
 
 
 #: Gated delta nets and gated attention, beside what works on each token.
-_GATED_DELTA: tuple[Part, ...] = (
+_GATED_DELTA: Parts = (
     rotary(0.25),
     ROUTED_BIASES,
     QK_NORM,
@@ -193,7 +193,7 @@ _GATED_DELTA: tuple[Part, ...] = (
     _linear,
     sizes(**{name: name for name in DELTA_NET_SIZES}),
 )
-_QWEN_EXPERTS: tuple[Part, ...] = (qwen_experts, gated_shared_expert)
+_QWEN_EXPERTS: Parts = (qwen_experts, gated_shared_expert)
 
 FAMILIES: Mapping[str, Family] = {
     "bamba": (

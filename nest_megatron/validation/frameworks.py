@@ -16,6 +16,9 @@ from typing import Any, NamedTuple
 from nest_megatron.cost_model.target_defaults import NEMO, TARGETS
 from nest_megatron.cost_model.targets import Default, Target
 
+#: Arguments of Megatron, or settings of the cost model, with their values.
+Flags = Mapping[str, object]
+
 
 class FrameworkRule(NamedTuple):
     """The target of the frameworks and GPUs that two patterns match, from a release on.
@@ -55,7 +58,7 @@ class FrameworkRule(NamedTuple):
 FLASH_ATTENTION_2_ON_HOPPER = 2.7
 
 
-def _defaults(source: str, flags: Mapping[str, object], gpu: str = "") -> tuple[Default, ...]:
+def _defaults(source: str, flags: Flags, gpu: str = "") -> tuple[Default, ...]:
     return tuple(
         Default(argument=argument, value=value, source=source, gpu=gpu)
         for argument, value in flags.items()
@@ -70,8 +73,8 @@ def _target(
     name: str,
     reason: str,
     source: str,
-    flags: Mapping[str, object],
-    cost: Mapping[str, object] | None = None,
+    flags: Flags,
+    cost: Flags | None = None,
 ) -> Target:
     return Target(
         name=name,
@@ -84,7 +87,7 @@ def _target(
 
 
 #: Rank-local expert tensors, ZeRO-1 and sequence parallelism: what every framework of today sets.
-_MODERN: Mapping[str, object] = {
+_MODERN: Flags = {
     "use_distributed_optimizer": True,
     "sequence_parallel": True,
     "expert_tensor_parallel_size": 1,
@@ -173,7 +176,7 @@ _FSDP_COMPILED = dataclasses.replace(
     _FSDP_COMPILED_LAYERS, cost={**_FSDP.cost, "loss_bytes": 4, "loss_traffic_bytes": 8}
 )
 #: Weights are loaded in 16 bits, and torch's Adam keeps gradients and moments as wide.
-_NARROW: Mapping[str, object] = {**_FSDP.cost, "gradient_bytes": 2, "optimizer_bytes": 4}
+_NARROW: Flags = {**_FSDP.cost, "gradient_bytes": 2, "optimizer_bytes": 4}
 #: SFT's loss works in chunks of tokens (``loss_type="chunked_nll"``); transformers checkpoints
 #: whole layers (``use_reentrant``).
 _TRL = dataclasses.replace(

@@ -72,7 +72,7 @@ class RowSettings:
 NO_SETTINGS = RowSettings()
 
 
-def settings_of(row: Mapping[str, str]) -> RowSettings:
+def settings_of(row: Row) -> RowSettings:
     """The settings that were joined to a row."""
     said = {
         name.removeprefix(SETTING): text.strip()
@@ -103,9 +103,7 @@ def _matches(layout: str) -> bool:
     return layout.startswith("yes") or (bool(differing) and differing <= _SCALE)
 
 
-def partition_of(
-    row: Mapping[str, str], spec: TransformerSpec, dims: ParallelDims
-) -> StagePartition | None:
+def partition_of(row: Row, spec: TransformerSpec, dims: ParallelDims) -> StagePartition | None:
     """The stages that a recipe names, where they are those of the row's layout."""
     pp, vpp = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
     text = row.get(f"{SETTING}pipeline_layout", "")
@@ -348,7 +346,7 @@ TRAITS: tuple[Said, ...] = (
 )
 
 
-def stated_in(row: Mapping[str, str], table: Sequence[Said]) -> dict[str, object]:
+def stated_in(row: Row, table: Sequence[Said]) -> dict[str, object]:
     """Settings that a row names in words."""
     found: dict[str, object] = {}
     for columns, words, settings in table:

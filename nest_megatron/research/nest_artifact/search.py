@@ -46,6 +46,8 @@ has_kernel = partial(
     "nest_megatron.research.nest_artifact._stage_boundaries",
     "the search of stage boundaries is slower",
 )
+#: Bottlenecks, each with the end of the first stage that it comes with.
+FirstStages = list[tuple[float, int]]
 
 
 @frozen
@@ -63,7 +65,7 @@ class BoundaryTable:
     firsts: array[float]
     ends: array[int]
 
-    def first_stages(self, depth: int) -> list[tuple[float, int]]:
+    def first_stages(self, depth: int) -> FirstStages:
         """Bottleneck and end of the first stage, for each end that can be had."""
         size = self.num_layers + 1
         row = self.firsts[depth * size : (depth + 1) * size]
@@ -302,9 +304,9 @@ def _most_weights(chain: Chain, rule: ArtifactRule) -> list[float]:
     return sorted({weights_of(chain, a, b) for a, b in combinations(ends, 2)}, reverse=True)
 
 
-def _front(first_stages: list[tuple[float, int]], summed: list[float]) -> list[tuple[float, int]]:
+def _front(first_stages: FirstStages, summed: list[float]) -> FirstStages:
     """Bottlenecks that no smaller sum has as small, least first; sums grow with the end."""
-    front: list[tuple[float, int]] = []
+    front: FirstStages = []
     for bottleneck, end in first_stages:
         if front and bottleneck >= front[-1][0]:
             continue
@@ -317,7 +319,7 @@ def _front(first_stages: list[tuple[float, int]], summed: list[float]) -> list[t
 def _faster(
     instance: Instance,
     rule: ArtifactRule,
-    front: list[tuple[float, int]],
+    front: FirstStages,
     summed: list[float],
     stride: int,
     depth: int,
