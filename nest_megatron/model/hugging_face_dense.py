@@ -230,7 +230,7 @@ _GPT_J: Parts = (
     side_by_side(),
     extra_biases(Bias.OUTPUT_LAYER),
 )
-_WITHOUT_HEAD_DIM = partial(decoder, has_head_dim=False)
+WITHOUT_HEAD_DIM = partial(decoder, has_head_dim=False)
 
 FAMILIES: Mapping[str, Family] = {
     "llama": ("Llama 1 to 3", LLAMA),
@@ -353,7 +353,7 @@ FAMILIES: Mapping[str, Family] = {
     "persimmon": (
         "Persimmon: squared ReLU, biases everywhere, norms of queries and keys",
         (
-            _WITHOUT_HEAD_DIM,
+            WITHOUT_HEAD_DIM,
             layer_norm(),
             rotary(0.5),
             same_biases(True),
@@ -364,7 +364,7 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_neox": (
         "GPT-NeoX and Pythia: attention beside the MLP, with a norm for each",
         (
-            _WITHOUT_HEAD_DIM,
+            WITHOUT_HEAD_DIM,
             layer_norm(),
             rotary(0.25, "rotary_pct", "rotary_emb_base"),
             linear_biases(qkv="attention_bias", projection="attention_bias", mlp=True),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from nest_megatron.errors import UnplannableModelError
-from nest_megatron.model.hugging_face_dense import MISTRAL, UPPER_WINDOWS
+from nest_megatron.model.hugging_face_dense import MISTRAL, UPPER_WINDOWS, WITHOUT_HEAD_DIM
 from nest_megatron.model.hugging_face_fields import (
     BALANCED,
     QK_NORM,
@@ -147,8 +147,9 @@ def _gpt_oss(f: ConfigFields) -> Shape:
 
 def _minimax_m2(f: ConfigFields) -> Shape:
     """Rotated channels, the router's bias and MTP modules of MiniMax M2, without what it lacks."""
-    if not f.flag("use_qk_norm", True) or f.get("qk_norm_type", "per_layer") != "per_layer":
-        key = "qk_norm_type" if f.flag("use_qk_norm", True) else "use_qk_norm"
+    has_norms = f.flag("use_qk_norm", True)
+    if not has_norms or f.get("qk_norm_type", "per_layer") != "per_layer":
+        key = "qk_norm_type" if has_norms else "use_qk_norm"
         raise f.wrong(key, "this family has norms of queries and keys over all heads")
     if 0 in (f.items("attn_type_list", "numbers", of_layers=True) or ()):
         raise f.wrong(
@@ -234,9 +235,15 @@ _OF_DEEPSEEK: Parts = (
     predicted_tokens("num_nextn_predict_layers"),
     where("attention_bias", extra_biases(Bias.LATENT_DOWN, Bias.PROJECTION)),
 )
+#: Experts balanced by a bias in all layers but the first ones, and shared ones.
+_BEHIND_DENSE: Parts = (
+    BALANCED,
+    experts("n_routed_experts", "moe_intermediate_size"),
+    _behind_dense,
+    _shared("n_shared_experts"),
+)
 _DEEPSEEK_V32: Parts = (*_OF_DEEPSEEK, _deepseek_layers, BALANCED, _indexer)
 _OF_LOCAL_EXPERTS = experts("num_local_experts", "intermediate_size")
-_WITHOUT_HEAD_DIM = partial(decoder, has_head_dim=False)
 GRANITE: Parts = (decoder, ROUTED_BIASES, _OF_LOCAL_EXPERTS)
 
 FAMILIES: Mapping[str, Family] = {
@@ -298,7 +305,7 @@ FAMILIES: Mapping[str, Family] = {
     "phimoe": (
         "Phi 3.5 MoE: LayerNorm, a bias on the output layer",
         (
-            _WITHOUT_HEAD_DIM,
+            WITHOUT_HEAD_DIM,
             layer_norm("rms_norm_eps"),
             windows,
             ROUTED_BIASES,
@@ -309,7 +316,7 @@ FAMILIES: Mapping[str, Family] = {
     "olmoe": (
         "OLMoE: norms of queries and keys over all heads",
         (
-            _WITHOUT_HEAD_DIM,
+            WITHOUT_HEAD_DIM,
             ROUTED_BIASES,
             WIDE_QK_NORM,
             experts("num_experts", "intermediate_size"),
@@ -322,10 +329,7 @@ FAMILIES: Mapping[str, Family] = {
             rotary(0.5),
             linear_biases(qkv="attention_bias", routed=True),
             switches(qk_layernorm="use_qk_norm"),
-            BALANCED,
-            experts("n_routed_experts", "moe_intermediate_size"),
-            _behind_dense,
-            _shared("n_shared_experts"),
+            *_BEHIND_DENSE,
             predicted_tokens("num_nextn_predict_layers"),
         ),
     ),
@@ -336,10 +340,7 @@ FAMILIES: Mapping[str, Family] = {
             upper_windows,
             ROUTED_BIASES,
             QK_NORM,
-            BALANCED,
-            experts("n_routed_experts", "moe_intermediate_size"),
-            _behind_dense,
-            _shared("n_shared_experts"),
+            *_BEHIND_DENSE,
         ),
     ),
     "llama4_text": (

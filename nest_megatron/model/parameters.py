@@ -205,10 +205,7 @@ def model_parameters(spec: TransformerSpec) -> int:
 
 
 def _published(spec: TransformerSpec) -> TransformerSpec:
-    layers = spec.hybrid_layer_pattern.partition("/")[0]
-    return dataclasses.replace(
-        spec, vocab_is_padded=True, mtp_num_layers=None, hybrid_layer_pattern=layers
-    )
+    return dataclasses.replace(spec.without_mtp(), vocab_is_padded=True)
 
 
 def active_model_parameters(spec: TransformerSpec) -> int:

@@ -464,6 +464,11 @@ class TransformerSpec:
         padded = self.padded_vocab_size(tensor_model_parallel_size)
         return dataclasses.replace(self, vocab_size=padded, vocab_is_padded=True)
 
+    def without_mtp(self) -> TransformerSpec:
+        """The same model without its layers of multi-token prediction."""
+        pattern = self.hybrid_layer_pattern.partition("/")[0]
+        return dataclasses.replace(self, mtp_num_layers=None, hybrid_layer_pattern=pattern)
+
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The units in order: embedding, ``num_layers`` layers, MTP (one unit), head.
 

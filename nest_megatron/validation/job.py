@@ -29,7 +29,7 @@ from nest_megatron.plain import frozen
 from nest_megatron.validation.finetuning import fine_tuning, with_known_cells, with_packs
 from nest_megatron.validation.frameworks import rule_of
 from nest_megatron.validation.machines import machine_of
-from nest_megatron.validation.models import MTP_ASSUMED, ModelBook, ModelMatch, without_mtp
+from nest_megatron.validation.models import MTP_ASSUMED, ModelBook, ModelMatch
 from nest_megatron.validation.row_settings import (
     FORMATS,
     NO_SETTINGS,
@@ -162,7 +162,7 @@ def _as_built(match: ModelMatch, target: Target) -> ModelMatch:
         return match
     notes = tuple(note for note in match.assumptions if note != MTP_ASSUMED)
     note = f"{target.framework} builds no multi-token prediction"
-    return ModelMatch(spec=without_mtp(match.spec), assumptions=(*notes, note))
+    return ModelMatch(spec=match.spec.without_mtp(), assumptions=(*notes, note))
 
 
 def _grid(

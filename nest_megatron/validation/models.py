@@ -167,12 +167,6 @@ class ModelMatch:
     assumptions: tuple[str, ...] = ()
 
 
-def without_mtp(spec: TransformerSpec) -> TransformerSpec:
-    """The model without its layers of multi-token prediction."""
-    pattern = spec.hybrid_layer_pattern.partition("/")[0]
-    return dataclasses.replace(spec, mtp_num_layers=None, hybrid_layer_pattern=pattern)
-
-
 def resized(match: ModelMatch, row: Row, name: ModelName) -> ModelMatch:
     """A known model with what the row says of its sizes.
 
@@ -183,7 +177,7 @@ def resized(match: ModelMatch, row: Row, name: ModelName) -> ModelMatch:
     layers = whole(row, "layers") or name.num_layers or spec.num_layers
     pattern, cut = _cut_pattern(spec.moe_layer_pattern, layers)
     mtp, predicted = _mtp(spec, name, cut=layers < spec.num_layers)
-    spec = spec if mtp else without_mtp(spec)
+    spec = spec if mtp else spec.without_mtp()
     changes = {
         "num_layers": layers,
         "moe_layer_pattern": pattern,
@@ -386,7 +380,7 @@ class ModelBook:
         spec = self._at("".join(stem)) if size else None
         if not spec or not size:
             return None
-        counts = [total_parameters(each) / 1e9 for each in (spec, without_mtp(spec))]
+        counts = [total_parameters(each) / 1e9 for each in (spec, spec.without_mtp())]
         near = any(abs(count - size) <= _SIZE_TOLERANCE * size for count in counts)
         return _agreeing(spec, "", row) if near else None
 

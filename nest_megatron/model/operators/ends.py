@@ -191,13 +191,13 @@ def projector_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     act, width = own.activation_bytes, merged * inner.hidden_size
     tokens = own.micro_batch_size * vision.num_projected_tokens * (1 + vision.deepstack_layers)
     ffn = vision.projector_ffn_hidden_size / own.tensor_model_parallel_size
-    taken, given = tokens * width, tokens * spec.hidden_size
+    taken, given, inside = tokens * width, tokens * spec.hidden_size, tokens * (gates + 1) * ffn
     part = Part.EMBEDDING
     graph = LayerGraph(
         operators=(
             streaming("projector_norm", part, 2 * taken * act),
             gemm(own, "projector_fc1", part, tokens, width, gates * ffn),
-            streaming("projector_activation", part, tokens * (gates + 1) * ffn * act),
+            streaming("projector_activation", part, inside * act),
             gemm(own, "projector_fc2", part, tokens, ffn, spec.hidden_size),
             streaming("projected", part, 2 * given * act, backward=1.0),
         ),
@@ -205,8 +205,8 @@ def projector_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
             *row_parallel(own, part, "projector_fc2", given * act),
             *column_parallel(own, part, "projector_fc1", taken * act),
         ),
-        saved_bytes=((part, taken * (act + own.input_bytes) + tokens * (gates + 1) * ffn * act),),
-        working_bytes=(taken + given + tokens * (gates + 1) * ffn) * act,
+        saved_bytes=((part, taken * (act + own.input_bytes) + inside * act),),
+        working_bytes=(taken + given + inside) * act,
     )
     if not vision.projector_frozen:
         return graph
