@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +93,7 @@ def plan_job(
     if source_job is None:
         request = job_of_settings(settings, **how)
     else:
-        request = dataclasses.replace(source_job.request(settings), **how)
+        request = replace(source_job.request(settings), **how)
     return Plan(record=with_launch(require_plan(find_plan(request, on_progress), request.notes)))
 
 
@@ -192,7 +193,7 @@ class SweepJob:
         if (command := self.command) is not None:
             found = plan_typed(command, self.composed(), begun_s, on_progress).plan
             notes = (*command.notes, *found.notes)
-            return Plan(record=dataclasses.replace(found, notes=notes))
+            return Plan(record=replace(found, notes=notes))
         composed, source_job = self.composed(), self.source_job
         return plan_job(composed, begun_s=begun_s, source_job=source_job, on_progress=on_progress)
 
@@ -231,7 +232,7 @@ def sweep_job(
             raise
         values = [str(error), *map(str, settings)]
     text = json.dumps([__version__, *values], sort_keys=True, default=str)
-    return dataclasses.replace(job, key=hashlib.sha256(text.encode()).hexdigest()[:16])
+    return replace(job, key=hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -133,10 +134,10 @@ class Sources:
             adapters = gpu_adapters(self.adapters, matrix, count or assumed or 1)
         if nvlinks is None and matrix is not None:
             nvlinks = matrix.nvlinks
-        known = dataclasses.replace(host, adapters=adapters, nvlinks=nvlinks)
+        known = replace(host, adapters=adapters, nvlinks=nvlinks)
         if host.gpu_count or not count:
             return known
-        return dataclasses.replace(known, num_gpus=count, counted_by=program)
+        return replace(known, num_gpus=count, counted_by=program)
 
 
 def slurm_job(environment: Mapping[str, str]) -> Sources:
@@ -162,7 +163,7 @@ def slurm_job(environment: Mapping[str, str]) -> Sources:
             found = found.joined(_PROGRAMS[program][1](output_of([*program.split(), *more])))
         except UserInputError as error:
             said = f"{error.what}: {error.limit}"
-            found = dataclasses.replace(found, unseen=(*found.unseen, said))
+            found = replace(found, unseen=(*found.unseen, said))
     return found
 
 
@@ -348,7 +349,7 @@ def saved_output(path: Path) -> Sources:
         if re.match(form, text, re.MULTILINE):
             found = parse(text)
             output = Output(file=path.name, program=program, contents=found)
-            return dataclasses.replace(found, outputs=(output,))
+            return replace(found, outputs=(output,))
     raise UserInputError(
         "--read",
         str(path),

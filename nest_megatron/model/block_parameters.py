@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
@@ -19,7 +19,7 @@ def encoder_of(spec: TransformerSpec) -> TransformerSpec:
     vision = spec.vision
     if vision is None:
         assert spec.encoder_num_layers is not None
-        return dataclasses.replace(
+        return replace(
             spec,
             family=ModelFamily.BERT,
             num_layers=spec.encoder_num_layers,
@@ -42,7 +42,7 @@ def decoder_of(spec: TransformerSpec) -> TransformerSpec:
     """The second stack of a T5-like model by itself; of others the model."""
     if spec.decoder_seq_length is None:
         return spec
-    return dataclasses.replace(
+    return replace(
         spec,
         family=ModelFamily.GPT,
         seq_length=spec.decoder_seq_length,
@@ -60,8 +60,8 @@ def sized(spec: TransformerSpec, block: LayerBlock) -> TransformerSpec:
 def _sized(spec: TransformerSpec, block: LayerBlock) -> TransformerSpec:
     assert block.size is not None
     if block.base is LayerBlock.DENSE:
-        return dataclasses.replace(spec, ffn_hidden_size=block.size, heterogeneous_layers=())
-    return dataclasses.replace(spec, num_query_groups=block.size, heterogeneous_layers=())
+        return replace(spec, ffn_hidden_size=block.size, heterogeneous_layers=())
+    return replace(spec, num_query_groups=block.size, heterogeneous_layers=())
 
 
 @dataclass(frozen=True, slots=True)

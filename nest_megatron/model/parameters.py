@@ -6,7 +6,7 @@ stage of many plans on the meta device and compares).
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 from nest_megatron.model.block_parameters import (
     ParameterCount,
@@ -205,7 +205,7 @@ def model_parameters(spec: TransformerSpec) -> int:
 
 
 def _published(spec: TransformerSpec) -> TransformerSpec:
-    return dataclasses.replace(spec.without_mtp(), vocab_is_padded=True)
+    return replace(spec.without_mtp(), vocab_is_padded=True)
 
 
 def active_model_parameters(spec: TransformerSpec) -> int:
@@ -248,7 +248,7 @@ def one_layer(spec: TransformerSpec, kind: LayerKind) -> TransformerSpec:
         hybrid = next(symbols, "*")
         hybrid += f"/{hybrid}" if kind is LayerKind.MTP else ""
     linear = "gated_delta_net" if is_linear and not hybrid else None
-    return dataclasses.replace(
+    return replace(
         spec,
         num_layers=1,
         encoder_num_layers=None if spec.encoder_num_layers is None else 1,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from nest_megatron.caching import Caching, cached_by
@@ -112,7 +111,7 @@ class Predictor(Caching):
         if not fitting:
             fitting = [needs.index(min(needs))]
         # Recomputing something is never faster than recomputing nothing, where that fits.
-        plain = [dataclasses.replace(grid, recompute=NO_RECOMPUTE) for grid in job.grids]
+        plain = [replace(grid, recompute=NO_RECOMPUTE) for grid in job.grids]
         whole = {plain[i] for i in fitting if job.grids[i] == plain[i]}
         fitting = [i for i in fitting if job.grids[i] == plain[i] or plain[i] not in whole]
         ticks, best = min((iteration_ticks(problems[i][1], partition), i) for i in fitting)
@@ -255,7 +254,7 @@ class Assessor(Caching):
         if states_time(row) or not (memory or ran_out_of_memory(row)):
             measured = job_time(row, job, prediction)
         outcome = _memory(row, job, prediction, memory)
-        return dataclasses.replace(
+        return replace(
             outcome,
             predicted_s=prediction.iteration_time_s,
             measured_s=measured,

@@ -8,9 +8,9 @@ record. ``docs/accuracy.md`` lists them.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nest_megatron.cost_model.target_defaults import NEMO, TARGETS
@@ -66,7 +66,7 @@ def _defaults(source: str, flags: Flags, gpu: str = "") -> tuple[Default, ...]:
 
 
 def _over(target: Target, *defaults: Default, **changes: Any) -> Target:
-    return dataclasses.replace(target, defaults=(*defaults, *target.defaults), **changes)
+    return replace(target, defaults=(*defaults, *target.defaults), **changes)
 
 
 def _target(
@@ -109,7 +109,7 @@ _LEGACY = _target(
     {"async_tensor_traffic": False, "scatter_between_stages": True},
 )
 
-_DEEPSPEED_PIPELINE = dataclasses.replace(
+_DEEPSPEED_PIPELINE = replace(
     _LEGACY,
     reason=_LEGACY.reason + "; ZeRO-1 keeps its share of the gradients in float32 too",
     cost={**_LEGACY.cost, "optimizer_bytes": 16, "keeps_stage_outputs": True},
@@ -169,17 +169,17 @@ _FSDP = _fully_sharded(
     loss_traffic_bytes=40,
 )
 #: With kernels that a compiler fuses.
-_FSDP_COMPILED_LAYERS = dataclasses.replace(_FSDP, fitted="pytorch_fused")
+_FSDP_COMPILED_LAYERS = replace(_FSDP, fitted="pytorch_fused")
 #: Compiled, the loss keeps its 16-bit logits and makes their 16-bit gradient, nothing else: it
 #: reads them twice, then reads them and writes the gradient.
-_FSDP_COMPILED = dataclasses.replace(
+_FSDP_COMPILED = replace(
     _FSDP_COMPILED_LAYERS, cost={**_FSDP.cost, "loss_bytes": 4, "loss_traffic_bytes": 8}
 )
 #: Weights are loaded in 16 bits, and torch's Adam keeps gradients and moments as wide.
 _NARROW: Flags = {**_FSDP.cost, "gradient_bytes": 2, "optimizer_bytes": 4}
 #: SFT's loss works in chunks of tokens (``loss_type="chunked_nll"``); transformers checkpoints
 #: whole layers (``use_reentrant``).
-_TRL = dataclasses.replace(
+_TRL = replace(
     _FSDP,
     name="trl",
     framework="TRL",
@@ -191,7 +191,7 @@ _TRL = dataclasses.replace(
     },
 )
 #: ms-swift on DeepSpeed: the loss of a long sequence works in chunks (``CELOSS_PARALLEL_SIZE``).
-_SWIFT = dataclasses.replace(
+_SWIFT = replace(
     _TRL,
     name="ms_swift",
     framework="ms-swift on DeepSpeed",
@@ -216,7 +216,7 @@ _AUTOMODEL = _over(
     cost={**_NARROW, "loss_bytes": 8, "loss_traffic_bytes": 14},
 )
 #: Its dense models before they were compiled, whose loss is cast to float32.
-_AUTOMODEL_EAGER = dataclasses.replace(
+_AUTOMODEL_EAGER = replace(
     _AUTOMODEL, fitted=_FSDP.fitted, cost={**_AUTOMODEL.cost, "loss_traffic_bytes": 40}
 )
 _JAX = _fully_sharded(
@@ -224,7 +224,7 @@ _JAX = _fully_sharded(
 )
 
 #: Releases before NeMo 25.07 have no precision-aware optimizer.
-_NEMO_OLD = dataclasses.replace(
+_NEMO_OLD = replace(
     NEMO,
     name="nemo",
     framework="NeMo before 25.07",
@@ -236,7 +236,7 @@ _NEMO_OLD = dataclasses.replace(
 #: NeMo 1's distributed Adam keeps of a float32 weight the 16 bits that the bf16 weight lacks
 #: (nemo/collections/nlp/models/language_modeling/megatron_base_model.py ``setup_optimization``:
 #: ``store_param_remainders``). NeMo 2, of which the pages from 24.09 on are, has Megatron's.
-_NEMO_1 = dataclasses.replace(
+_NEMO_1 = replace(
     _NEMO_OLD,
     name="nemo_1",
     framework="NeMo 1",
@@ -379,7 +379,7 @@ _OTHER = _target(
 _CONTAINER = r"nvidia release|hugectr"
 
 #: Releases before 24.05, whose attention is cuDNN 8's.
-_NEMO_CUDNN_8 = dataclasses.replace(_NEMO_1, name="nemo_cudnn_8", fitted="nemo_cudnn_8")
+_NEMO_CUDNN_8 = replace(_NEMO_1, name="nemo_cudnn_8", fitted="nemo_cudnn_8")
 
 RULES: tuple[FrameworkRule, ...] = (
     FrameworkRule(r"megatron-?deepspeed", _DEEPSPEED_PIPELINE),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster, Precision
@@ -85,7 +84,7 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
     row, known = with_known_cells(row)
     rule, tuned = rule_of(row.get("framework", ""), row.get("gpu", "")), fine_tuning(row)
     match = _as_built(book.spec(row), rule.target)
-    spec = dataclasses.replace(match.spec, adapters=tuned.adapters)
+    spec = replace(match.spec, adapters=tuned.adapters)
     row = {**row, **tuned.columns}
     gpus = whole(row, "n_gpus")
     if not gpus:
@@ -174,7 +173,7 @@ def _grid(
     in_rounds = microbatches % dims.pipeline_model_parallel_size == 0
     if whole(row, "vp") is None and is_interleaved and not in_rounds:
         notes.append(f"no virtual stages: {microbatches} micro batches make no whole rounds")
-        dims = dataclasses.replace(dims, virtual_pipeline_model_parallel_size=1)
+        dims = replace(dims, virtual_pipeline_model_parallel_size=1)
     said = whole(row, "seq_parallel")
     sequence_parallel = flags.get("sequence_parallel") if said is None else said
     return PartialLayout(

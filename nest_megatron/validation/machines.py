@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from nest_megatron.catalogue_files import catalogue_entry
@@ -184,14 +185,14 @@ def machine_of(
             fitting = inside * largest_part(num_gpus // inside, most // inside)
         if fitting == 1 or len(levels) > 2:
             raise RefusedRowError("a job of no whole nodes", f"{num_gpus} GPUs on nodes of {most}")
-        levels = (dataclasses.replace(levels[0], num_devices=fitting), *levels[1:])
+        levels = (replace(levels[0], num_devices=fitting), *levels[1:])
         assumed = (*assumed, f"{fitting} of a node's {most} GPUs used")
     node = levels[0].num_devices or num_gpus
     fused = flash_attention and device.flash_attention
     cluster = Cluster(
         name=f"{name} x {num_gpus}",
         num_gpus=num_gpus,
-        accelerator=dataclasses.replace(device, flash_attention=fused),
+        accelerator=replace(device, flash_attention=fused),
         levels=levels,
         gpus_per_host=min(gpus_per_node or generation.host, node),
         description=network,
@@ -221,7 +222,7 @@ def network_levels(
     full_node = stated_node_size(network) or node
     said = adapters(network)
     if usual.is_rack and said.count and gpus_per_node:  # those of one host
-        said = dataclasses.replace(said, count=said.count * (node // gpus_per_node))
+        said = replace(said, count=said.count * (node // gpus_per_node))
     outer, outer_texts = _between(usual, full_node, min(sharing or node, full_node), said)
     return (*inner, outer), (*texts, *outer_texts)
 
@@ -251,7 +252,7 @@ def _inside(
     # Pairs are bought apart; a card of four is sold with its bridge.
     if node % joined == 0 and (joined > 2 or re.search(r"nvlink|bridge|pair", words)):
         group = links()[technology].level("pair" if joined == 2 else "bridge", joined, rate)
-        group = dataclasses.replace(group, reduction_efficiency=None)
+        group = replace(group, reduction_efficiency=None)
         return (group, inner) if node > joined else (group,)
     return (inner,)
 
@@ -271,7 +272,7 @@ def _between(
         texts = (*texts, "between nodes: InfiniBand assumed")
     if said.reduces:
         efficiency = links()[technology].tree_efficiency
-        level = dataclasses.replace(level, reduction_efficiency=efficiency)
+        level = replace(level, reduction_efficiency=efficiency)
     return level, texts
 
 

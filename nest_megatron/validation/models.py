@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +188,7 @@ def resized(match: ModelMatch, row: Row, name: ModelName) -> ModelMatch:
         most = min(spec.moe_router_topk, name.num_experts)
         changes |= {"num_experts": name.num_experts, "moe_router_topk": most}
     return ModelMatch(
-        spec=dataclasses.replace(spec, **changes),
+        spec=replace(spec, **changes),
         assumptions=(*match.assumptions, *filter(None, (cut, predicted))),
     )
 
@@ -262,7 +262,7 @@ def _tied_or_not(spec: TransformerSpec, row: Row) -> tuple[TransformerSpec, str]
     size = size_in_billions(row.get("params_b", "").replace(".", "p") + "b")
     if size is None:
         return spec, ""
-    untied = dataclasses.replace(spec, untie_embeddings_and_output_weights=True)
+    untied = replace(spec, untie_embeddings_and_output_weights=True)
     counts = {each: total_parameters(each) / 1e9 for each in (spec, untied)}
     if abs(counts[untied] - size) < abs(counts[spec] - size) / 2:
         return untied, f"embedding not tied, for {size:g} billion parameters"

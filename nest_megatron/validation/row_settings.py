@@ -7,10 +7,9 @@ Megatron here.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
@@ -390,11 +389,11 @@ def possible_grids(
     recomputes = _recomputes(
         row, spec, grid, recipe, keeps_dense="recompute_granularity" in defaults
     )
-    usual = dataclasses.replace(grid, execution=execution_of(defaults))
+    usual = replace(grid, execution=execution_of(defaults))
     for size in _micro_batches(row, grid):
         for recompute in recomputes:
             for each in dict.fromkeys((grid,) if recipe.certain else (grid, usual)):
-                found = dataclasses.replace(each, micro_batch_size=size, recompute=recompute)
+                found = replace(each, micro_batch_size=size, recompute=recompute)
                 yield found if recipe.certain else _as_it_runs(found)
 
 
@@ -416,7 +415,7 @@ def planned_grids(
             if allows_recompute(
                 LaunchRequest.of(
                     spec,
-                    dataclasses.replace(grid, recompute=recompute),
+                    replace(grid, recompute=recompute),
                     precision=precision,
                     version="0.20",  # the newest release
                 )
@@ -425,12 +424,12 @@ def planned_grids(
         ) or (grid.recompute,)
     for size in _micro_batches(row, grid):
         for recompute in settings:
-            found = dataclasses.replace(grid, micro_batch_size=size, recompute=recompute)
+            found = replace(grid, micro_batch_size=size, recompute=recompute)
             yield _as_it_runs(found)
 
 
 def _as_it_runs(grid: PartialLayout) -> PartialLayout:
-    return dataclasses.replace(grid, execution=allowed_execution(grid.execution, grid))
+    return replace(grid, execution=allowed_execution(grid.execution, grid))
 
 
 #: A setting of recomputation, or a module that is recomputed.

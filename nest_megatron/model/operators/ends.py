@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
+from dataclasses import replace
 
 from nest_megatron.model.block_parameters import decoder_of, encoder_of
 from nest_megatron.model.encoder import EncoderSpec
@@ -173,8 +173,8 @@ def _attention(vision: EncoderSpec, inner: TransformerSpec, own: LayerShard) -> 
     full = vision.num_full_attention_layers or 0
     windows = own.micro_batch_size * -(-inner.seq_length // window)
     inside = attention_graph(
-        dataclasses.replace(inner, seq_length=window),
-        dataclasses.replace(own, micro_batch_size=windows),
+        replace(inner, seq_length=window),
+        replace(own, micro_batch_size=windows),
     )
     return full * attention_graph(inner, own) + (vision.num_layers - full) * inside
 
@@ -213,7 +213,7 @@ def projector_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     if vision.frozen:
         return _forward_only(graph)
     operators = tuple(frozen_operator(op, has_backward=True) for op in graph.operators)
-    return dataclasses.replace(graph, operators=operators)
+    return replace(graph, operators=operators)
 
 
 def _parts(
@@ -221,7 +221,7 @@ def _parts(
 ) -> tuple[EncoderSpec, TransformerSpec, LayerShard]:
     """The encoder, its layers as a model, and how they are divided: as samples its images."""
     assert spec.vision is not None
-    own = dataclasses.replace(
+    own = replace(
         shard,
         tensor_model_parallel_size=shard.tensor_model_parallel_size if spec.vision.is_split else 1,
         context_parallel_size=1,

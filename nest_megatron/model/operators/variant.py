@@ -6,7 +6,7 @@ a norm is a streaming kernel that keeps its input, a cap one over what it caps.
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 from nest_megatron.model.block_parameters import decoder_of, encoder_of
 from nest_megatron.model.graph import LayerCollective, LayerGraph, Part
@@ -149,7 +149,7 @@ def _parallel_attention(graph: LayerGraph, spec: TransformerSpec, shard: LayerSh
         dropped.add("mlp_norm")
         silent.add("fc1")
         saved.append((Part.MLP_NORM, -graph.saved_by_part()[Part.MLP_NORM]))
-    return dataclasses.replace(
+    return replace(
         graph,
         operators=(
             *(each for each in graph.operators if each.name not in dropped),
@@ -207,4 +207,4 @@ def _head(graph: LayerGraph, spec: TransformerSpec, shard: LayerShard) -> LayerG
         logits = tokens * vocab * shard.activation_bytes
         operators.append(streaming("softcap", Part.HEAD, 4 * logits, backward=1.25, kernels=3))
         working += logits
-    return dataclasses.replace(graph, operators=tuple(operators), working_bytes=working)
+    return replace(graph, operators=tuple(operators), working_bytes=working)
