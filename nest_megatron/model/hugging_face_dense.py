@@ -95,7 +95,7 @@ def _chatglm(f: ConfigFields) -> Shape:
     norm = {epsilon: f.number(epsilon, 1e-5)}
     return joined(
         f,
-        sizes(num_layers="num_layers", ffn_hidden_size="ffn_hidden_size"),
+        sizes("num_layers", "ffn_hidden_size"),
         {
             "hidden_size": hidden,
             "num_attention_heads": heads,
@@ -138,7 +138,7 @@ def _absolute(f: ConfigFields) -> Shape:
         f,
         {"position_embedding_type": "learned_absolute"},
         UNGATED,
-        sizes(vocab_size="vocab_size"),
+        sizes("vocab_size"),
         untied,
     )
 

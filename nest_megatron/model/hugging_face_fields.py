@@ -324,8 +324,9 @@ def rotary(
     return read
 
 
-def sizes(**keys: str) -> Reader:
-    """Fields of a description by the key that a family has for each."""
+def sizes(*names: str, **keys: str) -> Reader:
+    """Fields of a description by the key that a family has for each, if not by the same name."""
+    keys = {**dict(zip(names, names, strict=True)), **keys}
     return lambda f: {field: f.whole(key) for field, key in keys.items()}
 
 
@@ -363,7 +364,7 @@ def decoder(
             "num_query_groups": fewer_groups(f.whole("num_key_value_heads", heads), heads),
             "kv_channels": None if size * heads == hidden else size,
         },
-        sizes(max_position_embeddings="max_position_embeddings", vocab_size="vocab_size"),
+        sizes("max_position_embeddings", "vocab_size"),
         rotary(),
         {"layernorm_epsilon": f.number("rms_norm_eps", 1e-6)},
         activation(act),

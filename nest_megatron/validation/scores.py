@@ -119,13 +119,12 @@ def rank_scores(pairs: Sequence[tuple[float, float]]) -> RankScores:
     >>> rank_scores([(1.0, 10.0), (2.0, 8.0), (3.0, 12.0)])
     RankScores(spearman=0.5, regret_pct=25.0, pairs=3, pairs_in_order=2)
     """
-    predicted = [pair[0] for pair in pairs]
-    measured = [pair[1] for pair in pairs]
+    predicted, measured = zip(*pairs, strict=True)
     chosen = measured[predicted.index(min(predicted))]
     order = [
-        (times[0] - others[0]) * (times[1] - others[1]) > 0
-        for times, others in itertools.combinations(pairs, 2)
-        if max(times[1], others[1]) > (1 + NOISE) * min(times[1], others[1])  # else it is a tie
+        (guess - other_guess) * (time - other_time) > 0
+        for (guess, time), (other_guess, other_time) in itertools.combinations(pairs, 2)
+        if max(time, other_time) > (1 + NOISE) * min(time, other_time)  # else it is a tie
     ]
     return RankScores(
         spearman=spearman(predicted, measured),
