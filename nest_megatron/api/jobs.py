@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +93,7 @@ def plan_job(
     if source_job is None:
         request = job_of_settings(settings, **how)
     else:
-        request = dataclasses.replace(source_job.request(settings), **how)
+        request = replace(source_job.request(settings), **how)
     return Plan(record=with_launch(require_plan(find_plan(request, on_progress), request.notes)))
 
 
@@ -120,11 +121,11 @@ def typed_command(
 ) -> TypedCommand:
     """A command of a Python call, checked; a path names a script."""
     require_release(version)
-    words: str | tuple[str, ...] = command if isinstance(command, str) else ()
+    words: str | tuple[str, ...]
     if isinstance(command, os.PathLike):
         words = ("bash", *words_of("command", [command]))
-    elif not isinstance(command, str):
-        words = words_of("command", command)
+    else:
+        words = command if isinstance(command, str) else words_of("command", command)
     return TypedCommand(text=words, free=words_of("free", free), version=version, strict=strict)
 
 
@@ -192,7 +193,7 @@ class SweepJob:
         if (command := self.command) is not None:
             found = plan_typed(command, self.composed(), begun_s, on_progress).plan
             notes = (*command.notes, *found.notes)
-            return Plan(record=dataclasses.replace(found, notes=notes))
+            return Plan(record=replace(found, notes=notes))
         composed, source_job = self.composed(), self.source_job
         return plan_job(composed, begun_s=begun_s, source_job=source_job, on_progress=on_progress)
 
@@ -231,7 +232,7 @@ def sweep_job(
             raise
         values = [str(error), *map(str, settings)]
     text = json.dumps([__version__, *values], sort_keys=True, default=str)
-    return dataclasses.replace(job, key=hashlib.sha256(text.encode()).hexdigest()[:16])
+    return replace(job, key=hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 @contextlib.contextmanager

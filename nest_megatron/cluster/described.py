@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from nest_megatron.cluster.discovery import with_hosts_of
 from nest_megatron.cluster.hosts import Host, describe_kinds, kinds, shown_names
@@ -56,7 +56,7 @@ def described(base: Cluster, hosts: Sequence[Host], topology: Topology | None) -
         notes += topology.notes
     assumed.append(f"latencies, and shares of rates that collectives reach: {base.name}")
     size = len(hosts) * (per_host or base.launch_gpus_per_host)
-    cluster = dataclasses.replace(cluster, levels=(node, *levels), num_gpus=size)
+    cluster = replace(cluster, levels=(node, *levels), num_gpus=size)
     return Described(cluster=cluster, seen=tuple(seen), assumed=tuple(assumed), notes=tuple(notes))
 
 
@@ -119,7 +119,7 @@ def _first_network_level(
     if max(rates.values()) > rate:
         others = sum(each > rate for each in rates.values())
         seen.append(f"{others} hosts have faster adapters, which the slowest host holds back")
-    return dataclasses.replace(
+    return replace(
         level, bandwidth_bytes_per_s=rate, source=f"seen: {source}; described: {level.source}"
     )
 
@@ -138,7 +138,7 @@ def _levels_above(
     if topology is None or not topology.level_names:
         scale = inner.bandwidth_bytes_per_s / old
         above = [
-            dataclasses.replace(x, bandwidth_bytes_per_s=x.bandwidth_bytes_per_s * scale)
+            replace(x, bandwidth_bytes_per_s=x.bandwidth_bytes_per_s * scale)
             for x in cluster.levels[2:]
         ]
         if above:
@@ -166,23 +166,15 @@ def _levels_above(
         assumed.append(f"above level {first}: {_share(share)}: {cluster.name}")
     node = cluster.levels[0].num_devices or 1
     rate, source = inner.bandwidth_bytes_per_s, inner.source
-    outer = dataclasses.replace(
-        inner, bandwidth_bytes_per_s=rate * share, source=f"{source}; {above_first}"
-    )
-    return [
-        dataclasses.replace(inner if name == first else outer, name=name, num_devices=size)
-        for name, size in (*_multiples(usual, node), ("fabric", None))
-    ]
-
-
-def _multiples(usual: Sequence[tuple[str, int]], node: int) -> Iterator[tuple[str, int]]:
-    """Levels of more than one group of the level inside, with their GPUs: whole such groups."""
-    inner = 1
-    for name, size in usual:
-        whole = size - size % inner
-        if whole > inner:
-            yield name, whole * node
-            inner = whole
+    outer = replace(inner, bandwidth_bytes_per_s=rate * share, source=f"{source}; {above_first}")
+    kept, hosts_inside = list[NetworkLevel](), 1
+    for name, size in usual:  # those of more than one group of the level inside, which are whole
+        whole = size - size % hosts_inside
+        if whole > hosts_inside:
+            level = inner if name == first else outer
+            kept.append(replace(level, name=name, num_devices=whole * node))
+            hosts_inside = whole
+    return [*kept, replace(outer, name="fabric", num_devices=None)]
 
 
 def _share(share: float) -> str:

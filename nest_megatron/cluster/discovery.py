@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from nest_megatron.cluster.records import Accelerator, Cluster
@@ -174,9 +174,9 @@ def with_hosts_of(cluster: Cluster, gpus_per_host: int) -> Cluster:
     """A catalogued cluster with another number of GPUs in each node, and as many nodes a level."""
     inner = cluster.levels[0].num_devices or cluster.num_gpus
     levels = tuple(
-        dataclasses.replace(level, num_devices=level.num_devices // inner * gpus_per_host)
+        replace(level, num_devices=level.num_devices // inner * gpus_per_host)
         if level.num_devices is not None
         else level
         for level in cluster.levels
     )
-    return dataclasses.replace(cluster, levels=levels, gpus_per_host=None)
+    return replace(cluster, levels=levels, gpus_per_host=None)

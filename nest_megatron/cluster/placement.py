@@ -7,10 +7,10 @@ group of the network, and no rank is taken to be nearer to another than it is.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.errors import UserInputError
@@ -88,14 +88,14 @@ def on_hosts(cluster: Cluster, groups: Groups) -> Cluster:
     kept, inner = [cluster.levels[0]], 1
     for level, hosts in zip(between, whole_groups(groups), strict=True):
         if hosts == len(groups):  # all are in one group: nothing lies outside of it
-            kept.append(dataclasses.replace(level, num_devices=None))
+            kept.append(replace(level, num_devices=None))
             break
         if hosts > inner:
-            kept.append(dataclasses.replace(level, num_devices=hosts * node))
+            kept.append(replace(level, num_devices=hosts * node))
             inner = hosts
     else:
         kept.append(cluster.levels[-1])
-    return dataclasses.replace(cluster, num_gpus=len(groups) * node, levels=tuple(kept))
+    return replace(cluster, num_gpus=len(groups) * node, levels=tuple(kept))
 
 
 def describe_groups(groups: Groups, level_names: Sequence[str]) -> str:

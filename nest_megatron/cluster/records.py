@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any
 
 from nest_megatron.errors import UserInputError, require_at_least
@@ -241,7 +241,7 @@ class Cluster:
 
     def resized(self, num_gpus: int) -> Cluster:
         """The same cluster with another number of devices."""
-        return dataclasses.replace(self, num_gpus=num_gpus)
+        return replace(self, num_gpus=num_gpus)
 
     def group_sizes(self) -> tuple[int, ...]:
         """Devices in one group of each level, the outermost taken as the whole cluster."""
@@ -355,8 +355,8 @@ def cluster_from_mapping(mapping: Mapping[str, object], *, num_gpus: int | None 
     _require_same_precisions(cluster.accelerator)
     *inner, outermost = cluster.levels
     bandwidth = outermost.bandwidth_bytes_per_s / oversubscription
-    outermost = dataclasses.replace(outermost, bandwidth_bytes_per_s=bandwidth)
-    return dataclasses.replace(cluster, levels=(*inner, outermost))
+    outermost = replace(outermost, bandwidth_bytes_per_s=bandwidth)
+    return replace(cluster, levels=(*inner, outermost))
 
 
 def accelerator_from_mapping(mapping: Mapping[str, object]) -> Accelerator:

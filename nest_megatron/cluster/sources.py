@@ -6,6 +6,7 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -92,8 +93,8 @@ class Sources:
         hosts = {host.name: host for host in self.hosts}
         for host in later.hosts:
             old = hosts.get(host.name)
-            keep = old is not None and old.gpus is not None and host.nvlinks is None
-            hosts[host.name] = old if keep and old is not None else host
+            if old is None or old.gpus is None or host.nvlinks is not None:
+                hosts[host.name] = host
         found: dict[str, Any] = {"hosts": tuple(hosts.values())}
         for name in ("topology", "adapters", "matrix", "gpu_names"):
             found[name] = getattr(later, name) or getattr(self, name)
@@ -136,10 +137,10 @@ class Sources:
             adapters = gpu_adapters(self.adapters, matrix, count or assumed or 1)
         if nvlinks is None and matrix is not None:
             nvlinks = matrix.nvlinks
-        known = dataclasses.replace(host, adapters=adapters, nvlinks=nvlinks)
+        known = replace(host, adapters=adapters, nvlinks=nvlinks)
         if host.gpu_count or not count:
             return known
-        return dataclasses.replace(known, num_gpus=count, counted_by=program)
+        return replace(known, num_gpus=count, counted_by=program)
 
 
 def slurm_job(environment: Mapping[str, str]) -> Sources:
@@ -165,7 +166,7 @@ def slurm_job(environment: Mapping[str, str]) -> Sources:
             found = found.joined(_PROGRAMS[program][1](output_of([*program.split(), *more])))
         except UserInputError as error:
             said = f"{error.what}: {error.limit}"
-            found = dataclasses.replace(found, unseen=(*found.unseen, said))
+            found = replace(found, unseen=(*found.unseen, said))
     return found
 
 
@@ -351,7 +352,7 @@ def saved_output(path: Path) -> Sources:
         if re.match(form, text, re.MULTILINE):
             found = parse(text)
             output = Output(file=path.name, program=program, contents=found)
-            return dataclasses.replace(found, outputs=(output,))
+            return replace(found, outputs=(output,))
     raise UserInputError(
         "--read",
         str(path),

@@ -41,21 +41,16 @@ def named_cluster(name: str) -> Cluster:
 
 def read_spec(settings: Settings) -> TransformerSpec:
     """The model, at the sequence length that was asked for; ``UserInputError`` if there is none."""
-    if settings.model is None and settings.flags is not None:
-        raise UserInputError(
-            "model",
-            None,
-            f"no model is given that has {settings.flags}",
-            "Name one: model=NAME, or add --from with your command.",
-        )
     if settings.model is None:
-        raise UserInputError(
-            "model",
-            None,
-            "no model is given",
+        limit = "no model is given"
+        fix = (
             "Add for example model=llama3_70b (`nest-megatron models` lists them); plan, "
-            "estimate, tune and whatif read your command, too (--from).",
+            "estimate, tune and whatif read your command, too (--from)."
         )
+        if settings.flags is not None:
+            limit += f" that has {settings.flags}"
+            fix = "Name one: model=NAME, or add --from with your command."
+        raise UserInputError("model", None, limit, fix)
     spec = with_seq_length(spec_from_mapping(settings.model), settings.train.seq_length)
     spec = replace(spec, adapters=read_adapters(settings) or spec.adapters)
     if settings.checks.plausibility:

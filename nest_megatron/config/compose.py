@@ -245,7 +245,7 @@ def _entry(group: str, name: str, folder: Path | None) -> Fields:
 
 
 def _with_included(
-    group: str, fields: Fields, folder: Path | None, accelerator: str | None = None
+    group: str, fields: Fields, folder: Path | None, accelerator: str | None
 ) -> Fields:
     """A description with what its ``defaults`` include, in their order.
 

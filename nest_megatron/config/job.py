@@ -51,6 +51,9 @@ from nest_megatron.packages import installed_version
 from nest_megatron.plain import frozen
 from nest_megatron.planner.request import NumericOffer
 
+#: Values by Megatron's names.
+Flags = Mapping[str, Any]
+
 
 @frozen
 class LaunchedRanks:
@@ -108,7 +111,7 @@ class ReadCommand:
     launcher: tuple[str, ...]
     script: str
     options: tuple[Option, ...]
-    values: Mapping[str, Any]
+    values: Flags
     explicit: frozenset[str]
     unknown: tuple[str, ...]
     notes: tuple[str, ...]
@@ -200,9 +203,9 @@ class Job:
     micro_batch_size: int | None = None
     precision: Precision = Precision.BF16
     transformer_impl: str = "transformer_engine"
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    stated: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Flags = field(default_factory=dict)
+    stated: Flags = field(default_factory=dict)
+    options: Flags = field(default_factory=dict)
     free: tuple[str, ...] = ()
     free_option: str = "--free"
     required: Mapping[str, Requirement] = field(default_factory=dict)
@@ -212,8 +215,8 @@ class Job:
     sharding: DataParallelSharding = DataParallelSharding.DDP
     ckpt_format: str | None = None
     save_interval: int | None = None
-    memory_flags: Mapping[str, Any] = field(default_factory=dict)
-    on_blackwell: Mapping[str, Any] = field(default_factory=dict)
+    memory_flags: Flags = field(default_factory=dict)
+    on_blackwell: Flags = field(default_factory=dict)
     graphs: CudaGraphs | None = None
     capturable: bool = True
     packs: bool = False
@@ -231,7 +234,7 @@ class Job:
     notes: tuple[str, ...] = ()
 
     @property
-    def values(self) -> Mapping[str, Any]:
+    def values(self) -> Flags:
         """What it says of its layout, by Megatron's names: all flags of a command."""
         return self.command.values if self.command else self.stated
 
@@ -285,13 +288,6 @@ def fixed_choices(
     own = set(typed) - set(freed)
     set_by_user = (name for name, flags in EXECUTION_ARGUMENTS.items() if own.intersection(flags))
     return frozenset((*keep, *set_by_user))
-
-
-def known_packages(settings: Settings, installed: Iterable[str]) -> frozenset[str]:
-    """Packages known to be where the job runs; ``UserInputError`` for one that no choice needs."""
-    for name in settings.search.packages:
-        require_known("search.packages", name, Package, "no choice needs such a package")
-    return frozenset((*settings.search.packages, *installed))
 
 
 def fields_of(target: Target) -> frozenset[str] | None:
@@ -391,13 +387,16 @@ class CostInputs:
             is_steady: every step runs as many micro batches.
         """
         job, costs = self._job, self.costs()
+        packages = self._settings.search.packages
+        for name in packages:
+            require_known("search.packages", name, Package, "no choice needs such a package")
         has_graphs = is_within(self._target.megatron_core, since=_GRAPHS_SINCE)
         return KnobConditions(
             spec=self._spec,
             accelerator=self._accelerator,
             fp8_recipe=costs.traits.fp8_recipe.value if costs.precision.is_quantized else None,
             precision=costs.precision,
-            packages=known_packages(self._settings, job.packages),
+            packages=frozenset((*packages, *job.packages)),
             fixed=fixed_choices(self._settings, job.fixed, freed),
             has_engine=job.transformer_impl != "local",
             capturable=job.capturable and is_steady and has_graphs,
@@ -420,7 +419,7 @@ class CostInputs:
         return tuple(found)
 
     def _open_knobs(
-        self, knobs: Iterable[NumericKnob], flags: Mapping[str, Any]
+        self, knobs: Iterable[NumericKnob], flags: Flags
     ) -> list[tuple[NumericKnob, str]]:
         """Those of some choices that a job of these flags has not made, and what its user sets."""
         target, spec = self._target, self._spec
@@ -449,7 +448,7 @@ def read_precision(settings: Settings, own: Precision = Precision.BF16) -> Preci
     return own if named is None else choice("train.precision", named, Precision)
 
 
-def recipe_flags(settings: Settings) -> Mapping[str, Any]:
+def recipe_flags(settings: Settings) -> Flags:
     """How scales of fp8 numbers are found, where the configuration says it, as Megatron's flag."""
     named = settings.train.fp8_recipe
     if named is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from nest_megatron.config.defaults import naming_defaults, with_defaults
 from nest_megatron.config.overrides import (
@@ -149,8 +148,11 @@ def read_launch(words: LaunchWords) -> LaunchConfig:
     with naming_defaults(words.launch):
         config = OmegaConf.structured(LaunchConfig)
         for setting in words.launch:
+            value = typed_value(setting, f"nest.{setting.key}")
+            if isinstance(value, str) and setting.key in ("free", "may_differ"):
+                value = [value]  # one name is a list of one
             try:
-                OmegaConf.update(config, setting.key, _value(setting))
+                OmegaConf.update(config, setting.key, value)
             except OmegaConfBaseException as error:
                 raise UserInputError(
                     f"nest.{setting.key}", setting.value, type_limit(error), "Correct the value."
@@ -162,12 +164,6 @@ def read_launch(words: LaunchWords) -> LaunchConfig:
             if words.mode is mode and any(s.key == key for s in words.launch):
                 raise UserInputError(f"nest.{key}", getattr(launch, key), limit, fix)
         return launch
-
-
-def _value(setting: Setting) -> Any:
-    """A value by Hydra's grammar, without its unit; one name for ``free`` is a list of one."""
-    value = typed_value(setting, f"nest.{setting.key}")
-    return [value] if isinstance(value, str) and setting.key in ("free", "may_differ") else value
 
 
 def _check(launch: LaunchConfig) -> None:

@@ -371,15 +371,16 @@ def _layer_times(
     """Measured times of the model's layers, and notes; ``versions`` as of ``request_for``."""
     mode = choice(typed_setting("profile.mode"), settings.profile.mode, ProfileMode)
     require_seconds(typed_setting("profile.max_seconds"), settings.profile.max_seconds)
+    precision = read_precision(settings, job.precision)
     named = (
         f"model={settings.given.get('model') or spec.name} train.seq_length={spec.seq_length} "
         f"cluster={settings.given.get('cluster') or cluster.name} "
-        f"train.precision={read_precision(settings, job.precision)}"
+        f"train.precision={precision}"
     )
     timed = TimedJob(
         spec=spec,
         accelerator=cluster.accelerator,
-        precision=read_precision(settings, job.precision),
+        precision=precision,
         versions=versions or {},
         command=named if settings.model else "--from <your script and its flags>",
         implementation=job.transformer_impl,

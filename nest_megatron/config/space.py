@@ -351,31 +351,27 @@ def space_of_framework(
 
 def check_quotients(space: SearchSpace, gpus: int, batch: int) -> None:
     """Say it at once where fixed degrees and the GPUs, or the batch, have no whole quotient."""
-    if space.use_all_gpus:
-        _check_divides(
-            space,
-            (*REPLICA_DEGREES, "data_parallel_size"),
+    for is_whole, whole, names, words in (
+        (
+            space.use_all_gpus,
             gpus,
+            (*REPLICA_DEGREES, "data_parallel_size"),
             f"the {gpus} GPUs, which all take part",
-        )
-    if batch > 0:
-        _check_divides(
-            space,
-            ("data_parallel_size", "micro_batch_size"),
+        ),
+        (
+            batch > 0,
             batch,
+            ("data_parallel_size", "micro_batch_size"),
             f"the global batch of {batch} sequences",
-        )
-
-
-def _check_divides(space: SearchSpace, names: Iterable[str], whole: int, words: str) -> None:
-    fixed = {name: space.fixed[name] for name in names if name in space.fixed}
-    product = math.prod(fixed.values())
-    if whole % product:
-        limit = f"it must divide {words}"
-        fix = "Change it, or leave it out to have it searched."
-        if len(fixed) > 1:
-            fix = "Change one of them or more, or leave out what may be searched."
-        raise UserInputError(" * ".join(fixed), product, limit, fix)
+        ),
+    ):
+        fixed = {name: space.fixed[name] for name in names if name in space.fixed}
+        product = math.prod(fixed.values())
+        if is_whole and whole % product:
+            fix = "Change it, or leave it out to have it searched."
+            if len(fixed) > 1:
+                fix = "Change one of them or more, or leave out what may be searched."
+            raise UserInputError(" * ".join(fixed), product, f"it must divide {words}", fix)
 
 
 def estimate_layout(settings: Settings, request: Request) -> ParallelPlan:

@@ -4,40 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from nest_megatron.model.encoder import EncoderSpec
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.model.variant import Bias, NormParameters, NormPlacement
 
 
+@functools.lru_cache(maxsize=256)
 def encoder_of(spec: TransformerSpec) -> TransformerSpec:
     """The first stack of a T5-like model, or of images, as a model that attends both ways."""
-    if spec.vision is not None:
-        return _image_encoder(spec.name, spec.vision)
-    assert spec.encoder_num_layers is not None
-    return dataclasses.replace(
-        spec,
-        family=ModelFamily.BERT,
-        num_layers=spec.encoder_num_layers,
-        encoder_num_layers=None,
-        decoder_seq_length=None,
-    )
-
-
-@functools.lru_cache(maxsize=256)
-def _image_encoder(name: str, vision: EncoderSpec) -> TransformerSpec:
+    vision = spec.vision
+    if vision is None:
+        assert spec.encoder_num_layers is not None
+        return replace(
+            spec,
+            family=ModelFamily.BERT,
+            num_layers=spec.encoder_num_layers,
+            encoder_num_layers=None,
+            decoder_seq_length=None,
+        )
     same = {field.name for field in dataclasses.fields(TransformerSpec)} - {"vision"}
-    shared = {
-        field.name: getattr(vision, field.name)
-        for field in dataclasses.fields(vision)
-        if field.name in same
-    }
+    names = same.intersection(field.name for field in dataclasses.fields(vision))
     return TransformerSpec(
-        **shared,
-        name=f"{name}: encoder",
+        **{name: getattr(vision, name) for name in names},
+        name=f"{spec.name}: encoder",
         family=ModelFamily.BERT,
         seq_length=vision.num_tokens,
         vocab_size=1,
@@ -49,7 +42,7 @@ def decoder_of(spec: TransformerSpec) -> TransformerSpec:
     """The second stack of a T5-like model by itself; of others the model."""
     if spec.decoder_seq_length is None:
         return spec
-    return dataclasses.replace(
+    return replace(
         spec,
         family=ModelFamily.GPT,
         seq_length=spec.decoder_seq_length,
@@ -67,8 +60,8 @@ def sized(spec: TransformerSpec, block: LayerBlock) -> TransformerSpec:
 def _sized(spec: TransformerSpec, block: LayerBlock) -> TransformerSpec:
     assert block.size is not None
     if block.base is LayerBlock.DENSE:
-        return dataclasses.replace(spec, ffn_hidden_size=block.size, heterogeneous_layers=())
-    return dataclasses.replace(spec, num_query_groups=block.size, heterogeneous_layers=())
+        return replace(spec, ffn_hidden_size=block.size, heterogeneous_layers=())
+    return replace(spec, num_query_groups=block.size, heterogeneous_layers=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +80,7 @@ class ParameterCount:
     frozen_expert: int = 0
 
     def __add__(self, other: ParameterCount) -> ParameterCount:
-        return ParameterCount(
-            self.dense + other.dense,
-            self.expert + other.expert,
-            self.frozen_dense + other.frozen_dense,
-            self.frozen_expert + other.frozen_expert,
-        )
+        return ParameterCount(*map(operator.add, self._each, other._each))
 
     def times(self, count: int) -> ParameterCount:
         """Those of so many."""
@@ -254,7 +242,7 @@ def mlp(spec: TransformerSpec, ffn: int, tp: int, width: int | None = None) -> i
         width: of the tokens, if not the hidden size.
     """
     hidden = width or spec.hidden_size
-    inner = ffn * (2 if spec.gated_linear_unit else 1) // tp
+    inner = ffn * spec.num_gates // tp
     count = hidden * inner + ffn // tp * hidden
     has_bias = spec.add_bias_linear or spec.variant.has_bias(Bias.MLP)
     return count + (inner + hidden if has_bias else 0)
@@ -293,7 +281,7 @@ def _linear(spec: TransformerSpec, tp: int) -> int:
     Source: ``megatron.core.transformer.heterogeneous.linear_replacements``.
     """
     outputs = spec.hidden_size // tp
-    return norm(spec, spec.hidden_size) + (spec.hidden_size + bool(spec.add_bias_linear)) * outputs
+    return norm(spec, spec.hidden_size) + (spec.hidden_size + spec.add_bias_linear) * outputs
 
 
 _COUNTS: Mapping[LayerBlock, Callable[[TransformerSpec, int], int]] = {

@@ -90,9 +90,12 @@ def spec_from_arguments(
         "num_attention_heads": values.get("num_attention_heads"),
         "apply_layernorm_1p": bool(centered),
         "mtp_num_layers": values.get("mtp_num_layers") or None,
-        **_window(values),
         **_variant(values, spelled),
     }
+    window = values.get("window_size")
+    if window and window[0] >= 0:  # Megatron counts the tokens to the left of a token
+        found["window_size"] = int(window[0]) + 1
+        found["window_attn_skip_freq"] = _frequency(values.get("window_attn_skip_freq"))
     hybrid = fields.get("hybrid_layer_pattern")
     if values.get("group_query_attention"):
         found["num_query_groups"] = values.get("num_query_groups")
@@ -141,14 +144,6 @@ def _frequency(value: Any) -> int | tuple[int, ...] | None:
 
 def _chosen_values(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {name: values[name] for name in names if values.get(name) is not None}
-
-
-def _window(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The sliding window; Megatron counts the tokens to the left of a token."""
-    window, skip = values.get("window_size"), values.get("window_attn_skip_freq")
-    if not window or window[0] < 0:
-        return {}
-    return {"window_size": int(window[0]) + 1, "window_attn_skip_freq": _frequency(skip)}
 
 
 #: Values that the cost model knows how to price.

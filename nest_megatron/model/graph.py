@@ -149,7 +149,7 @@ class LayerGraph:
             not among ``saved_bytes``.
     """
 
-    operators: tuple[Operator, ...]
+    operators: tuple[Operator, ...] = ()
     collectives: tuple[LayerCollective, ...] = ()
     input_bytes: float = 0.0
     saved_bytes: tuple[tuple[Part, float], ...] = ()
@@ -167,7 +167,7 @@ class LayerGraph:
         )
 
     def __rmul__(self, count: int) -> LayerGraph:
-        return functools.reduce(operator.add, count * [self], LayerGraph(operators=()))
+        return functools.reduce(operator.add, count * [self], LayerGraph())
 
     def with_input(self, num_bytes: float) -> LayerGraph:
         """The graph of a unit that begins with an MLP: what its residual saves is its input."""

@@ -18,7 +18,7 @@ from nest_megatron.model.hugging_face_fields import (
     WIDE_QK_NORM,
     ConfigFields,
     Family,
-    Part,
+    Parts,
     Shape,
     activation,
     decoder,
@@ -97,7 +97,7 @@ def _chatglm(f: ConfigFields) -> Shape:
     norm = {epsilon: f.number(epsilon, 1e-5)}
     return joined(
         f,
-        sizes(num_layers="num_layers", ffn_hidden_size="ffn_hidden_size"),
+        sizes("num_layers", "ffn_hidden_size"),
         {
             "hidden_size": hidden,
             "num_attention_heads": heads,
@@ -140,7 +140,7 @@ def _absolute(f: ConfigFields) -> Shape:
         f,
         {"position_embedding_type": "learned_absolute"},
         UNGATED,
-        sizes(vocab_size="vocab_size"),
+        sizes("vocab_size"),
         untied,
     )
 
@@ -210,33 +210,33 @@ def _absolute_positions(f: ConfigFields) -> Shape:
     return {}
 
 
-LLAMA: tuple[Part, ...] = (decoder, ALL_BIASES)
-HUNYUAN: tuple[Part, ...] = (
+LLAMA: Parts = (decoder, ALL_BIASES)
+HUNYUAN: Parts = (
     qk_norm,
     repeats(attention_head_dim=head_size, use_rotary_pos_emb=True),
 )
-MISTRAL: tuple[Part, ...] = (decoder, windows)
+MISTRAL: Parts = (decoder, windows)
 #: Qwen windows the upper layers, where it does at all.
 UPPER_WINDOWS = where("use_sliding_window", upper_windows)
 _BIASED: Shape = {"add_bias_linear": True}
-_GEMMA: tuple[Part, ...] = (
+_GEMMA: Parts = (
     partial(decoder, act="hidden_activation"),
     ALL_BIASES,
     activation("hidden_activation", "gelu_pytorch_tanh"),
     SANDWICH_NORM,
     _capped,
 )
-_OLMO2: tuple[Part, ...] = (*LLAMA, POST_NORM, WIDE_QK_NORM)
-_COHERE: tuple[Part, ...] = (*LLAMA, layer_norm(learned=NormParameters.WEIGHT), side_by_side())
-_GLM: tuple[Part, ...] = (decoder, rotary(0.5), linear_biases(qkv="attention_bias"))
-_GPT_J: tuple[Part, ...] = (
+_OLMO2: Parts = (*LLAMA, POST_NORM, WIDE_QK_NORM)
+_COHERE: Parts = (*LLAMA, layer_norm(learned=NormParameters.WEIGHT), side_by_side())
+_GLM: Parts = (decoder, rotary(0.5), linear_biases(qkv="attention_bias"))
+_GPT_J: Parts = (
     _gpt,
     _rotated_channels,
     linear_biases(mlp=True),
     side_by_side(),
     extra_biases(Bias.OUTPUT_LAYER),
 )
-_WITHOUT_HEAD_DIM = partial(decoder, has_head_dim=False)
+WITHOUT_HEAD_DIM = partial(decoder, has_head_dim=False)
 
 FAMILIES: Mapping[str, Family] = {
     "llama": ("Llama 1 to 3", LLAMA),
@@ -365,7 +365,7 @@ FAMILIES: Mapping[str, Family] = {
     "persimmon": (
         "Persimmon: squared ReLU, biases everywhere, norms of queries and keys",
         (
-            _WITHOUT_HEAD_DIM,
+            WITHOUT_HEAD_DIM,
             layer_norm(),
             rotary(0.5),
             same_biases(True),
@@ -376,7 +376,7 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_neox": (
         "GPT-NeoX and Pythia: attention beside the MLP, with a norm for each",
         (
-            _WITHOUT_HEAD_DIM,
+            WITHOUT_HEAD_DIM,
             layer_norm(),
             rotary(0.25, "rotary_pct", "rotary_emb_base"),
             linear_biases(qkv="attention_bias", projection="attention_bias", mlp=True),

@@ -6,13 +6,19 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from nest_megatron.errors import UnplannableModelError
-from nest_megatron.model.hugging_face_dense import HUNYUAN, MISTRAL, UPPER_WINDOWS, upper_windows
+from nest_megatron.model.hugging_face_dense import (
+    HUNYUAN,
+    MISTRAL,
+    UPPER_WINDOWS,
+    WITHOUT_HEAD_DIM,
+    upper_windows,
+)
 from nest_megatron.model.hugging_face_fields import (
     ROUTED_BIASES,
     WIDE_QK_NORM,
     ConfigFields,
     Family,
-    Part,
+    Parts,
     Reader,
     Shape,
     decoder,
@@ -242,7 +248,7 @@ def _hunyuan_moe(f: ConfigFields) -> Shape:
     }
 
 
-_OF_DEEPSEEK: tuple[Part, ...] = (
+_OF_DEEPSEEK: Parts = (
     decoder,
     _latent_attention,
     experts("n_routed_experts", "moe_intermediate_size"),
@@ -250,10 +256,16 @@ _OF_DEEPSEEK: tuple[Part, ...] = (
     predicted_tokens("num_nextn_predict_layers"),
     where("attention_bias", extra_biases(Bias.LATENT_DOWN, Bias.PROJECTION)),
 )
-_DEEPSEEK_V32: tuple[Part, ...] = (*_OF_DEEPSEEK, _deepseek_layers, BALANCED, _indexer)
+#: Experts balanced by a bias in all layers but the first ones, and shared ones.
+_BEHIND_DENSE: Parts = (
+    BALANCED,
+    experts("n_routed_experts", "moe_intermediate_size"),
+    _behind_dense,
+    _shared("n_shared_experts"),
+)
+_DEEPSEEK_V32: Parts = (*_OF_DEEPSEEK, _deepseek_layers, BALANCED, _indexer)
 _OF_LOCAL_EXPERTS = experts("num_local_experts", "intermediate_size")
-_WITHOUT_HEAD_DIM = partial(decoder, has_head_dim=False)
-GRANITE: tuple[Part, ...] = (decoder, ROUTED_BIASES, _OF_LOCAL_EXPERTS)
+GRANITE: Parts = (decoder, ROUTED_BIASES, _OF_LOCAL_EXPERTS)
 
 FAMILIES: Mapping[str, Family] = {
     "mixtral": ("Mixtral", (*MISTRAL, _OF_LOCAL_EXPERTS)),
@@ -314,7 +326,7 @@ FAMILIES: Mapping[str, Family] = {
     "phimoe": (
         "Phi 3.5 MoE: LayerNorm, a bias on the output layer",
         (
-            _WITHOUT_HEAD_DIM,
+            WITHOUT_HEAD_DIM,
             layer_norm("rms_norm_eps"),
             windows,
             ROUTED_BIASES,
@@ -325,7 +337,7 @@ FAMILIES: Mapping[str, Family] = {
     "olmoe": (
         "OLMoE: norms of queries and keys over all heads",
         (
-            _WITHOUT_HEAD_DIM,
+            WITHOUT_HEAD_DIM,
             ROUTED_BIASES,
             WIDE_QK_NORM,
             experts("num_experts", "intermediate_size"),
@@ -338,10 +350,7 @@ FAMILIES: Mapping[str, Family] = {
             rotary(0.5),
             linear_biases(qkv="attention_bias", routed=True),
             switches(qk_layernorm="use_qk_norm"),
-            BALANCED,
-            experts("n_routed_experts", "moe_intermediate_size"),
-            _behind_dense,
-            _shared("n_shared_experts"),
+            *_BEHIND_DENSE,
             predicted_tokens("num_nextn_predict_layers"),
         ),
     ),
@@ -353,10 +362,7 @@ FAMILIES: Mapping[str, Family] = {
             ROUTED_BIASES,
             qk_norm,
             repeats(moe_layer_freq=1),
-            BALANCED,
-            experts("n_routed_experts", "moe_intermediate_size"),
-            _behind_dense,
-            _shared("n_shared_experts"),
+            *_BEHIND_DENSE,
         ),
     ),
     "llama4_text": (

@@ -139,13 +139,10 @@ class ConfigFields:
             UnplannableModelError: for one that by its name describes a part of the model.
         """
         lacking = sorted(self._queried - self._config.keys())
-        known = self._queried | self._weightless
-        unread = sorted(
-            key
-            for key in self._set()
-            if key not in known and not is_harmless(key)
-            if not (key == "layer_types" and self._is_full(self._config[key]))
-        )
+        known, kinds = self._queried | self._weightless, self._config.get("layer_types")
+        if isinstance(kinds, list) and {*map(str, kinds)} == {_FULL_ATTENTION}:
+            known.add("layer_types")
+        unread = sorted(key for key in self._set() if key not in known and not is_harmless(key))
         for key in unread:
             if close := difflib.get_close_matches(key, lacking, n=1, cutoff=_NEARLY):
                 raise self.wrong(key, "there is no such field", f"Write {close[0]}.")
@@ -157,10 +154,6 @@ class ConfigFields:
                     UnplannableModelError,
                 )
         return tuple(unread)
-
-    @staticmethod
-    def _is_full(value: object) -> bool:
-        return isinstance(value, list) and set(map(str, value)) == {_FULL_ATTENTION}
 
     def whole(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         """A whole number of at least ``least``; required where no default is given.
@@ -262,8 +255,9 @@ Shape = dict[str, Any]
 Reader = Callable[[ConfigFields], Shape]
 #: A part of a description, or what reads it.
 Part = Shape | Reader
+Parts = tuple[Part, ...]
 #: What a type is, and the parts of its description; of a field that several have the last counts.
-Family = tuple[str, tuple[Part, ...]]
+Family = tuple[str, Parts]
 
 _ACTIVATIONS: Mapping[str, str] = {
     **dict.fromkeys(("silu", "swish"), "silu"),
@@ -346,8 +340,9 @@ def rotary(
     return read
 
 
-def sizes(**keys: str) -> Reader:
-    """Fields of a description by the key that a family has for each."""
+def sizes(*names: str, **keys: str) -> Reader:
+    """Fields of a description by the key that a family has for each, if not by the same name."""
+    keys = {**dict(zip(names, names, strict=True)), **keys}
     return lambda f: {field: f.whole(key) for field, key in keys.items()}
 
 
@@ -378,21 +373,6 @@ def head_size(f: ConfigFields) -> int:
     return f.whole("head_dim", f.whole("hidden_size") // f.whole("num_attention_heads"))
 
 
-def attention(f: ConfigFields, *, has_head_dim: bool = True) -> Shape:
-    """Heads, query groups (if fewer) and head size (if not the quotient).
-
-    Args:
-        has_head_dim: the family has a ``head_dim``.
-    """
-    heads, hidden = f.whole("num_attention_heads"), f.whole("hidden_size")
-    size = head_size(f) if has_head_dim else hidden // heads
-    return {
-        "num_attention_heads": heads,
-        "num_query_groups": fewer_groups(f.whole("num_key_value_heads", heads), heads),
-        "kv_channels": None if size * heads == hidden else size,
-    }
-
-
 def fewer_groups(groups: int, heads: int) -> int | None:
     """Query groups where they are fewer than the heads."""
     return None if groups == heads else groups
@@ -405,18 +385,24 @@ def decoder(
     has_head_dim: bool = True,
     ffn: str = "intermediate_size",
 ) -> Shape:
-    """What all Llama-like decoders share.
+    """What all Llama-like decoders share; query groups if fewer, head size if not the quotient.
 
     Args:
         act: the key that names their activation.
-        has_head_dim: as of ``attention``.
+        has_head_dim: the family has a ``head_dim``.
         ffn: the key of the inner size of their MLP.
     """
+    heads, hidden = f.whole("num_attention_heads"), f.whole("hidden_size")
+    size = head_size(f) if has_head_dim else hidden // heads
     return joined(
         f,
         sizes(num_layers="num_hidden_layers", hidden_size="hidden_size", ffn_hidden_size=ffn),
-        attention(f, has_head_dim=has_head_dim),
-        sizes(max_position_embeddings="max_position_embeddings", vocab_size="vocab_size"),
+        {
+            "num_attention_heads": heads,
+            "num_query_groups": fewer_groups(f.whole("num_key_value_heads", heads), heads),
+            "kv_channels": None if size * heads == hidden else size,
+        },
+        sizes("max_position_embeddings", "vocab_size"),
         rotary(),
         {"layernorm_epsilon": f.number("rms_norm_eps", 1e-6)},
         activation(act),

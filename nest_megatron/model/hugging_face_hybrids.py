@@ -24,7 +24,7 @@ from nest_megatron.model.hugging_face_fields import (
     UNGATED,
     ConfigFields,
     Family,
-    Part,
+    Parts,
     Reader,
     Shape,
     activation,
@@ -155,7 +155,7 @@ def _routed(f: ConfigFields) -> Shape:
         experts("n_routed_experts", "moe_intermediate_size"),
         shared_experts(shared),
         BALANCED,
-        {} if f.get("moe_latent_size") is None else sizes(moe_latent_size="moe_latent_size"),
+        {} if f.get("moe_latent_size") is None else sizes("moe_latent_size"),
     )
 
 
@@ -184,16 +184,16 @@ def _linear(f: ConfigFields) -> Shape:
 
 
 #: Gated delta nets and gated attention, beside what works on each token.
-_GATED_DELTA: tuple[Part, ...] = (
+_GATED_DELTA: Parts = (
     rotary(0.25),
     ROUTED_BIASES,
     qk_norm,
     repeats(attn_output_gate=True),
     {"attention_output_gate": True, "apply_layernorm_1p": True},
     _linear,
-    sizes(**{name: name for name in DELTA_NET_SIZES}),
+    sizes(*DELTA_NET_SIZES),
 )
-_QWEN_EXPERTS: tuple[Part, ...] = (qwen_experts, gated_shared_expert)
+_QWEN_EXPERTS: Parts = (qwen_experts, gated_shared_expert)
 
 FAMILIES: Mapping[str, Family] = {
     "bamba": (
@@ -208,9 +208,9 @@ FAMILIES: Mapping[str, Family] = {
         "Mamba-2 alone",
         (
             sizes(
-                hidden_size="hidden_size",
+                "hidden_size",
+                "vocab_size",
                 ffn_hidden_size="hidden_size",
-                vocab_size="vocab_size",
                 mamba_num_heads="num_heads",
                 mamba_head_dim="head_dim",
                 mamba_num_groups="n_groups",
@@ -230,12 +230,12 @@ FAMILIES: Mapping[str, Family] = {
         "Nemotron-H and Nemotron 3: the pattern is Megatron's own",
         (
             sizes(
-                hidden_size="hidden_size",
-                num_attention_heads="num_attention_heads",
-                max_position_embeddings="max_position_embeddings",
-                vocab_size="vocab_size",
-                mamba_num_heads="mamba_num_heads",
-                mamba_head_dim="mamba_head_dim",
+                "hidden_size",
+                "num_attention_heads",
+                "max_position_embeddings",
+                "vocab_size",
+                "mamba_num_heads",
+                "mamba_head_dim",
             ),
             activation("mlp_hidden_act", "relu2"),
             UNGATED,

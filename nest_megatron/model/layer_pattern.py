@@ -438,23 +438,19 @@ def two_block_kinds(
 ) -> tuple[LayerKind, ...]:
     """Layers of attention and MLP or experts; linear attention goes before windows and chunks."""
     mixers = [LayerBlock.ATTENTION] * num_layers
-    if chunked[0]:  # a list marks the layers without rotation, which attend in full
-        unrotated = chunked[1] if isinstance(chunked[1], tuple) else None
-        flags = tuple(1 - flag for flag in unrotated) if unrotated else chunked[1]
-        _mark(mixers, LayerBlock.CHUNKED_ATTENTION, layer_flags("no_rope_freq", flags, num_layers))
+    has_chunks, rotated = chunked
+    if isinstance(rotated, tuple):  # it marks the layers without rotation, which attend in full
+        rotated = tuple(1 - flag for flag in rotated)
     for block, what, (is_there, freq) in (
+        (LayerBlock.CHUNKED_ATTENTION, "no_rope_freq", (has_chunks, rotated)),
         (LayerBlock.WINDOW_ATTENTION, "window_attn_skip_freq", window),
         (LayerBlock.GATED_DELTA_NET, "linear_attention_freq", linear),
     ):
         if is_there:
-            _mark(mixers, block, layer_flags(what, freq, num_layers))
+            marked = layer_flags(what, freq, num_layers)
+            pairs = zip(mixers, marked, strict=True)
+            mixers = [block if is_marked else mixer for mixer, is_marked in pairs]
     return tuple(
         layer_kind(mixer, LayerBlock.EXPERTS if routed else LayerBlock.DENSE)
         for mixer, routed in zip(mixers, experts or (0,) * num_layers, strict=True)
     )
-
-
-def _mark(mixers: list[LayerBlock], block: LayerBlock, marked: tuple[bool, ...]) -> None:
-    for layer, is_marked in enumerate(marked):
-        if is_marked:
-            mixers[layer] = block

@@ -6,7 +6,7 @@ stage of many plans on the meta device and compares).
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 from nest_megatron.model.block_parameters import (
     ParameterCount,
@@ -78,7 +78,7 @@ def _projector(spec: TransformerSpec, vision: EncoderSpec, tp: int) -> int:
     Source: ``megatron.core.models.vision.multimodal_projector.MultimodalProjector``.
     """
     shards = tp if vision.is_split else 1
-    ffn, gates = vision.projector_ffn_hidden_size // shards, 2 if spec.gated_linear_unit else 1
+    ffn, gates = vision.projector_ffn_hidden_size // shards, spec.num_gates
     count = norm(spec, vision.hidden_size) + (gates * vision.hidden_size + spec.hidden_size) * ffn
     return count + (gates * ffn + spec.hidden_size if spec.add_bias_linear else 0)
 
@@ -205,10 +205,7 @@ def model_parameters(spec: TransformerSpec) -> int:
 
 
 def _published(spec: TransformerSpec) -> TransformerSpec:
-    layers = spec.hybrid_layer_pattern.partition("/")[0]
-    return dataclasses.replace(
-        spec, vocab_is_padded=True, mtp_num_layers=None, hybrid_layer_pattern=layers
-    )
+    return replace(spec.without_mtp(), vocab_is_padded=True)
 
 
 def active_model_parameters(spec: TransformerSpec) -> int:
@@ -240,22 +237,21 @@ def one_layer(spec: TransformerSpec, kind: LayerKind) -> TransformerSpec:
     else:
         inner = LayerKind.ATTENTION if spec.hybrid_layer_pattern else LayerKind.DENSE
     has = set(inner.blocks)
-    encoder = None if spec.encoder_num_layers is None else 1
     is_linear, has_experts = LayerBlock.GATED_DELTA_NET in has, LayerBlock.EXPERTS in has
     is_sparse = spec.experimental_attention_variant == "dsa" and LayerBlock.ATTENTION in has
     chunked, slides = LayerBlock.CHUNKED_ATTENTION in has, LayerBlock.WINDOW_ATTENTION in has
-    is_hybrid = bool(spec.hybrid_layer_pattern) and len(inner.blocks) == 1
-    heterogeneous = (inner,) if spec.heterogeneous_layers and kind.is_layer else ()
     hybrid = ""
-    if is_hybrid:  # by the symbol that the model has for it
+    if (
+        spec.hybrid_layer_pattern and len(inner.blocks) == 1
+    ):  # by the symbol that the model has for it
         symbols = (s for s in spec.hybrid_layer_pattern if HYBRID_SYMBOLS.get(s) is inner)
         hybrid = next(symbols, "*")
         hybrid += f"/{hybrid}" if kind is LayerKind.MTP else ""
     linear = "gated_delta_net" if is_linear and not hybrid else None
-    return dataclasses.replace(
+    return replace(
         spec,
         num_layers=1,
-        encoder_num_layers=encoder,
+        encoder_num_layers=None if spec.encoder_num_layers is None else 1,
         num_experts=spec.num_experts if has_experts else None,
         moe_layer_pattern=(1,) if has_experts and not hybrid else (),
         mtp_num_layers=1 if kind is LayerKind.MTP else None,
@@ -265,6 +261,6 @@ def one_layer(spec: TransformerSpec, kind: LayerKind) -> TransformerSpec:
         no_rope_freq=None,
         experimental_attention_variant="dsa" if is_sparse else linear,
         linear_attention_freq=(1,) if linear else None,
-        heterogeneous_layers=heterogeneous,
+        heterogeneous_layers=(inner,) if spec.heterogeneous_layers and kind.is_layer else (),
         hybrid_layer_pattern=hybrid,
     )

@@ -83,23 +83,8 @@ class ModelFamily(Name):
     T5 = "t5"
 
 
-#: What a model of two stacks has only at its default.
-_NOT_IN_T5 = (
-    "window_size",
-    "attention_chunk_size",
-    "experimental_attention_variant",
-    "num_experts",
-    "hybrid_layer_pattern",
-    "heterogeneous_layers",
-    "multi_latent_attention",
-    "mtp_num_layers",
-    "qk_layernorm",
-    "attention_output_gate",
-    "softmax_type",
-)
-#: What a heterogeneous model has only at its default.
-_NOT_HETEROGENEOUS = (
-    "family",
+#: What models of two stacks and heterogeneous ones have only at its default, and each of them.
+_OF_OTHERS = (
     "window_size",
     "attention_chunk_size",
     "experimental_attention_variant",
@@ -109,10 +94,9 @@ _NOT_HETEROGENEOUS = (
     "mtp_num_layers",
     "attention_output_gate",
     "softmax_type",
-    "qk_l2_norm",
-    "variant",
-    "vision",
 )
+_NOT_IN_T5 = (*_OF_OTHERS, "heterogeneous_layers", "qk_layernorm")
+_NOT_HETEROGENEOUS = (*_OF_OTHERS, "family", "qk_l2_norm", "variant", "vision")
 _FOR_SPARSE_ATTENTION = (
     "multi_latent_attention",
     "dsa_indexer_n_heads",
@@ -400,6 +384,11 @@ class TransformerSpec:
         return tuple(block.size or self.ffn_hidden_size for block in dense)
 
     @property
+    def num_gates(self) -> int:
+        """Matrices of the first MLP projection: one, and its gate."""
+        return 2 if self.gated_linear_unit else 1
+
+    @property
     def expert_ffn_hidden_size(self) -> int:
         """Inner size of one routed expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
@@ -474,6 +463,11 @@ class TransformerSpec:
         """The same model with the vocabulary that this tensor-parallel size gives it, for good."""
         padded = self.padded_vocab_size(tensor_model_parallel_size)
         return dataclasses.replace(self, vocab_size=padded, vocab_is_padded=True)
+
+    def without_mtp(self) -> TransformerSpec:
+        """The same model without its layers of multi-token prediction."""
+        pattern = self.hybrid_layer_pattern.partition("/")[0]
+        return dataclasses.replace(self, mtp_num_layers=None, hybrid_layer_pattern=pattern)
 
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The units in order: embedding, ``num_layers`` layers, MTP (one unit), head.

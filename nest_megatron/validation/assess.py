@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from nest_megatron.caching import Caching, cached_by
@@ -112,7 +111,7 @@ class Predictor(Caching):
         if not fitting:
             fitting = [needs.index(min(needs))]
         # Recomputing something is never faster than recomputing nothing, where that fits.
-        plain = [dataclasses.replace(grid, recompute=NO_RECOMPUTE) for grid in job.grids]
+        plain = [replace(grid, recompute=NO_RECOMPUTE) for grid in job.grids]
         whole = {plain[i] for i in fitting if job.grids[i] == plain[i]}
         fitting = [i for i in fitting if job.grids[i] == plain[i] or plain[i] not in whole]
         ticks, best = min((iteration_ticks(problems[i][1], partition), i) for i in fitting)
@@ -255,7 +254,7 @@ class Assessor(Caching):
         if states_time(row) or not (memory or ran_out_of_memory(row)):
             measured = job_time(row, job, prediction)
         outcome = _memory(row, job, prediction, memory)
-        return dataclasses.replace(
+        return replace(
             outcome,
             predicted_s=prediction.iteration_time_s,
             measured_s=measured,
@@ -311,23 +310,19 @@ def _memory(row: Row, job: RowJob, prediction: RowPrediction, measured: Bytes | 
 
 def job_time(row: Row, job: RowJob, prediction: RowPrediction) -> Seconds:
     """Measured time of a step, from whatever the row prints."""
-    work = _work(job, prediction)
-    require_consistent(row, work)
-    return measured_time(row, work)
-
-
-def _work(job: RowJob, prediction: RowPrediction) -> StepWork:
     accelerator, spec = job.cluster.accelerator, job.spec
     sequences = job.grids[0].global_batch_size
-    return StepWork(
+    work = StepWork(
         sequences=sequences,
-        seq_length=job.spec.seq_length,
+        seq_length=spec.seq_length,
         model_flops=prediction.model_flops,
         attention_flops=prediction.attention_flops,
         head_flops=6.0 * sequences * spec.seq_length * spec.hidden_size * spec.vocab_size,
         num_gpus=job.cluster.num_gpus,
         peak_flops_per_s=accelerator.peak_flops_per_s[job.settings.precision],
     )
+    require_consistent(row, work)
+    return measured_time(row, work)
 
 
 #: What PyTorch's allocator holds at its peak over what it has handed out. SimuMax prints both for

@@ -8,21 +8,19 @@ record. ``docs/accuracy.md`` lists them.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from nest_megatron.cost_model.target_defaults import (
-    NEMO,
-    TARGETS,
-)
+from nest_megatron.cost_model.target_defaults import NEMO, TARGETS
 from nest_megatron.cost_model.targets import Default, Target
-from nest_megatron.plain import frozen
+
+#: Arguments of Megatron, or settings of the cost model, with their values.
+Flags = Mapping[str, object]
 
 
-@frozen
-class FrameworkRule:
+class FrameworkRule(NamedTuple):
     """The target of the frameworks and GPUs that two patterns match, from a release on.
 
     Args:
@@ -60,11 +58,7 @@ class FrameworkRule:
 FLASH_ATTENTION_2_ON_HOPPER = 2.7
 
 
-def _rule(framework: str, target: Target, **options: Any) -> FrameworkRule:
-    return FrameworkRule(framework=framework, target=target, **options)
-
-
-def _defaults(source: str, flags: Mapping[str, object], gpu: str = "") -> tuple[Default, ...]:
+def _defaults(source: str, flags: Flags, gpu: str = "") -> tuple[Default, ...]:
     return tuple(
         Default(argument=argument, value=value, source=source, gpu=gpu)
         for argument, value in flags.items()
@@ -72,15 +66,15 @@ def _defaults(source: str, flags: Mapping[str, object], gpu: str = "") -> tuple[
 
 
 def _over(target: Target, *defaults: Default, **changes: Any) -> Target:
-    return dataclasses.replace(target, defaults=(*defaults, *target.defaults), **changes)
+    return replace(target, defaults=(*defaults, *target.defaults), **changes)
 
 
 def _target(
     name: str,
     reason: str,
     source: str,
-    flags: Mapping[str, object],
-    cost: Mapping[str, object] | None = None,
+    flags: Flags,
+    cost: Flags | None = None,
 ) -> Target:
     return Target(
         name=name,
@@ -93,7 +87,7 @@ def _target(
 
 
 #: Rank-local expert tensors, ZeRO-1 and sequence parallelism: what every framework of today sets.
-_MODERN: Mapping[str, object] = {
+_MODERN: Flags = {
     "use_distributed_optimizer": True,
     "sequence_parallel": True,
     "expert_tensor_parallel_size": 1,
@@ -115,7 +109,7 @@ _LEGACY = _target(
     {"async_tensor_traffic": False, "scatter_between_stages": True},
 )
 
-_DEEPSPEED_PIPELINE = dataclasses.replace(
+_DEEPSPEED_PIPELINE = replace(
     _LEGACY,
     reason=_LEGACY.reason + "; ZeRO-1 keeps its share of the gradients in float32 too",
     cost={**_LEGACY.cost, "optimizer_bytes": 16, "keeps_stage_outputs": True},
@@ -175,17 +169,17 @@ _FSDP = _fully_sharded(
     loss_traffic_bytes=40,
 )
 #: With kernels that a compiler fuses.
-_FSDP_COMPILED_LAYERS = dataclasses.replace(_FSDP, fitted="pytorch_fused")
+_FSDP_COMPILED_LAYERS = replace(_FSDP, fitted="pytorch_fused")
 #: Compiled, the loss keeps its 16-bit logits and makes their 16-bit gradient, nothing else: it
 #: reads them twice, then reads them and writes the gradient.
-_FSDP_COMPILED = dataclasses.replace(
+_FSDP_COMPILED = replace(
     _FSDP_COMPILED_LAYERS, cost={**_FSDP.cost, "loss_bytes": 4, "loss_traffic_bytes": 8}
 )
 #: Weights are loaded in 16 bits, and torch's Adam keeps gradients and moments as wide.
-_NARROW: Mapping[str, object] = {**_FSDP.cost, "gradient_bytes": 2, "optimizer_bytes": 4}
+_NARROW: Flags = {**_FSDP.cost, "gradient_bytes": 2, "optimizer_bytes": 4}
 #: SFT's loss works in chunks of tokens (``loss_type="chunked_nll"``); transformers checkpoints
 #: whole layers (``use_reentrant``).
-_TRL = dataclasses.replace(
+_TRL = replace(
     _FSDP,
     name="trl",
     framework="TRL",
@@ -197,7 +191,7 @@ _TRL = dataclasses.replace(
     },
 )
 #: ms-swift on DeepSpeed: the loss of a long sequence works in chunks (``CELOSS_PARALLEL_SIZE``).
-_SWIFT = dataclasses.replace(
+_SWIFT = replace(
     _TRL,
     name="ms_swift",
     framework="ms-swift on DeepSpeed",
@@ -222,7 +216,7 @@ _AUTOMODEL = _over(
     cost={**_NARROW, "loss_bytes": 8, "loss_traffic_bytes": 14},
 )
 #: Its dense models before they were compiled, whose loss is cast to float32.
-_AUTOMODEL_EAGER = dataclasses.replace(
+_AUTOMODEL_EAGER = replace(
     _AUTOMODEL, fitted=_FSDP.fitted, cost={**_AUTOMODEL.cost, "loss_traffic_bytes": 40}
 )
 _JAX = _fully_sharded(
@@ -230,7 +224,7 @@ _JAX = _fully_sharded(
 )
 
 #: Releases before NeMo 25.07 have no precision-aware optimizer.
-_NEMO_OLD = dataclasses.replace(
+_NEMO_OLD = replace(
     NEMO,
     name="nemo",
     framework="NeMo before 25.07",
@@ -242,7 +236,7 @@ _NEMO_OLD = dataclasses.replace(
 #: NeMo 1's distributed Adam keeps of a float32 weight the 16 bits that the bf16 weight lacks
 #: (nemo/collections/nlp/models/language_modeling/megatron_base_model.py ``setup_optimization``:
 #: ``store_param_remainders``). NeMo 2, of which the pages from 24.09 on are, has Megatron's.
-_NEMO_1 = dataclasses.replace(
+_NEMO_1 = replace(
     _NEMO_OLD,
     name="nemo_1",
     framework="NeMo 1",
@@ -385,49 +379,51 @@ _OTHER = _target(
 _CONTAINER = r"nvidia release|hugectr"
 
 #: Releases before 24.05, whose attention is cuDNN 8's.
-_NEMO_CUDNN_8 = dataclasses.replace(_NEMO_1, name="nemo_cudnn_8", fitted="nemo_cudnn_8")
+_NEMO_CUDNN_8 = replace(_NEMO_1, name="nemo_cudnn_8", fitted="nemo_cudnn_8")
 
 RULES: tuple[FrameworkRule, ...] = (
-    _rule(r"megatron-?deepspeed", _DEEPSPEED_PIPELINE),
-    _rule(r"megatron-lm(?!.*\bTE\b)", _LEGACY, gpu=r"^(V100|A100)"),
-    _rule(r"^deepspeed", _DEEPSPEED),
-    _rule(r"^megatron-bridge", TARGETS["megatron_bridge_0.6"], since=(26, 8)),
-    _rule(r"^megatron-bridge", TARGETS["megatron_bridge_0.5"], since=(26, 6)),
-    _rule(r"^megatron-bridge", TARGETS["megatron_bridge_0.4"], since=(26, 4)),
-    _rule(r"^megatron-bridge", TARGETS["megatron_bridge_0.3"]),
-    _rule(r"automodel.*eager", _AUTOMODEL_EAGER, splits_local_batch=True),
-    _rule(r"automodel", _AUTOMODEL, splits_local_batch=True),
-    _rule(r"\btrl\b", _TRL, splits_local_batch=True),
-    _rule(r"ms-swift (deepspeed|zero)", _SWIFT),
-    _rule(r"^nemo / megatron-core", _MLPERF_2026, since=(26, 4)),
+    FrameworkRule(r"megatron-?deepspeed", _DEEPSPEED_PIPELINE),
+    FrameworkRule(r"megatron-lm(?!.*\bTE\b)", _LEGACY, gpu=r"^(V100|A100)"),
+    FrameworkRule(r"^deepspeed", _DEEPSPEED),
+    FrameworkRule(r"^megatron-bridge", TARGETS["megatron_bridge_0.6"], since=(26, 8)),
+    FrameworkRule(r"^megatron-bridge", TARGETS["megatron_bridge_0.5"], since=(26, 6)),
+    FrameworkRule(r"^megatron-bridge", TARGETS["megatron_bridge_0.4"], since=(26, 4)),
+    FrameworkRule(r"^megatron-bridge", TARGETS["megatron_bridge_0.3"]),
+    FrameworkRule(r"automodel.*eager", _AUTOMODEL_EAGER, splits_local_batch=True),
+    FrameworkRule(r"automodel", _AUTOMODEL, splits_local_batch=True),
+    FrameworkRule(r"\btrl\b", _TRL, splits_local_batch=True),
+    FrameworkRule(r"ms-swift (deepspeed|zero)", _SWIFT),
+    FrameworkRule(r"^nemo / megatron-core", _MLPERF_2026, since=(26, 4)),
     # MLPerf's submissions of language models run on NeMo
-    _rule(rf"nemo|mlperf|{_CONTAINER}", NEMO, since=(25, 7)),
-    _rule(rf"nemo|mlperf|{_CONTAINER}", _NEMO_OLD, since=(24, 9)),
-    _rule(rf"nemo|mlperf|{_CONTAINER}", _NEMO_1, since=(24, 5)),
-    _rule(r"nemo", _NEMO_CUDNN_8),
-    _rule(rf"mlperf|{_CONTAINER}", _NEMO_OLD),
+    FrameworkRule(rf"nemo|mlperf|{_CONTAINER}", NEMO, since=(25, 7)),
+    FrameworkRule(rf"nemo|mlperf|{_CONTAINER}", _NEMO_OLD, since=(24, 9)),
+    FrameworkRule(rf"nemo|mlperf|{_CONTAINER}", _NEMO_1, since=(24, 5)),
+    FrameworkRule(r"nemo", _NEMO_CUDNN_8),
+    FrameworkRule(rf"mlperf|{_CONTAINER}", _NEMO_OLD),
     # llm-foundry's ``attn_impl: flash``; PyTorch's ``scaled_dot_product_attention``; nanotron.
-    _rule(r"composer", _COMPOSER, splits_local_batch=True, flash_attention_2=True),
+    FrameworkRule(r"composer", _COMPOSER, splits_local_batch=True, flash_attention_2=True),
     *(
-        _rule(rf"torchtitan.*{words}", target, splits_local_batch=True, flash_attention_2=True)
+        FrameworkRule(
+            rf"torchtitan.*{words}", target, splits_local_batch=True, flash_attention_2=True
+        )
         for words, target in (
             ("compiled layers", _FSDP_COMPILED_LAYERS),
             (r"torch\.compile", _FSDP_COMPILED),
         )
     ),
-    _rule(r"^megatron-fsdp.*user buffers", _MEGATRON_FSDP_BUFFERS),
-    _rule(r"^megatron-fsdp", _MEGATRON_FSDP),
-    _rule(r"fsdp|torchtitan", _FSDP, splits_local_batch=True, flash_attention_2=True),
-    _rule(r"maxtext|paxml", _JAX, splits_local_batch=True),
-    _rule(r"nanotron", _NANOTRON, balances_weights=True, flash_attention_2=True),
-    _rule(r"internevo", _INTERNEVO, flash_attention_2=True),
-    _rule(r"^megatron-core (moe_)?(dev|main)", _MEGATRON_CORE_DEV),
-    _rule(r"^megatron-core", _MEGATRON_CORE_GUIDE, gpu=r"^GB"),
-    _rule(r"^megatron-core", MEGATRON_CORE),
-    _rule(r"^megatron-lm dev", _MEGATRON_LM_DEV),
-    _rule(r"pai-megatron-patch", _PAI),
-    _rule(r"^megatron", TARGETS["megatron_lm_0.16"]),
-    _rule("", _OTHER),
+    FrameworkRule(r"^megatron-fsdp.*user buffers", _MEGATRON_FSDP_BUFFERS),
+    FrameworkRule(r"^megatron-fsdp", _MEGATRON_FSDP),
+    FrameworkRule(r"fsdp|torchtitan", _FSDP, splits_local_batch=True, flash_attention_2=True),
+    FrameworkRule(r"maxtext|paxml", _JAX, splits_local_batch=True),
+    FrameworkRule(r"nanotron", _NANOTRON, balances_weights=True, flash_attention_2=True),
+    FrameworkRule(r"internevo", _INTERNEVO, flash_attention_2=True),
+    FrameworkRule(r"^megatron-core (moe_)?(dev|main)", _MEGATRON_CORE_DEV),
+    FrameworkRule(r"^megatron-core", _MEGATRON_CORE_GUIDE, gpu=r"^GB"),
+    FrameworkRule(r"^megatron-core", MEGATRON_CORE),
+    FrameworkRule(r"^megatron-lm dev", _MEGATRON_LM_DEV),
+    FrameworkRule(r"pai-megatron-patch", _PAI),
+    FrameworkRule(r"^megatron", TARGETS["megatron_lm_0.16"]),
+    FrameworkRule("", _OTHER),
 )
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster, Precision
@@ -29,7 +28,7 @@ from nest_megatron.plain import frozen
 from nest_megatron.validation.finetuning import fine_tuning, with_known_cells, with_packs
 from nest_megatron.validation.frameworks import rule_of
 from nest_megatron.validation.machines import machine_of
-from nest_megatron.validation.models import MTP_ASSUMED, ModelBook, ModelMatch, without_mtp
+from nest_megatron.validation.models import MTP_ASSUMED, ModelBook, ModelMatch
 from nest_megatron.validation.row_settings import (
     FORMATS,
     NO_SETTINGS,
@@ -42,7 +41,7 @@ from nest_megatron.validation.row_settings import (
     settings_of,
     stated_in,
 )
-from nest_megatron.validation.rows import RefusedRowError, Row, whole
+from nest_megatron.validation.rows import RefusedRowError, Row, whole, word
 
 
 @frozen
@@ -85,15 +84,18 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
     row, known = with_known_cells(row)
     rule, tuned = rule_of(row.get("framework", ""), row.get("gpu", "")), fine_tuning(row)
     match = _as_built(book.spec(row), rule.target)
-    spec = dataclasses.replace(match.spec, adapters=tuned.adapters)
+    spec = replace(match.spec, adapters=tuned.adapters)
     row = {**row, **tuned.columns}
     gpus = whole(row, "n_gpus")
     if not gpus:
         raise RefusedRowError("number of GPUs not stated")
     recipe = NO_SETTINGS if as_planned else settings_of(row)
     words = {} if as_planned else {**tuned.words, **stated_in(row, WORDS)}
+    is_core_fsdp = rule.target.fitted == "megatron_core" and _is_sharded(row)
     stated = {
-        **_beside_fsdp(row, rule.target),
+        # with Megatron-FSDP, as its guide recommends and its developers' runs do: Megatron-LM
+        # docs/discussions/megatron-fsdp-user-guide, "Recommended Configurations"
+        **({"grad_reduce_in_bf16": True} if is_core_fsdp else {}),
         **recipe.flags,
         **tuned.own,
         **stated_in(row, FORMATS),
@@ -159,15 +161,19 @@ def _as_built(match: ModelMatch, target: Target) -> ModelMatch:
         return match
     notes = tuple(note for note in match.assumptions if note != MTP_ASSUMED)
     note = f"{target.framework} builds no multi-token prediction"
-    return ModelMatch(spec=without_mtp(match.spec), assumptions=(*notes, note))
+    return ModelMatch(spec=match.spec.without_mtp(), assumptions=(*notes, note))
 
 
 def _grid(
     row: Row, dims: ParallelDims, flags: Mapping[str, Any], notes: list[str], *, split: bool
 ) -> PartialLayout:
     batch, micro = _batch(row, dims, notes, split=split)
-    if whole(row, "vp") is None:
-        dims = _in_whole_rounds(dims, batch // (micro * dims.data_parallel_size), notes)
+    microbatches = batch // (micro * dims.data_parallel_size)
+    is_interleaved = dims.virtual_pipeline_model_parallel_size > 1
+    in_rounds = microbatches % dims.pipeline_model_parallel_size == 0
+    if whole(row, "vp") is None and is_interleaved and not in_rounds:
+        notes.append(f"no virtual stages: {microbatches} micro batches make no whole rounds")
+        dims = replace(dims, virtual_pipeline_model_parallel_size=1)
     said = whole(row, "seq_parallel")
     sequence_parallel = flags.get("sequence_parallel") if said is None else said
     return PartialLayout(
@@ -238,14 +244,6 @@ def _pipeline_runs(row: Row, grid: PartialLayout) -> int:
     return batch // local
 
 
-def _in_whole_rounds(dims: ParallelDims, microbatches: int, notes: list[str]) -> ParallelDims:
-    virtual = dims.virtual_pipeline_model_parallel_size
-    if virtual == 1 or microbatches % dims.pipeline_model_parallel_size == 0:
-        return dims
-    notes.append(f"no virtual stages: {microbatches} micro batches make no whole rounds")
-    return dataclasses.replace(dims, virtual_pipeline_model_parallel_size=1)
-
-
 def _batch(row: Row, dims: ParallelDims, notes: list[str], *, split: bool) -> tuple[int, int]:
     """Sequences of a step and of a micro batch, which a pipeline may ``split`` over its ranks."""
     batch, micro, steps = whole(row, "gbs"), whole(row, "mbs"), whole(row, "ga")
@@ -260,7 +258,13 @@ def _batch(row: Row, dims: ParallelDims, notes: list[str], *, split: bool) -> tu
             micro = 1
             notes.append("the fastest micro batch that fits")
     if not batch:
-        batch = micro * replicas * (steps or _assumed_steps(row, ranks, notes))
+        if not steps:
+            if row.get("iter_time_s", "").strip():
+                detail = "a step's time says nothing without it"
+                raise RefusedRowError("global batch not stated", detail)
+            steps = 8 * ranks if ranks > 1 else 1
+            notes.append(f"{steps} micro batches for each replica")
+        batch = micro * replicas * steps
     if batch % (micro * replicas):
         rounded = max(1, round(batch / (micro * replicas))) * micro * replicas
         if abs(rounded / batch - 1) > 0.05:
@@ -269,14 +273,6 @@ def _batch(row: Row, dims: ParallelDims, notes: list[str], *, split: bool) -> tu
         notes.append(f"global batch {rounded} for {batch}")
         batch = rounded
     return batch, micro
-
-
-def _assumed_steps(row: Row, ranks: int, notes: list[str]) -> int:
-    if row.get("iter_time_s", "").strip():
-        raise RefusedRowError("global batch not stated", "a step's time says nothing without it")
-    steps = 8 * ranks if ranks > 1 else 1
-    notes.append(f"{steps} micro batches for each replica")
-    return steps
 
 
 def _zero(row: Row, flags: Mapping[str, Any]) -> ZeroStage:
@@ -290,16 +286,7 @@ def _zero(row: Row, flags: Mapping[str, Any]) -> ZeroStage:
 
 
 def _is_sharded(row: Row) -> bool:
-    return row.get("fsdp", "").strip().lower() not in {"", "0", "/", "no"}
-
-
-def _beside_fsdp(row: Row, target: Target) -> dict[str, Any]:
-    """What the guide of Megatron-FSDP recommends with it, which its developers' runs follow.
-
-    Source: Megatron-LM docs/discussions/megatron-fsdp-user-guide, "Recommended Configurations".
-    """
-    is_theirs = target.fitted == "megatron_core" and _is_sharded(row)
-    return {"grad_reduce_in_bf16": True} if is_theirs else {}
+    return word(row, "fsdp") not in {"", "0", "/", "no"}
 
 
 #: What rows call modules that are recomputed, where Megatron has another name.
@@ -313,7 +300,7 @@ _MODULES = {
 
 
 def _recompute(row: Row, notes: list[str]) -> Recompute:
-    text = row.get("recompute", "").strip().lower()
+    text = word(row, "recompute")
     if not text or text.startswith(("none", "not stated")):
         if not text.startswith("none") or "not stated" in text:
             notes.append("no recomputation")
@@ -344,7 +331,7 @@ _PRECISIONS = {
 
 
 def _precision(row: Row, cluster: Cluster) -> Precision:
-    text = row.get("precision", "").strip().lower()
+    text = word(row, "precision")
     wanted = next((_PRECISIONS[each] for each in _PRECISIONS if re.search(each, text)), None)
     if wanted is None:
         raise RefusedRowError("number format is not modelled", row["precision"])

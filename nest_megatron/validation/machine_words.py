@@ -152,7 +152,7 @@ def adapters(text: str) -> Adapters:
     technology, named_rate = named[0] if named else (None, None)
     outside = _between_nodes(text.replace("×", "x"))
     bare = _BARE.search(outside)
-    rate = _bytes_per_s(*bare.groups()) if bare else None
+    rate = float(bare[1]) * (1e9 if bare[2].startswith("GB") else GBIT) if bare else None
     count = _count(outside, words)
     per_gpu = re.search(r"(?i)(per|/|each) ?gpu", outside) is not None and count in (None, 1)
     of_node = re.search(r"(?i)node|aggregate|total", outside) is not None
@@ -189,7 +189,3 @@ def _between_nodes(text: str) -> str:
     plain = re.sub(r"\([^)]*\)", " ", text)
     clauses = re.split(r"[+;,|]|\band\b", plain)
     return " ; ".join(c.strip() for c in clauses if not _NOT_BETWEEN.search(c))
-
-
-def _bytes_per_s(number: str, unit: str) -> float:
-    return float(number) * (1e9 if unit.startswith("GB") else GBIT)

@@ -10,11 +10,12 @@ import dataclasses
 import functools
 import re
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import NamedTuple
 
 from nest_megatron.catalogue_files import catalogue_entry
 from nest_megatron.cluster.records import Cluster, CollectiveKind, NetworkLevel
-from nest_megatron.plain import frozen
+from nest_megatron.plain import Source, from_plain, frozen
 from nest_megatron.validation.machine_words import (
     GBIT,
     Adapters,
@@ -60,22 +61,16 @@ LINK_FIELDS = tuple(
 @functools.cache
 def links() -> Mapping[str, LinkTechnology]:
     """All technologies of ``hydra_configs/calibration/links.yaml``, by name."""
-    entries = catalogue_entry("calibration", "links")
-    return {name: _link(name, entry) for name, entry in entries.items()}
+    more = Source(is_foreign=True)  # entries tell of the fit, too
+    return {
+        name: from_plain(LinkTechnology, {"name": name, **entry}, source=more)
+        for name, entry in catalogue_entry("calibration", "links").items()
+    }
 
 
 def link_of_level(level: NetworkLevel) -> str:
     """Technology of a level that ``LinkTechnology.level`` made."""
     return level.source.removeprefix(_SOURCE)
-
-
-def _link(name: str, entry: Mapping[str, Any]) -> LinkTechnology:
-    figures = {key: entry[key] for key in LINK_FIELDS if key in entry}
-    figures["efficiency"] = {
-        CollectiveKind(kind): share for kind, share in figures["efficiency"].items()
-    }
-    figures["ring_shares"] = tuple(figures.get("ring_shares", ()))
-    return LinkTechnology(name=name, **figures)
 
 
 #: GPUs in the NVLink domain of an NVL72 rack.
@@ -90,15 +85,13 @@ class MachineMatch:
     assumptions: tuple[str, ...] = ()
 
 
-@frozen
-class Generation:
+class Generation(NamedTuple):
     """What a machine of one GPU generation usually has.
 
     Args:
         link: technology inside a node (links.yaml), and what one GPU sends in one direction.
         domain: GPUs that this technology joins.
-        host: GPUs that one operating system sees.
-        nics: adapters of one node, and the rate of each.
+        nics: adapters of one node, and the rate of each in Gb/s.
 
     Source: truth/hardware.csv, columns intra_gbps_per_dir, gpus_per_nvlink_domain, typical_nic.
     """
@@ -106,50 +99,43 @@ class Generation:
     link: str
     bytes_per_s: float
     domain: int
-    host: int
     nics: int
-    nic_bytes_per_s: float
+    nic_gbit_per_s: float
 
     @property
     def is_rack(self) -> bool:
         """Whether the GPUs of many hosts share one NVLink domain."""
-        return self.host < self.domain
+        return self.link == "nvlink5_rack"
 
-
-def _generation(link: str, rate: float, domain: int, nics: int, nic_gbit: float) -> Generation:
-    return Generation(
-        link=link,
-        bytes_per_s=rate,
-        domain=domain,
-        host=4 if link == "nvlink5_rack" else domain,
-        nics=nics,
-        nic_bytes_per_s=nic_gbit * GBIT,
-    )
+    @property
+    def host(self) -> int:
+        """GPUs that one operating system sees."""
+        return 4 if self.is_rack else self.domain
 
 
 #: By the first word of the catalogue's file name; PCIe parts apart. An NVL72 rack has 72 GPUs, of
 #: which jobs take 64 (hydra_configs/cluster/gb200_nvl72.yaml).
 _GENERATIONS = {
-    "v100": _generation("nvlink2", 150e9, 8, 4, 100),
-    "a100": _generation("nvlink3", 300e9, 8, 8, 200),
-    "h100": _generation("nvlink4", 450e9, 8, 8, 400),
-    "a800": _generation("nvlink3", 200e9, 8, 8, 200),
-    "h20": _generation("nvlink4", 450e9, 8, 8, 400),
-    "h800": _generation("nvlink4", 200e9, 8, 8, 400),
-    "h200": _generation("nvlink4", 450e9, 8, 8, 400),
-    "gh200": _generation("nvlink4", 450e9, 1, 1, 400),
-    "b200": _generation("nvlink5", 900e9, 8, 8, 400),
-    "b300": _generation("nvlink5", 900e9, 8, 8, 800),
-    "gb200": _generation("nvlink5_rack", 900e9, 64, 64, 400),
-    "gb300": _generation("nvlink5_rack", 900e9, 64, 64, 800),
-    "l40s": _generation("pcie", 31e9, 8, 1, 200),
-    "mi300x": _generation("xgmi", 448e9, 8, 8, 400),  # 7 links of 64 GB/s, AMD's data sheet
-    "mi325x": _generation("xgmi", 448e9, 8, 8, 400),
-    "mi350x": _generation("xgmi", 537.6e9, 8, 8, 400),  # as MI355X
-    "mi355x": _generation("xgmi", 537.6e9, 8, 8, 400),  # 7 links of 76.8 GB/s
-    "a100_pcie": _generation("pcie", 31e9, 8, 2, 200),
-    "h100_pcie": _generation("pcie", 63e9, 8, 2, 400),
-    "h200_nvl": _generation("pcie", 63e9, 8, 2, 400),
+    "v100": Generation("nvlink2", 150e9, 8, 4, 100),
+    "a100": Generation("nvlink3", 300e9, 8, 8, 200),
+    "h100": Generation("nvlink4", 450e9, 8, 8, 400),
+    "a800": Generation("nvlink3", 200e9, 8, 8, 200),
+    "h20": Generation("nvlink4", 450e9, 8, 8, 400),
+    "h800": Generation("nvlink4", 200e9, 8, 8, 400),
+    "h200": Generation("nvlink4", 450e9, 8, 8, 400),
+    "gh200": Generation("nvlink4", 450e9, 1, 1, 400),
+    "b200": Generation("nvlink5", 900e9, 8, 8, 400),
+    "b300": Generation("nvlink5", 900e9, 8, 8, 800),
+    "gb200": Generation("nvlink5_rack", 900e9, 64, 64, 400),
+    "gb300": Generation("nvlink5_rack", 900e9, 64, 64, 800),
+    "l40s": Generation("pcie", 31e9, 8, 1, 200),
+    "mi300x": Generation("xgmi", 448e9, 8, 8, 400),  # 7 links of 64 GB/s, AMD's data sheet
+    "mi325x": Generation("xgmi", 448e9, 8, 8, 400),
+    "mi350x": Generation("xgmi", 537.6e9, 8, 8, 400),  # as MI355X
+    "mi355x": Generation("xgmi", 537.6e9, 8, 8, 400),  # 7 links of 76.8 GB/s
+    "a100_pcie": Generation("pcie", 31e9, 8, 2, 200),
+    "h100_pcie": Generation("pcie", 63e9, 8, 2, 400),
+    "h200_nvl": Generation("pcie", 63e9, 8, 2, 400),
 }
 #: What adapters carry that several GPUs share, of their rate: the rings through them leave by one
 #: GPU's PCIe path. From vTrain's runs on nodes of 8 A100 with 4 HDR adapters, tensor groups of 16.
@@ -192,15 +178,21 @@ def machine_of(
     size = levels[0].num_devices or num_gpus
     generation, device = _usual(name), accelerator(name)
     if num_gpus > size and num_gpus % size:
+        # nodes that all hold the same part of a job which takes no whole nodes, groups undivided
         most = RACK_GPUS if generation.is_rack else size
-        levels, more = _evenly_filled(levels, num_gpus, most, inside)
-        assumed = (*assumed, *more)
+        fitting = largest_part(num_gpus, most)
+        if inside <= most and num_gpus % inside == 0:
+            fitting = inside * largest_part(num_gpus // inside, most // inside)
+        if fitting == 1 or len(levels) > 2:
+            raise RefusedRowError("a job of no whole nodes", f"{num_gpus} GPUs on nodes of {most}")
+        levels = (replace(levels[0], num_devices=fitting), *levels[1:])
+        assumed = (*assumed, f"{fitting} of a node's {most} GPUs used")
     node = levels[0].num_devices or num_gpus
     fused = flash_attention and device.flash_attention
     cluster = Cluster(
         name=f"{name} x {num_gpus}",
         num_gpus=num_gpus,
-        accelerator=dataclasses.replace(device, flash_attention=fused),
+        accelerator=replace(device, flash_attention=fused),
         levels=levels,
         gpus_per_host=min(gpus_per_node or generation.host, node),
         description=network,
@@ -230,7 +222,7 @@ def network_levels(
     full_node = stated_node_size(network) or node
     said = adapters(network)
     if usual.is_rack and said.count and gpus_per_node:  # those of one host
-        said = dataclasses.replace(said, count=said.count * (node // gpus_per_node))
+        said = replace(said, count=said.count * (node // gpus_per_node))
     outer, outer_texts = _between(usual, full_node, min(sharing or node, full_node), said)
     return (*inner, outer), (*texts, *outer_texts)
 
@@ -260,7 +252,7 @@ def _inside(
     # Pairs are bought apart; a card of four is sold with its bridge.
     if node % joined == 0 and (joined > 2 or re.search(r"nvlink|bridge|pair", words)):
         group = links()[technology].level("pair" if joined == 2 else "bridge", joined, rate)
-        group = dataclasses.replace(group, reduction_efficiency=None)
+        group = replace(group, reduction_efficiency=None)
         return (group, inner) if node > joined else (group,)
     return (inner,)
 
@@ -280,7 +272,7 @@ def _between(
         texts = (*texts, "between nodes: InfiniBand assumed")
     if said.reduces:
         efficiency = links()[technology].tree_efficiency
-        level = dataclasses.replace(level, reduction_efficiency=efficiency)
+        level = replace(level, reduction_efficiency=efficiency)
     return level, texts
 
 
@@ -295,8 +287,8 @@ def _rate_of_one(
     if said.node_bytes_per_s is not None:
         return said.node_bytes_per_s / full_node, texts, False
     if rate is None:
-        rate = usual.nic_bytes_per_s
-        texts = (f"between nodes: adapters of {rate / GBIT:g} Gb/s assumed",)
+        rate = usual.nic_gbit_per_s * GBIT
+        texts = (f"between nodes: adapters of {usual.nic_gbit_per_s:g} Gb/s assumed",)
     count = said.count
     if count is None:
         count = max(1, usual.nics * full_node // usual.domain)
@@ -311,16 +303,3 @@ def largest_part(number: int, most: int) -> int:
     (64, 72)
     """
     return max(part for part in range(1, most + 1) if number % part == 0)
-
-
-def _evenly_filled(
-    levels: tuple[NetworkLevel, ...], num_gpus: int, most: int, inside: int
-) -> tuple[tuple[NetworkLevel, ...], tuple[str, ...]]:
-    """Nodes that all hold the same part of a job which takes no whole nodes, groups undivided."""
-    fitting = largest_part(num_gpus, most)
-    if inside <= most and num_gpus % inside == 0:
-        fitting = inside * largest_part(num_gpus // inside, most // inside)
-    if fitting == 1 or len(levels) > 2:
-        raise RefusedRowError("a job of no whole nodes", f"{num_gpus} GPUs on nodes of {most}")
-    text = f"{fitting} of a node's {most} GPUs used"
-    return (dataclasses.replace(levels[0], num_devices=fitting), *levels[1:]), (text,)

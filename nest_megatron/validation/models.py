@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from nest_megatron.validation.model_names import (
     refuse_by_name,
     size_in_billions,
 )
-from nest_megatron.validation.rows import RefusedRowError, whole
+from nest_megatron.validation.rows import RefusedRowError, Row, whole
 
 NEEDED = ("name", "layers", "hidden", "heads")
 
@@ -55,7 +55,7 @@ _EXTRA: Mapping[str, str] = {
 GPT2_VOCAB = 50_257
 
 
-def read_table(path: Path) -> tuple[Mapping[str, str], ...]:
+def read_table(path: Path) -> tuple[Row, ...]:
     """The rows of a table of architectures.
 
     Raises:
@@ -73,7 +73,7 @@ def read_table(path: Path) -> tuple[Mapping[str, str], ...]:
     return tuple(rows)
 
 
-def mapping_of(row: Mapping[str, str], base: Mapping[str, object] | None) -> dict[str, object]:
+def mapping_of(row: Row, base: Mapping[str, object] | None) -> dict[str, object]:
     """A model description from one row of a table.
 
     Args:
@@ -114,7 +114,7 @@ def _completed(mapping: dict[str, object]) -> dict[str, object]:
     return mapping
 
 
-def _size(row: Mapping[str, str], column: str) -> int | None:
+def _size(row: Row, column: str) -> int | None:
     try:
         return whole(row, column)
     except RefusedRowError as error:
@@ -126,7 +126,7 @@ def _size(row: Mapping[str, str], column: str) -> int | None:
         ) from error
 
 
-def _extra(row: Mapping[str, str]) -> Mapping[str, object]:
+def _extra(row: Row) -> Mapping[str, object]:
     text = row.get("extra") or "{}"
     try:
         fields = parse_json(text, "extra")
@@ -142,7 +142,7 @@ def _extra(row: Mapping[str, str]) -> Mapping[str, object]:
     return fields
 
 
-def _expert_layers(row: Mapping[str, str], extra: Mapping[str, object]) -> dict[str, object]:
+def _expert_layers(row: Row, extra: Mapping[str, object]) -> dict[str, object]:
     pattern = extra.get("moe_layer_freq")
     layers, dense = _size(row, "layers"), _size(row, "dense_layers")
     if isinstance(pattern, int | list):
@@ -167,13 +167,7 @@ class ModelMatch:
     assumptions: tuple[str, ...] = ()
 
 
-def without_mtp(spec: TransformerSpec) -> TransformerSpec:
-    """The model without its layers of multi-token prediction."""
-    pattern = spec.hybrid_layer_pattern.partition("/")[0]
-    return dataclasses.replace(spec, mtp_num_layers=None, hybrid_layer_pattern=pattern)
-
-
-def resized(match: ModelMatch, row: Mapping[str, str], name: ModelName) -> ModelMatch:
+def resized(match: ModelMatch, row: Row, name: ModelName) -> ModelMatch:
     """A known model with what the row says of its sizes.
 
     A model cut to fewer layers keeps the front of its pattern, and one dense layer only where more
@@ -183,7 +177,7 @@ def resized(match: ModelMatch, row: Mapping[str, str], name: ModelName) -> Model
     layers = whole(row, "layers") or name.num_layers or spec.num_layers
     pattern, cut = _cut_pattern(spec.moe_layer_pattern, layers)
     mtp, predicted = _mtp(spec, name, cut=layers < spec.num_layers)
-    spec = spec if mtp else without_mtp(spec)
+    spec = spec if mtp else spec.without_mtp()
     changes = {
         "num_layers": layers,
         "moe_layer_pattern": pattern,
@@ -194,12 +188,12 @@ def resized(match: ModelMatch, row: Mapping[str, str], name: ModelName) -> Model
         most = min(spec.moe_router_topk, name.num_experts)
         changes |= {"num_experts": name.num_experts, "moe_router_topk": most}
     return ModelMatch(
-        spec=dataclasses.replace(spec, **changes),
+        spec=replace(spec, **changes),
         assumptions=(*match.assumptions, *filter(None, (cut, predicted))),
     )
 
 
-def _columns(spec: TransformerSpec, row: Mapping[str, str]) -> dict[str, Any]:
+def _columns(spec: TransformerSpec, row: Row) -> dict[str, Any]:
     named = {"ffn": "ffn_hidden_size", "heads": "num_attention_heads", "vocab": "vocab_size"}
     found = {field: whole(row, column) for column, field in named.items()}
     changes = {field: value for field, value in found.items() if value}
@@ -237,7 +231,7 @@ def _mtp(spec: TransformerSpec, name: ModelName, *, cut: bool) -> tuple[int | No
     return spec.mtp_num_layers, MTP_ASSUMED
 
 
-def shape_of_columns(row: Mapping[str, str], name: ModelName) -> ModelMatch:
+def shape_of_columns(row: Row, name: ModelName) -> ModelMatch:
     """A model that only its sizes describe."""
     hidden, heads = whole(row, "hidden"), whole(row, "heads")
     if not hidden or not heads:
@@ -263,12 +257,12 @@ def shape_of_columns(row: Mapping[str, str], name: ModelName) -> ModelMatch:
     return ModelMatch(spec=spec, assumptions=(*notes, *filter(None, (note, tied))))
 
 
-def _tied_or_not(spec: TransformerSpec, row: Mapping[str, str]) -> tuple[TransformerSpec, str]:
+def _tied_or_not(spec: TransformerSpec, row: Row) -> tuple[TransformerSpec, str]:
     """Untied, if that makes the parameters that the row states where tied does not."""
     size = size_in_billions(row.get("params_b", "").replace(".", "p") + "b")
     if size is None:
         return spec, ""
-    untied = dataclasses.replace(spec, untie_embeddings_and_output_weights=True)
+    untied = replace(spec, untie_embeddings_and_output_weights=True)
     counts = {each: total_parameters(each) / 1e9 for each in (spec, untied)}
     if abs(counts[untied] - size) < abs(counts[spec] - size) / 2:
         return untied, f"embedding not tied, for {size:g} billion parameters"
@@ -277,7 +271,7 @@ def _tied_or_not(spec: TransformerSpec, row: Mapping[str, str]) -> tuple[Transfo
     return spec, ""
 
 
-def _length(row: Mapping[str, str], style: Mapping[str, Any]) -> dict[str, Any]:
+def _length(row: Row, style: Mapping[str, Any]) -> dict[str, Any]:
     seq = whole(row, "seq")
     if not seq:
         if style.get("family") != "bert":
@@ -286,7 +280,7 @@ def _length(row: Mapping[str, str], style: Mapping[str, Any]) -> dict[str, Any]:
     return {"seq_length": seq, "max_position_embeddings": seq}
 
 
-def _style(row: Mapping[str, str], name: ModelName) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _style(row: Row, name: ModelName) -> tuple[dict[str, Any], tuple[str, ...]]:
     vocab = whole(row, "vocab")
     if name.key.startswith(_LLAMA_LIKE):
         if not vocab or not whole(row, "ffn"):
@@ -303,7 +297,7 @@ def _style(row: Mapping[str, str], name: ModelName) -> tuple[dict[str, Any], tup
     return {**MEGATRON_DEFAULTS, "vocab_size": vocab, "family": family}, tuple(notes)
 
 
-def _layers(row: Mapping[str, str], name: ModelName, hidden: int, vocab: int) -> tuple[int, str]:
+def _layers(row: Row, name: ModelName, hidden: int, vocab: int) -> tuple[int, str]:
     """Number of layers as stated, or the one that makes the stated parameters to their last digit.
 
     A layer of four times the hidden size holds ``12 * hidden**2`` parameters.
@@ -339,7 +333,7 @@ class ModelBook:
     """
 
     entries: Mapping[str, str]
-    extra: Mapping[str, Mapping[str, str]]
+    extra: Mapping[str, Row]
 
     @classmethod
     def load(cls, extra: Sequence[Path] = ()) -> ModelBook:
@@ -348,14 +342,14 @@ class ModelBook:
         Raises:
             UserInputError: if a table cannot be read.
         """
-        tables: dict[str, Mapping[str, str]] = {}
+        tables: dict[str, Row] = {}
         for path in extra:
             for row in read_table(path):
                 mapping_of(row, None)  # refuses what is unreadable before any run is predicted
                 tables.setdefault(read_name(row["name"]).key, row)
         return cls(entries={key_of(name): name for name in catalogue_names("model")}, extra=tables)
 
-    def spec(self, row: Mapping[str, str]) -> ModelMatch:
+    def spec(self, row: Row) -> ModelMatch:
         """The model of a row, with the sizes that the row states put in place.
 
         Args:
@@ -376,7 +370,7 @@ class ModelBook:
         except UserInputError as error:
             raise RefusedRowError("impossible shape", str(error)) from error
 
-    def _named(self, name: ModelName, row: Mapping[str, str]) -> ModelMatch | None:
+    def _named(self, name: ModelName, row: Row) -> ModelMatch | None:
         for key, assumed in () if _unreliable(name, row) else candidates(name):
             spec = self._at(key) or self._active(key)
             if spec is not None:
@@ -386,7 +380,7 @@ class ModelBook:
         spec = self._at("".join(stem)) if size else None
         if not spec or not size:
             return None
-        counts = [total_parameters(each) / 1e9 for each in (spec, without_mtp(spec))]
+        counts = [total_parameters(each) / 1e9 for each in (spec, spec.without_mtp())]
         near = any(abs(count - size) <= _SIZE_TOLERANCE * size for count in counts)
         return _agreeing(spec, "", row) if near else None
 
@@ -408,7 +402,7 @@ class ModelBook:
         return self._at(longer[0]) if len(set(longer)) == 1 else None
 
 
-def _unreliable(name: ModelName, row: Mapping[str, str]) -> bool:
+def _unreliable(name: ModelName, row: Row) -> bool:
     """Whether ``GPT-20B`` is just any GPT of that size, and not the one of NVIDIA's series."""
     if name.words[:1] != ("gpt",) or len(name.words) != 2 or whole(row, "hidden"):
         return False
@@ -416,7 +410,7 @@ def _unreliable(name: ModelName, row: Mapping[str, str]) -> bool:
     return not any(word in said for word in ("nemo", "nvidia-", "mlperf", "paxml"))
 
 
-def _agreeing(spec: TransformerSpec, assumed: str, row: Mapping[str, str]) -> ModelMatch | None:
+def _agreeing(spec: TransformerSpec, assumed: str, row: Row) -> ModelMatch | None:
     if whole(row, "hidden") not in (None, spec.hidden_size):
         return None
     notes = [assumed] if assumed else []

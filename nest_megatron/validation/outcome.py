@@ -15,7 +15,7 @@ from nest_megatron.layout.zero import ZeroStage
 from nest_megatron.plain import Name, frozen
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.validation.finetuning import trains_adapters
-from nest_megatron.validation.rows import Row, RowFile, number_or_zero
+from nest_megatron.validation.rows import Row, RowFile, number_or_zero, word
 
 #: Columns that rows of one job share; they differ in how the job was laid out.
 GROUP_COLUMNS = (
@@ -122,7 +122,7 @@ class RowOutcome:
     @property
     def ran(self) -> bool:
         """Whether the row is of a run that ran, and not an estimate, a blank or one that ended."""
-        said = self.row.get("outcome", "").strip().lower()
+        said = word(self.row, "outcome")
         return not self.out_of_memory and said in ("", "ok")
 
     @property
@@ -209,12 +209,8 @@ def _is_fsdp(each: RowOutcome) -> bool:
     if each.zero is not None:
         return each.zero >= ZeroStage.GRADIENTS
     named = _FSDP.search(each.row.get("framework", "")) is not None
-    said = each.row.get("fsdp", "").strip().lower() not in ("", "0", "1", "/", "no")
+    said = word(each.row, "fsdp") not in ("", "0", "1", "/", "no")
     return named or said or _number(each, "zero") >= ZeroStage.GRADIENTS
-
-
-def _step_s(each: RowOutcome) -> float:
-    return each.measured_s or _number(each, "iter_time_s")
 
 
 REGIMES: tuple[Regime, ...] = (
@@ -270,7 +266,7 @@ REGIMES: tuple[Regime, ...] = (
         "small_step",
         f"a measured step under {SMALL_STEP_S:g} s",
         "launches, CPU overhead and latencies weigh as much as the work",
-        lambda each: 0 < _step_s(each) < SMALL_STEP_S,
+        lambda each: 0 < (each.measured_s or _number(each, "iter_time_s")) < SMALL_STEP_S,
     ),
     Regime(
         "large_scale",

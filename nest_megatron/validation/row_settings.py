@@ -7,10 +7,9 @@ Megatron here.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
@@ -38,7 +37,14 @@ from nest_megatron.model.execution import GraphImpl
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import frozen
 from nest_megatron.solver.space import recompute_settings
-from nest_megatron.validation.rows import SETTING, RefusedRowError, Row, number, ran_out_of_memory
+from nest_megatron.validation.rows import (
+    SETTING,
+    RefusedRowError,
+    Row,
+    number,
+    ran_out_of_memory,
+    word,
+)
 
 _EXACT = "exact"
 #: What a row and its recipe may differ in and still be laid over GPUs alike: the length of a step.
@@ -65,7 +71,7 @@ class RowSettings:
 NO_SETTINGS = RowSettings()
 
 
-def settings_of(row: Mapping[str, str]) -> RowSettings:
+def settings_of(row: Row) -> RowSettings:
     """The settings that were joined to a row."""
     said = {
         name.removeprefix(SETTING): text.strip()
@@ -96,9 +102,7 @@ def _matches(layout: str) -> bool:
     return layout.startswith("yes") or (bool(differing) and differing <= _SCALE)
 
 
-def partition_of(
-    row: Mapping[str, str], spec: TransformerSpec, dims: ParallelDims
-) -> StagePartition | None:
+def partition_of(row: Row, spec: TransformerSpec, dims: ParallelDims) -> StagePartition | None:
     """The stages that a recipe names, where they are those of the row's layout."""
     pp, vpp = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
     text = row.get(f"{SETTING}pipeline_layout", "")
@@ -341,7 +345,7 @@ TRAITS: tuple[Said, ...] = (
 )
 
 
-def stated_in(row: Mapping[str, str], table: Sequence[Said]) -> dict[str, object]:
+def stated_in(row: Row, table: Sequence[Said]) -> dict[str, object]:
     """Settings that a row names in words."""
     found: dict[str, object] = {}
     for columns, words, settings in table:
@@ -385,11 +389,11 @@ def possible_grids(
     recomputes = _recomputes(
         row, spec, grid, recipe, keeps_dense="recompute_granularity" in defaults
     )
-    usual = dataclasses.replace(grid, execution=execution_of(defaults))
+    usual = replace(grid, execution=execution_of(defaults))
     for size in _micro_batches(row, grid):
         for recompute in recomputes:
             for each in dict.fromkeys((grid,) if recipe.certain else (grid, usual)):
-                found = dataclasses.replace(each, micro_batch_size=size, recompute=recompute)
+                found = replace(each, micro_batch_size=size, recompute=recompute)
                 yield found if recipe.certain else _as_it_runs(found)
 
 
@@ -408,25 +412,24 @@ def planned_grids(
         settings = tuple(
             recompute
             for recompute in recompute_settings(spec, layers)
-            if allows_recompute(_launched(spec, grid, recompute, precision))
+            if allows_recompute(
+                LaunchRequest.of(
+                    spec,
+                    replace(grid, recompute=recompute),
+                    precision=precision,
+                    version="0.20",  # the newest release
+                )
+            )
             and (not is_selective or recompute.granularity is RecomputeGranularity.SELECTIVE)
         ) or (grid.recompute,)
     for size in _micro_batches(row, grid):
         for recompute in settings:
-            found = dataclasses.replace(grid, micro_batch_size=size, recompute=recompute)
+            found = replace(grid, micro_batch_size=size, recompute=recompute)
             yield _as_it_runs(found)
 
 
-def _launched(
-    spec: TransformerSpec, grid: PartialLayout, recompute: Recompute, precision: Precision
-) -> LaunchRequest:
-    """A grid for the rules of recomputation, of the newest release."""
-    grid = dataclasses.replace(grid, recompute=recompute)
-    return LaunchRequest.of(spec, grid, precision=precision, version="0.20")
-
-
 def _as_it_runs(grid: PartialLayout) -> PartialLayout:
-    return dataclasses.replace(grid, execution=allowed_execution(grid.execution, grid))
+    return replace(grid, execution=allowed_execution(grid.execution, grid))
 
 
 #: A setting of recomputation, or a module that is recomputed.
@@ -435,7 +438,7 @@ _SETTING = re.compile(r"none|full|selective|per-op|offload|attn|norm|act\b|mlp|m
 
 def states_recompute(row: Row) -> bool:
     """Whether a row says what is recomputed."""
-    said = row.get("recompute", "").strip().lower()
+    said = word(row, "recompute")
     return bool(_SETTING.search(said)) and not said.startswith("not stated")
 
 
@@ -445,7 +448,7 @@ def _leaves_modules_out(row: Row, spec: TransformerSpec) -> bool:
     Of one without experts it is core attention, Megatron's default; the recipes of experts name
     other modules.
     """
-    return spec.is_moe and row.get("recompute", "").strip().lower() == "selective"
+    return spec.is_moe and word(row, "recompute") == "selective"
 
 
 def _micro_batches(row: Row, grid: PartialLayout) -> tuple[int, ...]:

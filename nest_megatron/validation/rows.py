@@ -117,6 +117,11 @@ _LARGEST = {
 }
 
 
+def word(row: Row, column: str) -> str:
+    """A cell as it is compared: in lower case, without blanks around it."""
+    return row.get(column, "").strip().lower()
+
+
 def number(row: Row, column: str) -> float | None:
     """A cell as a number, which may be written as a product; ``None`` where it is empty.
 
@@ -275,7 +280,7 @@ def require_measurement(row: Row) -> None:
 
 def require_fixed_sequences(row: Row) -> None:
     """Refuse a step of reinforcement learning that does not say how long its answers are."""
-    if row.get("task", "").strip().lower().startswith("rl") and not number(row, "seq"):
+    if word(row, "task").startswith("rl") and not number(row, "seq"):
         raise RefusedRowError("sequence length not stated", "answers of any length")
 
 
@@ -296,7 +301,7 @@ def measured_memory(row: Row) -> Bytes | None:
 
 def ran_out_of_memory(row: Row) -> bool:
     """Whether the run ended for want of memory."""
-    return row.get("outcome", "").strip().lower() == "oom"
+    return word(row, "outcome") == "oom"
 
 
 #: Printed time and printed rate of one row may differ by this factor: sources count the operations
@@ -305,8 +310,12 @@ _TOLERATED = 2.5
 
 
 def require_consistent(row: Row, work: StepWork) -> None:
-    """Refuse a row whose printed time and printed rate speak of different jobs."""
-    _require_possible(row, work)
+    """Refuse a row that is faster than its device, or whose printed time and rate disagree."""
+    took = measured_time(row, work)
+    least = work.model_flops / work.num_gpus / work.peak_flops_per_s
+    if took < least:
+        detail = f"{took:.4g} s a step, but the device's peak needs {least:.4g} s"
+        raise RefusedRowError("faster than the device's peak", detail)
     seconds, tera = number(row, "iter_time_s"), number(row, "tflops_per_gpu")
     if not seconds or not tera:
         return
@@ -314,12 +323,3 @@ def require_consistent(row: Row, work: StepWork) -> None:
     if not 1 / _TOLERATED < other / seconds < _TOLERATED:
         detail = f"{seconds:g} s a step, but {tera:g} TFLOP/s would take {other:.4g} s"
         raise RefusedRowError("printed time and rate disagree", detail)
-
-
-def _require_possible(row: Row, work: StepWork) -> None:
-    """No device works faster than its peak."""
-    seconds = measured_time(row, work)
-    least = work.model_flops / work.num_gpus / work.peak_flops_per_s
-    if seconds < least:
-        detail = f"{seconds:.4g} s a step, but the device's peak needs {least:.4g} s"
-        raise RefusedRowError("faster than the device's peak", detail)

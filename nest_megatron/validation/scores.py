@@ -11,12 +11,12 @@ import dataclasses
 import itertools
 import statistics
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from nest_megatron.catalogue_files import default_setting
 from nest_megatron.cost_model import distributions
 from nest_megatron.cost_model.shortlist import shortlist
-from nest_megatron.cost_model.uncertainty import Predictive, probability_faster
+from nest_megatron.cost_model.uncertainty import probability_faster
 from nest_megatron.layout.estimate import SURE
 from nest_megatron.plain import frozen
 from nest_megatron.planner.choice import Candidate, allowed, ties
@@ -119,23 +119,19 @@ def rank_scores(pairs: Sequence[tuple[float, float]]) -> RankScores:
     >>> rank_scores([(1.0, 10.0), (2.0, 8.0), (3.0, 12.0)])
     RankScores(spearman=0.5, regret_pct=25.0, pairs=3, pairs_in_order=2)
     """
-    predicted = [pair[0] for pair in pairs]
-    measured = [pair[1] for pair in pairs]
+    predicted, measured = zip(*pairs, strict=True)
     chosen = measured[predicted.index(min(predicted))]
-    order = list(_in_order(pairs))
+    order = [
+        (guess - other_guess) * (time - other_time) > 0
+        for (guess, time), (other_guess, other_time) in itertools.combinations(pairs, 2)
+        if max(time, other_time) > (1 + NOISE) * min(time, other_time)  # else it is a tie
+    ]
     return RankScores(
         spearman=spearman(predicted, measured),
         regret_pct=100.0 * (chosen / min(measured) - 1.0),
         pairs=len(order),
         pairs_in_order=sum(order),
     )
-
-
-def _in_order(pairs: Sequence[tuple[float, float]]) -> Iterable[bool]:
-    """Of each pair that is not a tie by measurement, whether the prediction orders it alike."""
-    for (predicted, measured), (other_predicted, other) in itertools.combinations(pairs, 2):
-        if max(measured, other) > (1 + NOISE) * min(measured, other):
-            yield (predicted - other_predicted) * (measured - other) > 0
 
 
 def spearman(left: Sequence[float], right: Sequence[float]) -> float | None:
@@ -185,7 +181,12 @@ def choice_scores(layouts: Sequence[tuple[Candidate, Seconds]]) -> ChoiceScores:
 
     steps = [each.step for each in candidates]
     found = shortlist(steps, SURE)
-    sure = _sure_pairs(steps, measured)
+    runs = itertools.permutations(zip(steps, measured, strict=True), 2)
+    sure = [  # of each pair whose order is sure, whether it was measured so
+        first <= (1 + NOISE) * second
+        for (a, first), (b, second) in runs
+        if probability_faster(a, b) >= SURE
+    ]
     return ChoiceScores(
         nominal_regret_pct=regret_pct(min(candidates, key=lambda each: each.step.median_s)),
         default_regret_pct=regret_pct(_default(candidates)),
@@ -200,15 +201,6 @@ def choice_scores(layouts: Sequence[tuple[Candidate, Seconds]]) -> ChoiceScores:
 def _default(candidates: Sequence[Candidate]) -> Candidate:
     chance, tie = map(default_setting, ("memory.max_oom_chance", "search.tie_percent"))
     return min(ties(allowed(candidates, chance), tie), key=lambda each: each.complexity)
-
-
-def _sure_pairs(steps: Sequence[Predictive], measured: Sequence[Seconds]) -> list[bool]:
-    """Of each pair whose order is sure, whether it was measured so."""
-    return [
-        first <= (1 + NOISE) * second
-        for (a, first), (b, second) in itertools.permutations(zip(steps, measured, strict=True), 2)
-        if probability_faster(a, b) >= SURE
-    ]
 
 
 @frozen
@@ -233,18 +225,13 @@ def choice_summary(scores: Sequence[ChoiceScores]) -> ChoiceSummary | None:
     """The means over jobs; ``None`` without jobs."""
     if not scores:
         return None
-    means = {
-        field.name: statistics.fmean(getattr(each, field.name) for each in scores)
-        for field in dataclasses.fields(ChoiceScores)
-    }
+    names = ("nominal_regret_pct", "default_regret_pct", "started_regret_pct", "shortlist_size")
+    means = {name: statistics.fmean(getattr(each, name) for each in scores) for name in names}
     sure, right = (sum(getattr(each, name) for each in scores) for name in ("sure", "sure_right"))
     return ChoiceSummary(
+        **means,
         jobs=len(scores),
-        nominal_regret_pct=means["nominal_regret_pct"],
-        default_regret_pct=means["default_regret_pct"],
-        started_regret_pct=means["started_regret_pct"],
-        shortlist_holds_pct=100.0 * means["shortlist_holds"],
-        shortlist_size=means["shortlist_size"],
+        shortlist_holds_pct=100.0 * statistics.fmean(each.shortlist_holds for each in scores),
         sure_pairs=sure,
         sure_right_pct=100.0 * right / sure if sure else None,
     )

@@ -75,5 +75,5 @@ def _trained_graph(spec: TransformerSpec, block: LayerBlock, shard: LayerShard) 
 def layer_graph(spec: TransformerSpec, kind: LayerKind, shard: LayerShard) -> LayerGraph:
     """The work of one unit; ``MTP`` is all its layers together."""
     blocks = (block_graph(spec, block, shard) for block in spec.unit_blocks(kind))
-    graph = sum(blocks, LayerGraph(operators=()))
+    graph = sum(blocks, LayerGraph())
     return graph.with_input(shard.hidden_bytes(spec)) if kind.begins_with_mlp else graph

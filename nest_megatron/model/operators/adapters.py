@@ -11,8 +11,8 @@ tensor ranks, then the scaling and the sum with what the frozen product puts out
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from nest_megatron.model.encoder import PROJECTIONS, Adapters, PeftScheme
@@ -165,7 +165,7 @@ def adapted(
     """
     assert spec.adapters is not None
     has_backward = block is not LayerBlock.EMBEDDING
-    frozen = dataclasses.replace(
+    frozen = replace(
         graph,
         operators=tuple(frozen_operator(op, has_backward=has_backward) for op in graph.operators),
         collectives=tuple(_without_weight_gradients(graph, has_backward=has_backward)),
@@ -181,12 +181,10 @@ def _is_trained(op: Operator) -> bool:
 def frozen_operator(op: Operator, *, has_backward: bool) -> Operator:
     """An operator whose weight is not trained; ``has_backward`` if its input has a gradient."""
     if not has_backward:
-        return dataclasses.replace(op, backward_flops=0.0, backward_bytes_moved=0.0, frozen=True)
+        return replace(op, backward_flops=0.0, backward_bytes_moved=0.0, frozen=True)
     if not _is_trained(op):
         return op
-    return dataclasses.replace(
-        op, backward_flops=op.flops, backward_bytes_moved=op.bytes_moved, frozen=True
-    )
+    return replace(op, backward_flops=op.flops, backward_bytes_moved=op.bytes_moved, frozen=True)
 
 
 def _without_weight_gradients(
@@ -198,7 +196,7 @@ def _without_weight_gradients(
             if has_backward or not call.backward:
                 yield call
         elif not call.name.endswith(".regather"):
-            yield dataclasses.replace(call, hidden_under="")
+            yield replace(call, hidden_under="")
 
 
 def _adapter(product: AdaptedProduct) -> LayerGraph:
@@ -218,9 +216,7 @@ def _adapter(product: AdaptedProduct) -> LayerGraph:
         saved += rows * inner * act
     if adapters.dropout:
         saved += rows * inner if pre else product.out_elements
-    extra = LayerGraph(operators=())
-    if adapters.scheme is PeftScheme.DORA:
-        extra = _magnitude(product)
+    extra = _magnitude(product) if adapters.scheme is PeftScheme.DORA else LayerGraph()
     return extra + LayerGraph(
         operators=(*products, *_elementwise(product)),
         collectives=tuple(_traffic(product)),

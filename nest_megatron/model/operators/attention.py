@@ -24,6 +24,7 @@ from nest_megatron.model.operators.common import (
     gathered_block,
     gemm,
     offloaded_attention,
+    residual_sum,
     row_parallel,
     streaming,
 )
@@ -274,7 +275,7 @@ def _attention(spec: TransformerSpec, shard: LayerShard, span: float) -> LayerGr
         gemm(shard, "qkv", Part.QKV, tokens, hidden, width / tp),
         streaming("rotary", Part.QKV, 2 * rotated, backward=1.0),
         gemm(shard, "projection", Part.PROJECTION, tokens, query, hidden),
-        streaming("residual", Part.RESIDUAL, 3 * hidden_bytes, backward=0.67),
+        residual_sum("residual", hidden_bytes),
     ]
     saved = [
         (Part.INPUT_NORM, local * hidden * shard.input_bytes),
@@ -320,7 +321,7 @@ def _latent_attention(spec: TransformerSpec, shard: LayerShard, span: float) -> 
         gemm(shard, "kv_up", Part.MLA_UP, tokens, spec.kv_lora_rank, key_value_up),
         streaming("rotary", Part.MLA_UP, 2 * tokens * (query + key) * act, backward=1.0),
         gemm(shard, "projection", Part.PROJECTION, tokens, value, hidden),
-        streaming("residual", Part.RESIDUAL, 3 * hidden_bytes, backward=0.67),
+        residual_sum("residual", hidden_bytes),
     ]
     saved = (
         (Part.INPUT_NORM, local * hidden * shard.input_bytes),

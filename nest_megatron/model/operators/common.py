@@ -27,6 +27,12 @@ def dropout_mask(spec: TransformerSpec, local: float) -> tuple[Part, float]:
     return Part.RESIDUAL, local * spec.hidden_size if spec.hidden_dropout > 0 else 0.0
 
 
+def routed_tokens(spec: TransformerSpec, shard: LayerShard) -> float:
+    """Tokens that the experts of one rank see, each as often as it goes to one."""
+    tokens = shard.tokens_between_blocks(spec) * spec.moe_router_topk
+    return tokens * shard.expert_tensor_parallel_size
+
+
 def dispatch_buffer_bytes(spec: TransformerSpec, shard: LayerShard) -> float:
     """HybridEP's buffers, one for tokens sent out and one for tokens coming back.
 
@@ -90,6 +96,11 @@ def streaming(
         backward_bytes_moved=backward * num_bytes,
         num_kernels=kernels,
     )
+
+
+def residual_sum(name: str, hidden_bytes: float, part: Part = Part.RESIDUAL) -> Operator:
+    """The sum of a block's output and its input, dropout included."""
+    return streaming(name, part, 3 * hidden_bytes, backward=0.67)
 
 
 def gathered_block(
@@ -156,8 +167,15 @@ def offloaded_attention(graph: LayerGraph, spec: TransformerSpec, shard: LayerSh
     if "qkv_linear" in modules:
         moved[Part.INPUT_NORM] = saved[Part.INPUT_NORM]
     if "core_attn" in modules:
-        part, num_bytes = _queries(spec, shard)
-        moved[part] = num_bytes
+        # queries, keys and values
+        act, tokens = shard.activation_bytes, shard.tokens(spec)
+        heads = spec.num_attention_heads / shard.tensor_model_parallel_size
+        if spec.multi_latent_attention:
+            each = 2 * (spec.qk_head_dim + spec.qk_pos_emb_head_dim) + spec.v_head_dim
+            moved[Part.MLA_UP] = tokens * heads * each * act
+        else:
+            groups = max(spec.query_groups / shard.tensor_model_parallel_size, 1.0)
+            moved[Part.QKV] = tokens * (heads + 2 * groups) * spec.head_dim * act
         if shard.keeps_scores(spec):  # whose scores are saved inside the module as well
             moved[Part.CORE_ATTENTION] = saved[Part.CORE_ATTENTION]
     if "attn_proj" in modules:
@@ -165,30 +183,17 @@ def offloaded_attention(graph: LayerGraph, spec: TransformerSpec, shard: LayerSh
     return _without(graph, moved, graph.input_bytes if norm in modules else 0.0)
 
 
-def _queries(spec: TransformerSpec, shard: LayerShard) -> tuple[Part, float]:
-    """Queries, keys and values, which core attention saves."""
-    tokens, tp = shard.tokens(spec), shard.tensor_model_parallel_size
-    heads = spec.num_attention_heads / tp
-    if spec.multi_latent_attention:
-        each = 2 * (spec.qk_head_dim + spec.qk_pos_emb_head_dim) + spec.v_head_dim
-        return Part.MLA_UP, tokens * heads * each * shard.activation_bytes
-    groups = max(spec.query_groups / tp, 1.0)
-    return Part.QKV, tokens * (heads + 2 * groups) * spec.head_dim * shard.activation_bytes
-
-
 def offloaded_experts(graph: LayerGraph, spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """Experts without what their modules send to the host; a dense MLP sends nothing."""
-    modules, etp = shard.execution.offload_modules, shard.expert_tensor_parallel_size
-    routed = shard.tokens_between_blocks(spec) * spec.moe_router_topk * etp
-    gates = 2 if spec.gated_linear_unit else 1
+    modules, routed = shard.execution.offload_modules, routed_tokens(spec, shard)
     moved = {Part.EXPERTS: 0.0}
     if "mlp_norm" in modules:
         moved[Part.RESIDUAL] = shard.hidden_bytes(spec)
     if "expert_fc1" in modules or "fused_group_mlp" in modules:
         moved[Part.EXPERTS] += routed * spec.routed_size * shard.input_bytes
     if "moe_act" in modules:
-        ffn = spec.expert_ffn_hidden_size / etp
-        moved[Part.EXPERTS] += routed * gates * ffn * shard.activation_bytes
+        ffn = spec.expert_ffn_hidden_size / shard.expert_tensor_parallel_size
+        moved[Part.EXPERTS] += routed * spec.num_gates * ffn * shard.activation_bytes
     return _without(graph, moved)
 
 

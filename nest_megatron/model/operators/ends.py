@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
+from dataclasses import replace
 
 from nest_megatron.model.block_parameters import decoder_of, encoder_of
 from nest_megatron.model.encoder import EncoderSpec
@@ -54,8 +54,13 @@ def head_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     logits (forward) or their 16-bit gradient (backward): 6 bytes. Each predicted token further on
     (MTP) keeps one more softmax. A T5-like model has the encoder's final norm beside the decoder's.
     """
-    if spec.family is ModelFamily.T5:
-        return head_graph(decoder_of(spec), shard) + _encoder_norm(encoder_of(spec), shard)
+    if spec.family is ModelFamily.T5:  # the norm keeps its output for all layers that attend to it
+        encoder = encoder_of(spec)
+        size, local = shard.hidden_bytes(encoder), shard.tokens_between_blocks(encoder)
+        return head_graph(decoder_of(spec), shard) + LayerGraph(
+            operators=(streaming("encoder_norm", Part.HEAD, 2 * size),),
+            saved_bytes=((Part.HEAD, size + local * encoder.hidden_size * shard.input_bytes),),
+        )
     hidden = spec.hidden_size
     tp, depth = shard.tensor_model_parallel_size, 1 + spec.num_mtp_layers
     tokens, vocab = shard.tokens(spec), spec.padded_vocab_size(tp) / tp
@@ -69,22 +74,18 @@ def head_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     if spec.family is ModelFamily.BERT:
         local = shard.tokens_between_blocks(spec)
         operators.append(gemm(shard, "lm_head", Part.HEAD, local, hidden, hidden))
+    predicted, collectives = depth * tokens, list[LayerCollective]()
+    if tp > 1:
+        for i in range(3):  # largest logit, predicted logit, sum
+            name = f"loss.{i}"
+            collectives.append(LayerCollective(name, Part.HEAD, "all_reduce", predicted * FP32))
+    size = predicted * hidden * shard.activation_bytes
     return LayerGraph(
         operators=tuple(operators),
-        collectives=tuple(_head_traffic(spec, shard, depth * tokens)),
+        collectives=(*collectives, *column_parallel(shard, Part.HEAD, "output_layer", size)),
         input_bytes=depth * hidden_bytes,
         saved_bytes=((Part.HEAD, depth * hidden_bytes),),
         working_bytes=_loss_working_bytes(spec, shard, vocab),
-    )
-
-
-def _encoder_norm(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
-    """Keeps its input, and its output for every layer that attends to it."""
-    size = shard.hidden_bytes(spec)
-    kept = size + shard.tokens_between_blocks(spec) * spec.hidden_size * shard.input_bytes
-    return LayerGraph(
-        operators=(streaming("encoder_norm", Part.HEAD, 2 * size),),
-        saved_bytes=((Part.HEAD, kept),),
     )
 
 
@@ -100,16 +101,6 @@ def _loss_working_bytes(spec: TransformerSpec, shard: LayerShard, vocab: float) 
     if not chunk or chunk >= tokens:
         return tokens * vocab * each + beside
     return chunk * vocab * each + tokens * spec.hidden_size * act + beside
-
-
-def _head_traffic(
-    spec: TransformerSpec, shard: LayerShard, tokens: float
-) -> Iterator[LayerCollective]:
-    if shard.tensor_model_parallel_size > 1:
-        for i in range(3):  # largest logit, predicted logit, sum
-            yield LayerCollective(f"loss.{i}", Part.HEAD, "all_reduce", tokens * FP32)
-    size = tokens * spec.hidden_size * shard.activation_bytes
-    yield from column_parallel(shard, Part.HEAD, "output_layer", size)
 
 
 def around_mtp_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
@@ -182,8 +173,8 @@ def _attention(vision: EncoderSpec, inner: TransformerSpec, own: LayerShard) -> 
     full = vision.num_full_attention_layers or 0
     windows = own.micro_batch_size * -(-inner.seq_length // window)
     inside = attention_graph(
-        dataclasses.replace(inner, seq_length=window),
-        dataclasses.replace(own, micro_batch_size=windows),
+        replace(inner, seq_length=window),
+        replace(own, micro_batch_size=windows),
     )
     return full * attention_graph(inner, own) + (vision.num_layers - full) * inside
 
@@ -196,17 +187,17 @@ def projector_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """
     vision, inner, own = _parts(spec, shard)
     merged = (vision.spatial_merge_size or 1) ** 2
-    is_gated = spec.gated_linear_unit and vision.spatial_merge_size is None
-    act, gates, width = own.activation_bytes, 2 if is_gated else 1, merged * inner.hidden_size
+    gates = 1 if vision.has_any_size else spec.num_gates
+    act, width = own.activation_bytes, merged * inner.hidden_size
     tokens = own.micro_batch_size * vision.num_projected_tokens * (1 + vision.deepstack_layers)
     ffn = vision.projector_ffn_hidden_size / own.tensor_model_parallel_size
-    taken, given = tokens * width, tokens * spec.hidden_size
+    taken, given, inside = tokens * width, tokens * spec.hidden_size, tokens * (gates + 1) * ffn
     part = Part.EMBEDDING
     graph = LayerGraph(
         operators=(
             streaming("projector_norm", part, 2 * taken * act),
             gemm(own, "projector_fc1", part, tokens, width, gates * ffn),
-            streaming("projector_activation", part, tokens * (gates + 1) * ffn * act),
+            streaming("projector_activation", part, inside * act),
             gemm(own, "projector_fc2", part, tokens, ffn, spec.hidden_size),
             streaming("projected", part, 2 * given * act, backward=1.0),
         ),
@@ -214,15 +205,15 @@ def projector_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
             *row_parallel(own, part, "projector_fc2", given * act),
             *column_parallel(own, part, "projector_fc1", taken * act),
         ),
-        saved_bytes=((part, taken * (act + own.input_bytes) + tokens * (gates + 1) * ffn * act),),
-        working_bytes=(taken + given + tokens * (gates + 1) * ffn) * act,
+        saved_bytes=((part, taken * (act + own.input_bytes) + inside * act),),
+        working_bytes=(taken + given + inside) * act,
     )
     if not vision.projector_frozen:
         return graph
     if vision.frozen:
         return _forward_only(graph)
     operators = tuple(frozen_operator(op, has_backward=True) for op in graph.operators)
-    return dataclasses.replace(graph, operators=operators)
+    return replace(graph, operators=operators)
 
 
 def _parts(
@@ -230,7 +221,7 @@ def _parts(
 ) -> tuple[EncoderSpec, TransformerSpec, LayerShard]:
     """The encoder, its layers as a model, and how they are divided: as samples its images."""
     assert spec.vision is not None
-    own = dataclasses.replace(
+    own = replace(
         shard,
         tensor_model_parallel_size=shard.tensor_model_parallel_size if spec.vision.is_split else 1,
         context_parallel_size=1,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 from nest_megatron.model.execution import TokenDispatcher
@@ -14,6 +13,8 @@ from nest_megatron.model.operators.common import (
     gathered_block,
     gemm,
     offloaded_experts,
+    residual_sum,
+    routed_tokens,
     streaming,
 )
 from nest_megatron.model.shard import LayerShard
@@ -21,50 +22,71 @@ from nest_megatron.model.spec import TransformerSpec
 
 
 def experts_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
-    """Routed and shared experts with their norm and residual."""
-    etp = shard.expert_tensor_parallel_size
-    tokens = shard.tokens_between_blocks(spec) * spec.moe_router_topk * etp
-    working = _working_bytes(spec, shard, tokens, spec.expert_ffn_hidden_size / etp)
-    graph = dataclasses.replace(_moe(spec, shard), working_bytes=working)
+    """Routed experts behind an all-to-all, shared ones if there are some, norm and residual.
+
+    Routing is taken as balanced; an imbalance factor belongs to the cost model.
+    """
+    hidden_bytes, etp = shard.hidden_bytes(spec), shard.expert_tensor_parallel_size
+    tokens = routed_tokens(spec, shard)
+    graph = LayerGraph(
+        operators=(
+            streaming("mlp_norm", Part.MLP_NORM, 2 * hidden_bytes),
+            residual_sum("mlp_residual", hidden_bytes),
+        ),
+        saved_bytes=(
+            (Part.RESIDUAL, hidden_bytes),
+            dropout_mask(spec, shard.tokens_between_blocks(spec)),
+            (Part.MLP_NORM, hidden_bytes),
+        ),
+        working_bytes=_working_bytes(spec, shard, tokens, spec.expert_ffn_hidden_size / etp),
+    )
+    graph += _router(spec, shard) + _experts(spec, shard) + _dispatch(spec, shard)
+    if spec.moe_latent_size:
+        graph += _latent(spec, shard)
+    if spec.moe_shared_expert_intermediate_size:
+        graph += _shared_experts(spec, shard)
     return offloaded_experts(graph, spec, shard)
-
-
-def _gates(spec: TransformerSpec) -> int:
-    return 2 if spec.gated_linear_unit else 1
 
 
 def _working_bytes(spec: TransformerSpec, shard: LayerShard, tokens: float, widest: float) -> float:
     """Gradients alive at the widest point of a layer's backward pass, and the gathered input."""
     act = shard.activation_bytes
-    gradients = tokens * widest * (_gates(spec) + 1) * act
+    gradients = tokens * widest * (spec.num_gates + 1) * act
     working = gradients + 2 * tokens * spec.hidden_size * act
     return working + dispatch_buffer_bytes(spec, shard)
 
 
 def _mlp_operators(
-    spec: TransformerSpec, shard: LayerShard, part: Part, prefix: str, tokens: float, ffn: float
-) -> tuple[Operator, ...]:
-    hidden, gates = spec.hidden_size, _gates(spec)
-    moved = tokens * (gates + 1) * ffn * shard.activation_bytes
-    return (
-        gemm(shard, f"{prefix}fc1", part, tokens, hidden, gates * ffn),
-        streaming(f"{prefix}activation", part, moved, backward=1.67),
-        *_casts_of_input(spec, shard, part, prefix, tokens * ffn),
-        gemm(shard, f"{prefix}fc2", part, tokens, ffn, hidden),
-    )
+    spec: TransformerSpec,
+    shard: LayerShard,
+    part: Part,
+    prefix: str,
+    tokens: float,
+    ffn: float,
+    *,
+    num_experts: int = 0,
+) -> Iterator[Operator]:
+    """Two products of an MLP, or of all experts of a rank, and the activation between them.
+
+    Its input is cast to fp8 and back, where it is kept so (``BiasSwiGLUFunction``), each in a
+    kernel.
+    """
+    act, gates = shard.activation_bytes, spec.num_gates
+    width, inside = spec.hidden_size, part
+    if num_experts:
+        width, inside = spec.routed_size, Part.EXPERT_ACTIVATION
+    up, down = f"{prefix}fc1", f"{prefix}fc2"
+    yield gemm(shard, up, part, tokens, width, gates * ffn, num_experts=num_experts)
+    name = f"{prefix}activation"
+    yield streaming(name, inside, tokens * (gates + 1) * ffn * act, backward=1.67)
+    if _keeps_fp8(spec, shard):
+        moved = tokens * ffn * gates * (act + 1)
+        yield streaming(f"{name}_casts", inside, moved, backward=1.0)
+    yield gemm(shard, down, part, tokens, ffn, width, num_experts=num_experts)
 
 
 def _keeps_fp8(spec: TransformerSpec, shard: LayerShard) -> bool:
     return shard.fp8_activation_input and spec.gated_linear_unit and shard.fused_activation
-
-
-def _casts_of_input(
-    spec: TransformerSpec, shard: LayerShard, part: Part, prefix: str, elements: float
-) -> Iterator[Operator]:
-    """An activation's input cast to fp8 and back (``BiasSwiGLUFunction``), each in a kernel."""
-    if _keeps_fp8(spec, shard):
-        moved = elements * _gates(spec) * (shard.activation_bytes + 1)
-        yield streaming(f"{prefix}activation_casts", part, moved, backward=1.0)
 
 
 def _activation_bytes(spec: TransformerSpec, shard: LayerShard) -> int:
@@ -73,7 +95,7 @@ def _activation_bytes(spec: TransformerSpec, shard: LayerShard) -> int:
     Its input; a gated one that is not fused (``F.silu(gate) * up``) the activated half as well.
     """
     if _keeps_fp8(spec, shard):
-        return _gates(spec)
+        return spec.num_gates
     halves = 1 if not spec.gated_linear_unit else 2 if shard.fused_activation else 3
     return halves * shard.activation_bytes
 
@@ -86,7 +108,7 @@ def mlp_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     operators = (
         streaming("mlp_norm", Part.MLP_NORM, 2 * hidden_bytes),
         *_mlp_operators(spec, shard, Part.MLP, "", tokens, ffn),
-        streaming("mlp_residual", Part.RESIDUAL, 3 * hidden_bytes, backward=0.67),
+        residual_sum("mlp_residual", hidden_bytes),
     )
     saved = (
         (Part.RESIDUAL, hidden_bytes),
@@ -99,31 +121,6 @@ def mlp_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
         collectives=tuple(gathered_block(spec, shard, Part.MLP, Part.MLP, "fc1", "fc2")),
         saved_bytes=saved,
         working_bytes=_working_bytes(spec, shard, tokens, ffn),
-    )
-
-
-def _moe(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
-    """Routed experts behind an all-to-all, with the shared expert if there is one.
-
-    Routing is taken as balanced; an imbalance factor belongs to the cost model.
-    """
-    hidden_bytes = shard.hidden_bytes(spec)
-    graph = LayerGraph(
-        operators=(
-            streaming("mlp_norm", Part.MLP_NORM, 2 * hidden_bytes),
-            streaming("mlp_residual", Part.RESIDUAL, 3 * hidden_bytes, backward=0.67),
-        ),
-        saved_bytes=(
-            (Part.RESIDUAL, hidden_bytes),
-            dropout_mask(spec, shard.tokens_between_blocks(spec)),
-            (Part.MLP_NORM, hidden_bytes),
-        ),
-    )
-    graph += _router(spec, shard) + _experts(spec, shard) + _dispatch(spec, shard)
-    if spec.moe_latent_size:
-        graph += _latent(spec, shard)
-    return (
-        graph + _shared_experts(spec, shard) if spec.moe_shared_expert_intermediate_size else graph
     )
 
 
@@ -156,29 +153,21 @@ def _latent(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
 
 def _experts(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """Grouped GEMMs of this rank's experts over the tokens routed to them."""
-    act, hidden, gates = shard.activation_bytes, spec.routed_size, _gates(spec)
-    etp = shard.expert_tensor_parallel_size
-    routed = shard.tokens_between_blocks(spec) * spec.moe_router_topk * etp
-    ffn = spec.expert_ffn_hidden_size / etp
+    routed = routed_tokens(spec, shard)
+    ffn = spec.expert_ffn_hidden_size / shard.expert_tensor_parallel_size
     here = max(1, (spec.num_experts or 1) // shard.expert_model_parallel_size)
     # Formats below 16 bits fill each expert's tokens up to a whole block: by half of it on average.
     routed += here * (shard.expert_alignment - 1) / 2
-    moved = routed * (gates + 1) * ffn * act
-    operators = (
-        gemm(shard, "expert_fc1", Part.EXPERTS, routed, hidden, gates * ffn, num_experts=here),
-        streaming("expert_activation", Part.EXPERT_ACTIVATION, moved, backward=1.67),
-        *_casts_of_input(spec, shard, Part.EXPERT_ACTIVATION, "expert_", routed * ffn),
-        gemm(shard, "expert_fc2", Part.EXPERTS, routed, ffn, hidden, num_experts=here),
-    )
+    products = _mlp_operators(spec, shard, Part.EXPERTS, "expert_", routed, ffn, num_experts=here)
     # A gated activation is fused with the router's weight and keeps its input only; any other
     # keeps its output too, as a factor of that weight (``TEGroupedMLP.forward``).
-    output_bytes = shard.input_bytes + (0 if spec.gated_linear_unit else act)
-    inside = hidden * shard.input_bytes + _activation_bytes(spec, shard) * ffn
+    output_bytes = shard.input_bytes + (0 if spec.gated_linear_unit else shard.activation_bytes)
+    inside = spec.routed_size * shard.input_bytes + _activation_bytes(spec, shard) * ffn
     saved = (
         (Part.EXPERTS, routed * inside),
         (Part.EXPERT_ACTIVATION, routed * ffn * output_bytes),
     )
-    return LayerGraph(operators=operators, saved_bytes=saved)
+    return LayerGraph(operators=tuple(products), saved_bytes=saved)
 
 
 def _dispatch(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
@@ -195,19 +184,24 @@ def _dispatch(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
         streaming(name, Part.DISPATCH, passes * routed_bytes, backward=1.0, kernels=launches)
         for name, launches in (("permute", kernels + counting), ("unpermute", kernels))
     )
-    traffic = _token_traffic(spec, shard, routed_bytes)
-    if how.moe_token_dispatcher_type is TokenDispatcher.ALLGATHER:
-        traffic = _gathered_tokens(shard, hidden_bytes)
+    traffic = _token_traffic(spec, shard, hidden_bytes)
     return LayerGraph(operators=operators, collectives=tuple(traffic))
 
 
 def _token_traffic(
-    spec: TransformerSpec, shard: LayerShard, size: float
+    spec: TransformerSpec, shard: LayerShard, hidden_bytes: float
 ) -> Iterator[LayerCollective]:
-    """All-to-all of tokens to experts and back, gather over expert tensor ranks."""
+    """All-to-all of tokens to experts and back, gather over expert tensor ranks.
+
+    Or every rank gets the tokens of all, and sums its share (``MoEAllGatherTokenDispatcher``).
+    """
     ep, etp = shard.expert_model_parallel_size, shard.expert_tensor_parallel_size
+    is_gathered = shard.execution.moe_token_dispatcher_type is TokenDispatcher.ALLGATHER
+    size = hidden_bytes * (ep if is_gathered else spec.moe_router_topk)
     for backward in (False, True):
-        if ep > 1:
+        if is_gathered:
+            yield from _gather_and_scatter(Group.EXPERT, ep, size, backward)
+        elif ep > 1:
             yield LayerCollective(
                 "token_all_to_all",
                 Part.DISPATCH,
@@ -219,14 +213,6 @@ def _token_traffic(
                 copies=spec.moe_router_topk,
             )
         yield from _gather_and_scatter(Group.EXPERT_TENSOR, etp, size * etp, backward)
-
-
-def _gathered_tokens(shard: LayerShard, size: float) -> Iterator[LayerCollective]:
-    """Every rank gets the tokens of all, and sums its share (``MoEAllGatherTokenDispatcher``)."""
-    ep, etp = shard.expert_model_parallel_size, shard.expert_tensor_parallel_size
-    for backward in (False, True):
-        yield from _gather_and_scatter(Group.EXPERT, ep, size * ep, backward)
-        yield from _gather_and_scatter(Group.EXPERT_TENSOR, etp, size * ep * etp, backward)
 
 
 def _gather_and_scatter(
@@ -244,7 +230,7 @@ def _shared_experts(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     ffn = (spec.moe_shared_expert_intermediate_size or 0) / shard.tensor_model_parallel_size
     hidden_bytes = shard.tokens_between_blocks(spec) * spec.hidden_size * shard.cast_bytes
     inside = tokens * (_activation_bytes(spec, shard) + shard.input_bytes) * ffn
-    operators = _mlp_operators(spec, shard, part, "shared_", tokens, ffn)
+    operators = tuple(_mlp_operators(spec, shard, part, "shared_", tokens, ffn))
     if spec.moe_shared_expert_gate:  # a product with one column, then with the experts' output
         output_bytes = shard.hidden_bytes(spec)
         operators += (streaming("shared_gate", part, 3 * output_bytes, kernels=3),)

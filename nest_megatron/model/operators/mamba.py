@@ -13,7 +13,7 @@ there are value heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from nest_megatron.model.graph import (
     Group,
@@ -24,7 +24,14 @@ from nest_megatron.model.graph import (
     Part,
 )
 from nest_megatron.model.operators.attention import with_graph_inputs
-from nest_megatron.model.operators.common import FP32, dropout_mask, gathered_block, gemm, streaming
+from nest_megatron.model.operators.common import (
+    FP32,
+    dropout_mask,
+    gathered_block,
+    gemm,
+    residual_sum,
+    streaming,
+)
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import frozen
@@ -75,66 +82,60 @@ def mamba_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """A Mamba-2 layer with its norm and residual."""
     act, tokens, widths = shard.activation_bytes, shard.tokens(spec), _widths(spec, shard)
     scanned_bytes, inner_bytes = tokens * widths.scanned * act, tokens * widths.inner * act
-    between = (
-        *_exchange_copies(shard, scanned_bytes, inner_bytes),
-        # read and written once; the backward pass first does it again
-        streaming(
-            "conv1d", Part.SSM, 2 * (tokens * (widths.inner + widths.bc) * act), backward=2.5
+    convolved_bytes = tokens * (widths.inner + widths.bc) * act
+    states = 2 * widths.inner * widths.state / CHUNK * (FP32 + act)
+    between = LayerGraph(
+        operators=(
+            *_exchange_copies(shard, scanned_bytes, inner_bytes),
+            # read and written once; the backward pass first does it again
+            streaming("conv1d", Part.SSM, 2 * convolved_bytes, backward=2.5),
+            _scan(widths, tokens, act),
+            streaming("gated_norm", Part.SSM, 2 * inner_bytes),
         ),
-        _scan(widths, tokens, act),
-        streaming("gated_norm", Part.SSM, 2 * inner_bytes),
+        collectives=tuple(_exchanges(shard, scanned_bytes, inner_bytes, calls=5)),
+        saved_bytes=(
+            # what the kernel is given, what it makes before the gate, what the norm is given
+            (Part.SSM, tokens * (widths.scanned + 2 * widths.inner) * act),
+            (Part.SSM, tokens * widths.groups * FP32),  # one deviation of the norm for each group
+        ),
+        # gradients of the kernel's input and output, and its states in float32 and 16 bits
+        working_bytes=tokens * ((widths.scanned + 2 * widths.inner) * act + states),
     )
-    saved = (
-        # what the kernel is given, what it makes before the gate, what the norm is given
-        (Part.SSM, tokens * (widths.scanned + 2 * widths.inner) * act),
-        (Part.SSM, tokens * widths.groups * FP32),  # one deviation of the norm for each group
-    )
-    exchanged = tuple(_exchanges(shard, scanned_bytes, inner_bytes, calls=5))
-    working = _working_bytes(widths, tokens, act)
-    graph = _mixer(
-        spec, shard, (widths.projected, widths.inner), between, exchanged, saved, working
-    )
+    graph = _mixer(spec, shard, widths.projected, widths.inner, between)
     return with_graph_inputs(graph, shard, "mamba")
 
 
 def _mixer(
-    spec: TransformerSpec,
-    shard: LayerShard,
-    widths: tuple[float, float],
-    between: Iterable[Operator],
-    exchanged: Iterable[LayerCollective],
-    saved: Iterable[tuple[Part, float]],
-    working_bytes: float,
+    spec: TransformerSpec, shard: LayerShard, projected: float, inner: float, between: LayerGraph
 ) -> LayerGraph:
     """Norm, input projection, what lies between, output projection, residual.
 
     Args:
-        widths: what the first projection puts out, and what the second is given, on one rank.
-        saved: between the projections; what the second is given is kept beside it.
+        projected, inner: what the first projection puts out, and what the second is given and
+            keeps, on one rank.
     """
     tokens, hidden = shard.tokens(spec), spec.hidden_size
     local, hidden_bytes = shard.tokens_between_blocks(spec), shard.hidden_bytes(spec)
-    projected, inner = widths
     return LayerGraph(
         operators=(
             streaming("input_norm", Part.SSM, 2 * hidden_bytes),
             gemm(shard, "in_proj", Part.SSM, tokens, hidden, projected),
-            *between,
+            *between.operators,
             gemm(shard, "out_proj", Part.SSM, tokens, inner, hidden),
-            streaming("residual", Part.SSM, 3 * hidden_bytes, backward=0.67),
+            residual_sum("residual", hidden_bytes, Part.SSM),
         ),
         collectives=(
             *gathered_block(spec, shard, Part.SSM, Part.SSM, "in_proj", "out_proj"),
-            *exchanged,
+            *between.collectives,
         ),
         input_bytes=hidden_bytes,
         saved_bytes=(
             (Part.SSM, local * hidden * shard.input_bytes),
-            *saved,
+            *between.saved_bytes,
             (Part.SSM, tokens * inner * shard.input_bytes),
             dropout_mask(spec, local),
         ),
-        working_bytes=working_bytes,
+        working_bytes=between.working_bytes,
     )
 
 
@@ -166,12 +167,6 @@ def _scan(widths: _Widths, tokens: float, act: int) -> Operator:
         num_kernels=5,
         has_weight=False,
     )
-
-
-def _working_bytes(widths: _Widths, tokens: float, act: int) -> float:
-    """Gradients of the kernel's input and output, and its states in float32 and 16 bits."""
-    states = 2 * widths.inner * widths.state / CHUNK * (FP32 + act)
-    return tokens * ((widths.scanned + 2 * widths.inner) * act + states)
 
 
 def _exchange_copies(shard: LayerShard, into: float, out_of: float) -> Iterator[Operator]:
@@ -250,20 +245,25 @@ def gated_delta_net_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGrap
     projected_bytes, value_bytes = tokens * widths.projected * act, tokens * widths.value * act
     is_copied = spec.linear_num_value_heads > spec.linear_num_key_heads
     copies = tokens * 2 * widths.copied * act if is_copied else 0.0
-    between = (
-        # transposed, convolved with its activation; back in the order of tokens on the way
-        streaming("conv1d", Part.SSM, 4 * tokens * widths.convolved * act, backward=1.5, kernels=2),
-        *_inputs_of_rule(widths, tokens, act, copies),
-        _rule(spec, widths, tokens, act),
-        streaming("gated_norm", Part.SSM, 4 * value_bytes, kernels=3),
-        *_exchange_copies(shard, projected_bytes, value_bytes),
+    moved = tokens * (4 * 2 * widths.query + 4 * widths.value) * act + 1.5 * copies
+    gates = tokens * widths.heads * (6 * FP32 + 4 * act)
+    convolved = 4 * tokens * widths.convolved * act
+    between = LayerGraph(
+        operators=(
+            # transposed, convolved with its activation; back in the order of tokens on the way
+            streaming("conv1d", Part.SSM, convolved, backward=1.5, kernels=2),
+            # queries and keys normed and copied to all heads, values and gates laid out again
+            streaming("rule_inputs", Part.SSM, moved, backward=1.0, kernels=8),
+            streaming("decay", Part.SSM, gates, backward=1.0, kernels=6),
+            _rule(spec, widths, tokens, act),
+            streaming("gated_norm", Part.SSM, 4 * value_bytes, kernels=3),
+            *_exchange_copies(shard, projected_bytes, value_bytes),
+        ),
+        collectives=tuple(_exchanges(shard, projected_bytes, value_bytes, calls=1)),
+        saved_bytes=((Part.SSM, tokens * _saved_inside(widths, act) + copies),),
+        working_bytes=tokens * (2 * widths.projected + 4 * widths.copied) * act,
     )
-    saved = ((Part.SSM, tokens * _saved_inside(widths, act) + copies),)
-    exchanged = tuple(_exchanges(shard, projected_bytes, value_bytes, calls=1))
-    working = tokens * (2 * widths.projected + 4 * widths.copied) * act
-    graph = _mixer(
-        spec, shard, (widths.projected, widths.value), between, exchanged, saved, working
-    )
+    graph = _mixer(spec, shard, widths.projected, widths.value, between)
     return with_graph_inputs(graph, shard, "attn")
 
 
@@ -279,16 +279,6 @@ def _saved_inside(widths: _DeltaWidths, act: int) -> float:
     gates = widths.heads * (FP32 + 2 * FP32 + act)
     norm = 3 * widths.value * act + widths.heads * FP32
     return inside * act + gates + norm + 2 * widths.heads * FP32
-
-
-def _inputs_of_rule(
-    widths: _DeltaWidths, tokens: float, act: int, copies: float
-) -> Iterator[Operator]:
-    """Queries and keys normed and copied to all heads, values and gates laid out again."""
-    moved = tokens * (4 * 2 * widths.query + 4 * widths.value) * act + 1.5 * copies
-    yield streaming("rule_inputs", Part.SSM, moved, backward=1.0, kernels=8)
-    gates = tokens * widths.heads * (6 * FP32 + 4 * act)
-    yield streaming("decay", Part.SSM, gates, backward=1.0, kernels=6)
 
 
 def _rule(spec: TransformerSpec, widths: _DeltaWidths, tokens: float, act: int) -> Operator:

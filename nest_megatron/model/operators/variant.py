@@ -6,7 +6,7 @@ a norm is a streaming kernel that keeps its input, a cap one over what it caps.
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 from nest_megatron.model.block_parameters import decoder_of, encoder_of
 from nest_megatron.model.graph import LayerCollective, LayerGraph, Part
@@ -18,6 +18,7 @@ from nest_megatron.model.operators.common import (
     dropout_mask,
     gathered_block,
     gemm,
+    residual_sum,
     streaming,
 )
 from nest_megatron.model.shard import LayerShard
@@ -44,7 +45,7 @@ def cross_attention_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGrap
             gemm(shard, "cross_query", Part.QKV, queries, hidden, width),
             gemm(shard, "cross_key_value", Part.QKV, keys, hidden, 2 * width),
             gemm(shard, "cross_projection", Part.PROJECTION, queries, width, hidden),
-            streaming("cross_residual", Part.RESIDUAL, 3 * hidden_bytes, backward=0.67),
+            residual_sum("cross_residual", hidden_bytes),
         ),
         collectives=(
             *gathered_block(
@@ -68,13 +69,13 @@ def cross_attention_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGrap
 def linear_for_attention_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """Norm, a projection of the hidden size to itself, residual; its input is the layer's."""
     graph = _linear(spec, shard, Part.INPUT_NORM, Part.PROJECTION)
-    return graph + LayerGraph(operators=(), input_bytes=shard.hidden_bytes(spec))
+    return graph + LayerGraph(input_bytes=shard.hidden_bytes(spec))
 
 
 def linear_for_mlp_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """The same behind attention, whose output the residual keeps."""
     return _linear(spec, shard, Part.MLP_NORM, Part.MLP) + LayerGraph(
-        operators=(), saved_bytes=((Part.RESIDUAL, shard.hidden_bytes(spec)),)
+        saved_bytes=((Part.RESIDUAL, shard.hidden_bytes(spec)),)
     )
 
 
@@ -95,7 +96,7 @@ def _linear(spec: TransformerSpec, shard: LayerShard, norm: Part, part: Part) ->
         operators=(
             streaming(f"{name}_norm", norm, 2 * hidden_bytes),
             gemm(shard, name, part, tokens, hidden, columns),
-            streaming(f"{name}_residual", Part.RESIDUAL, 3 * hidden_bytes, backward=0.67),
+            residual_sum(f"{name}_residual", hidden_bytes),
         ),
         collectives=tuple(collectives),
         saved_bytes=(
@@ -148,7 +149,7 @@ def _parallel_attention(graph: LayerGraph, spec: TransformerSpec, shard: LayerSh
         dropped.add("mlp_norm")
         silent.add("fc1")
         saved.append((Part.MLP_NORM, -graph.saved_by_part()[Part.MLP_NORM]))
-    return dataclasses.replace(
+    return replace(
         graph,
         operators=(
             *(each for each in graph.operators if each.name not in dropped),
@@ -164,13 +165,13 @@ def _parallel_attention(graph: LayerGraph, spec: TransformerSpec, shard: LayerSh
 def _qk_sums(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """Sums of squares of queries and keys over all heads, which tensor ranks divide."""
     if shard.tensor_model_parallel_size == 1:
-        return LayerGraph(operators=())
+        return LayerGraph()
     size = 2 * shard.tokens(spec) * FP32
     calls = (
         LayerCollective("qk_norm", Part.QKV, "all_reduce", size, backward=backward)
         for backward in (False, True)
     )
-    return LayerGraph(operators=(), collectives=tuple(calls))
+    return LayerGraph(collectives=tuple(calls))
 
 
 def _embedding(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
@@ -206,4 +207,4 @@ def _head(graph: LayerGraph, spec: TransformerSpec, shard: LayerShard) -> LayerG
         logits = tokens * vocab * shard.activation_bytes
         operators.append(streaming("softcap", Part.HEAD, 4 * logits, backward=1.25, kernels=3))
         working += logits
-    return dataclasses.replace(graph, operators=tuple(operators), working_bytes=working)
+    return replace(graph, operators=tuple(operators), working_bytes=working)

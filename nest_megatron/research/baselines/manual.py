@@ -103,7 +103,7 @@ def _in_stages(
 def _from_rule(job: ComparisonJob) -> tuple[SolvedLayout | None, int]:
     """The first step that fits, by rising recomputation, and how many layouts were tried."""
     steps, tried = _steps(job), 0
-    for recompute in _ladder(job, [grid for grids in steps.values() for grid in grids]):
+    for recompute in _ladder(job, next(iter(steps.values()), [])):
         for step in sorted(steps):
             plans = [
                 job.price(replace(grid, recompute=recompute), boundaries)

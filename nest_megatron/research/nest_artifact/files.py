@@ -20,7 +20,16 @@ from typing import Any
 from nest_megatron.documents import read_json
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.files import write_text
-from nest_megatron.plain import Count, Index, NonNegative, Positive, Source, from_plain, frozen
+from nest_megatron.plain import (
+    Count,
+    Index,
+    NonNegative,
+    Positive,
+    Source,
+    from_plain,
+    frozen,
+    key_of,
+)
 from nest_megatron.research.nest_artifact.price import (
     AS_ARTIFACT,
     ArtifactRule,
@@ -43,23 +52,9 @@ _RENUMBER = "List each layer once, in the order of the chain, first stage first.
 
 
 @frozen
-class _FileNode:
-    id: int
-    parameterSize: NonNegative
-    activationSize: NonNegative
-    optimalLatencyFw: NonNegative
-    optimalLatencyBw: NonNegative
+class _FileNode(Layer):
     isTensorParallelized: bool
     energy: object = None
-
-    def layer(self) -> Layer:
-        return Layer(
-            node_id=self.id,
-            forward=self.optimalLatencyFw,
-            backward=self.optimalLatencyBw,
-            weight_bytes=self.parameterSize,
-            activation_bytes=self.activationSize,
-        )
 
 
 @frozen
@@ -154,7 +149,7 @@ def _notes(document: Mapping[str, Any]) -> Iterator[str]:
         ("edges: ", itertools.chain.from_iterable(document["edges"].values()), _FileEdge),
         ("baselines: ", (document.get("baselines") or {}).values(), FixedPlan),
     ):
-        known = {field.name for field in fields(kind)}
+        known = {*map(key_of, fields(kind))}
         for each in objects:
             yield from (f"{prefix}{name} is not read" for name in sorted(each.keys() - known))
 
@@ -181,15 +176,15 @@ def _network(file: _File) -> Network:
 
 
 def _chain(file: _File, tp: str) -> Chain:
-    layers = {}
+    layers: dict[int, Layer] = {}
     for at, node in enumerate(file.nodes[tp]):
         where = f"nodes.{tp}[{at}]"
-        if node.id in layers:
-            raise _wrong(f"{where}.id", node.id, "two nodes have this id")
+        if node.node_id in layers:
+            raise _wrong(f"{where}.id", node.node_id, "two nodes have this id")
         if node.isTensorParallelized and tp == "1":
             limit = "at tensor degree 1 nothing is tensor parallel"
             raise _wrong(f"{where}.isTensorParallelized", True, limit)
-        layers[node.id] = node.layer()
+        layers[node.node_id] = node
     if not 0 < len(layers) <= _MOST_LAYERS:
         raise _wrong(f"nodes.{tp}", len(layers), f"it must hold 1 to {_MOST_LAYERS:,} nodes")
     sizes = {}

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.plain import Count, frozen
+from nest_megatron.plain import Count, NonNegative, frozen, written_as
 
 #: Edges at one end of a node: the node at the other end, and bytes.
 Edges = tuple[tuple[int, float], ...]
@@ -41,11 +41,11 @@ class Layer:
         activation_bytes: outputs of all its operators for one micro batch.
     """
 
-    node_id: int
-    forward: float
-    backward: float
-    weight_bytes: float
-    activation_bytes: float
+    node_id: int = written_as("id")
+    weight_bytes: NonNegative = written_as("parameterSize")
+    activation_bytes: NonNegative = written_as("activationSize")
+    forward: NonNegative = written_as("optimalLatencyFw")
+    backward: NonNegative = written_as("optimalLatencyBw")
 
 
 @frozen

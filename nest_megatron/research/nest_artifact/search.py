@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from itertools import accumulate, combinations, pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from nest_megatron.packages import is_built
@@ -45,6 +46,8 @@ has_kernel = partial(
     "nest_megatron.research.nest_artifact._stage_boundaries",
     "the search of stage boundaries is slower",
 )
+#: Bottlenecks, each with the end of the first stage that it comes with.
+FirstStages = list[tuple[float, int]]
 
 
 @frozen
@@ -62,7 +65,7 @@ class BoundaryTable:
     firsts: array[float]
     ends: array[int]
 
-    def first_stages(self, depth: int) -> list[tuple[float, int]]:
+    def first_stages(self, depth: int) -> FirstStages:
         """Bottleneck and end of the first stage, for each end that can be had."""
         size = self.num_layers + 1
         row = self.firsts[depth * size : (depth + 1) * size]
@@ -129,17 +132,21 @@ def _fill_by_kernel(
     chain, links = instance.chains[tp], links_of(instance, rule)
     layers, n = chain.layers, len(chain.layers)
     scratch = len(firsts) + (3 + 2 * len(links)) * n * n + n
+    edges = array("d", [-1.0]) * (n * n)  # bytes from each layer to each, -1 without an edge
+    for source, outgoing in enumerate(chain.outgoing):
+        for target, num_bytes in outgoing:
+            edges[source * n + target] = num_bytes
     _stage_boundaries.fill(
         deepest(instance, tp),
-        array("d", [layer.forward for layer in layers]),
-        array("d", [layer.backward for layer in layers]),
+        _column(layers, "forward"),
+        _column(layers, "backward"),
         array("d", [recomputed_forward(layer, rule) for layer in layers]),
-        array("d", [layer.weight_bytes for layer in layers]),
-        array("d", [layer.activation_bytes for layer in layers]),
-        _edge_matrix(chain),
-        array("d", [link.bandwidth for link in links]),
-        array("d", [link.latency for link in links]),
-        array("d", [link.factor for link in links]),
+        _column(layers, "weight_bytes"),
+        _column(layers, "activation_bytes"),
+        edges,
+        _column(links, "bandwidth"),
+        _column(links, "latency"),
+        _column(links, "factor"),
         array("i", _link_levels(instance, tp)),
         instance.memory_bytes,
         instance.optimizer.state_bytes_per_weight_byte,
@@ -153,14 +160,8 @@ def _fill_by_kernel(
     )
 
 
-def _edge_matrix(chain: Chain) -> array[float]:
-    """Bytes from each layer to each, row by row; -1 where there is no edge."""
-    n = len(chain.layers)
-    matrix = array("d", [-1.0]) * (n * n)
-    for source, edges in enumerate(chain.outgoing):
-        for target, num_bytes in edges:
-            matrix[source * n + target] = num_bytes
-    return matrix
+def _column(records: Iterable[object], field: str) -> array[float]:
+    return array("d", map(attrgetter(field), records))
 
 
 def _fill_by_reference(
@@ -303,9 +304,9 @@ def _most_weights(chain: Chain, rule: ArtifactRule) -> list[float]:
     return sorted({weights_of(chain, a, b) for a, b in combinations(ends, 2)}, reverse=True)
 
 
-def _front(first_stages: list[tuple[float, int]], summed: list[float]) -> list[tuple[float, int]]:
+def _front(first_stages: FirstStages, summed: list[float]) -> FirstStages:
     """Bottlenecks that no smaller sum has as small, least first; sums grow with the end."""
-    front: list[tuple[float, int]] = []
+    front: FirstStages = []
     for bottleneck, end in first_stages:
         if front and bottleneck >= front[-1][0]:
             continue
@@ -318,7 +319,7 @@ def _front(first_stages: list[tuple[float, int]], summed: list[float]) -> list[t
 def _faster(
     instance: Instance,
     rule: ArtifactRule,
-    front: list[tuple[float, int]],
+    front: FirstStages,
     summed: list[float],
     stride: int,
     depth: int,

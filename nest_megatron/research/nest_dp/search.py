@@ -273,6 +273,7 @@ def _together(job: ResearchJob) -> list[tuple[Strategy, ...]]:
 def _cases(pricer: Pricer, together: tuple[Strategy, ...]) -> Iterator[Case]:
     job, choices = pricer.job, pricer.job.choices
     least = list(map(min, zip(*map(pricer.layers.least, together), strict=True)))
+    whole, largest = sum(least), max(least)
     devices, batches = job.cluster.num_gpus, job.global_batch_size // together[0].samples
     narrowest = min(strategy.block.num_devices for strategy in together)
     most = choices.limits.get("data_parallel_size", devices)
@@ -286,17 +287,12 @@ def _cases(pricer: Pricer, together: tuple[Strategy, ...]) -> Iterator[Case]:
             strategies=tuple(s for s in together if s.block.num_devices <= stride),
             replicas=Replicas(count=count, stride=stride),
             num_microbatches=each,
-            least_total=_least_total(least, each, min(len(least), stride // narrowest)),
+            # no pipeline takes less: some stage has the largest layer, and one its share of all
+            least_total=min(
+                max(largest, -(-whole // depth)) * (each + depth - 1)
+                for depth in range(1, min(len(least), stride // narrowest) + 1)
+            ),
         )
-
-
-def _least_total(least: Sequence[Ticks], batches: int, most_stages: int) -> Ticks:
-    """No pipeline takes less: some stage has the largest layer, and one has its share of all."""
-    whole, largest = sum(least), max(least)
-    return min(
-        max(largest, -(-whole // depth)) * (batches + depth - 1)
-        for depth in range(1, most_stages + 1)
-    )
 
 
 def _most_stages(pricer: Pricer, case: Case) -> int:
@@ -353,8 +349,10 @@ def best_pipeline(
             kernel where it is built, by default.
     """
     t = tables_of(problem)
-    least_sync, sync_cap = _least_sync(problem), UNREACHABLE
-    found = None
+    places = (times.sync for s in problem.strategies for o in s.options for times in o.times)
+    # no plan stays below the sum of the node with the largest, at its best place
+    least_sync: Ticks = max(min(sums) for sums in zip(*places, strict=True))
+    sync_cap, found = UNREACHABLE, None
     while least_sync < sync_cap and least_sync < limit:
         table = filled(t, _caps(problem, limit - least_sync), sync_cap, compiled=compiled)
         depth = _best_depth(problem, t, table)
@@ -404,10 +402,3 @@ def _best_depth(problem: Problem, t: Tables, table: Sequence[int]) -> int | None
         if least < UNREACHABLE and whole < best:
             best, found = whole, depth
     return found
-
-
-def _least_sync(problem: Problem) -> Ticks:
-    """A sum that no plan stays below: that of the node with the largest, at its best place."""
-    places = (times.sync for s in problem.strategies for o in s.options for times in o.times)
-    least: Ticks = max(min(sums) for sums in zip(*places, strict=True))
-    return least
