@@ -65,15 +65,15 @@ class Caller:
                 "collectives are measured over nccl or gloo",
                 "Initialize torch.distributed with one of these backends.",
             )
-        on_gpu = self.backend == "nccl"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
+        self._on_gpu = self.backend == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else "cpu"
         #: Of one call; NCCL ends the process then, gloo's is torch's.
-        self._timeout = LIMIT if on_gpu else None
+        self._timeout = LIMIT if self._on_gpu else None
 
     def versions(self) -> dict[str, str]:
         """Of the software that runs the collectives."""
         found = {"torch": str(self._torch.__version__)}
-        if self.backend == "nccl":
+        if self._on_gpu:
             found |= {**nccl_version(), "cuda": str(self._torch.version.cuda)}
         return found
 
@@ -127,13 +127,12 @@ class Caller:
 
     def timed(self, call: Call, calls: int) -> float:
         """Seconds of one of several calls that follow each other; all ranks start together."""
-        on_gpu = self.backend == "nccl"
-        # else torch warns that it takes the current one
-        device_ids = [self._torch.cuda.current_device()] if on_gpu else None
+        clock, device_ids = HostClock(), None
+        if self._on_gpu:  # without the ids torch warns that it takes the current one
+            clock, device_ids = DeviceClock(), [self._torch.cuda.current_device()]
         self._dist.barrier(self._world, device_ids=device_ids)
-        if on_gpu:
+        if self._on_gpu:
             self._torch.cuda.synchronize()
-        clock = DeviceClock() if on_gpu else HostClock()
         marks = [clock.mark()]
         for _ in range(calls):
             call()

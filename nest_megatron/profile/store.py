@@ -47,14 +47,12 @@ def dump(profile: LayerProfile) -> str:
     """The text of a profile file: one block a record, timings in a few lines each."""
     fields = _fields(profile)
     timings = fields.pop("timings")
-    sums = {_CHECKSUM: _sums(profile)}
+    in_lines = ({"timings": timings}, {_CHECKSUM: _sums(profile)})
     return "".join(
-        yaml.safe_dump(part, sort_keys=False, width=_WIDTH, allow_unicode=True, **style)
-        for part, style in (
-            (fields, {}),
-            ({"timings": timings}, {"default_flow_style": None}),
-            (sums, {"default_flow_style": None}),
+        yaml.safe_dump(
+            part, sort_keys=False, width=_WIDTH, allow_unicode=True, default_flow_style=style
         )
+        for part, style in ((fields, False), *((part, None) for part in in_lines))
     )
 
 
