@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -204,7 +204,17 @@ def read_options(name: str, options: Sequence[str]) -> dict[str, Any]:
         UserInputError: for a launcher that is not known, and options that it does not take.
     """
     require_known("--launcher", name, LAUNCHERS)
-    found = _pairs(options)
+    found: dict[str, Any] = {}
+    for option in options:
+        key, equals, value = option.partition("=")
+        if not equals:
+            raise UserInputError(
+                "--launcher-option",
+                option,
+                "it must be KEY=VALUE",
+                "Write --launcher-option slurm_partition=h100.",
+            )
+        found[key] = parse_yaml(value, "--launcher-option")
     if found and name not in ("submitit", "nemo_run"):
         raise UserInputError(
             "--launcher-option",
@@ -219,21 +229,6 @@ def read_options(name: str, options: Sequence[str]) -> dict[str, Any]:
             "NeMo-Run takes one executor, and nothing else",
             "Give --launcher-option executor=NAME, or a .yaml file.",
         )
-    return found
-
-
-def _pairs(options: Iterable[str]) -> dict[str, Any]:
-    found = {}
-    for option in options:
-        key, equals, value = option.partition("=")
-        if not equals:
-            raise UserInputError(
-                "--launcher-option",
-                option,
-                "it must be KEY=VALUE",
-                "Write --launcher-option slurm_partition=h100.",
-            )
-        found[key] = parse_yaml(value, "--launcher-option")
     return found
 
 
