@@ -269,7 +269,7 @@ def find_entry(name: str) -> Entry:
     )
 
 
-def record(profile: LayerProfile, *, timeout_s: Seconds = LOCK_TIMEOUT_S) -> LayerProfile:
+def record(profile: LayerProfile) -> LayerProfile:
     """Put timings into the store; safe for many ranks and jobs at once.
 
     Timings join the stored profile of the same fingerprint, whatever its name; where both have a
@@ -282,7 +282,7 @@ def record(profile: LayerProfile, *, timeout_s: Seconds = LOCK_TIMEOUT_S) -> Lay
         ProfileError: if the name is taken by a profile of something else, the stored one is broken,
             or the store cannot be locked or written to.
     """
-    with _locked(timeout_s) as folder:
+    with _locked(LOCK_TIMEOUT_S) as folder:
         before = _same_profile(profile)
         after = profile if before is None else merged(before, profile)
         path = folder / f"{require_name(after.name)}{_SUFFIX}"
@@ -313,8 +313,7 @@ def import_profile(path: Path, *, name: str | None = None) -> LayerProfile:
         ProfileError: if the file is no sound profile, or the name is taken.
     """
     found = read(path)
-    found = dataclasses.replace(found, name=name or found.name, imported=True)
-    return record(found)
+    return record(dataclasses.replace(found, name=name or found.name, imported=True))
 
 
 def export_profile(name: str, out: Path) -> LayerProfile:
