@@ -67,7 +67,12 @@ def load(text: str, name: str = "profile") -> LayerProfile:
     sums = fields.pop(_CHECKSUM, None)
     derived = {key: fields.pop(key, None) for key in _DERIVED}
     profile = record_of(LayerProfile, fields, name)
-    _check_sums(profile, derived, sums, name)
+    if not isinstance(sums, Mapping):
+        limit = "it is missing, so the file was cut short"
+        raise ProfileError(f"{name}: {_CHECKSUM}", sums, limit, AGAIN)
+    if differing := ", ".join(_differing(profile, derived, sums)):
+        limit = "these fields do not match their checksums, so the file was edited or damaged"
+        raise ProfileError(f"{name}: {_CHECKSUM}", differing, limit, AGAIN)
     return profile
 
 
@@ -148,19 +153,6 @@ def _sums(profile: LayerProfile) -> dict[str, str | list[str]]:
         else digest(value)[:_DIGITS]
         for key, value in _fields(profile).items()
     }
-
-
-def _check_sums(
-    profile: LayerProfile, derived: Mapping[str, object], sums: object, name: str
-) -> None:
-    limit = "it is missing, so the file was cut short"
-    value = sums
-    if isinstance(sums, Mapping):
-        limit = "these fields do not match their checksums, so the file was edited or damaged"
-        value = ", ".join(_differing(profile, derived, sums))
-        if not value:
-            return
-    raise ProfileError(f"{name}: {_CHECKSUM}", value, limit, AGAIN)
 
 
 def _differing(
@@ -323,17 +315,13 @@ def export_profile(name: str, out: Path) -> LayerProfile:
     return profile
 
 
-def faults(name: str | None = None) -> tuple[tuple[Entry, ProfileError | None], ...]:
-    """Every profile, or the one named, with what is wrong with its file, or ``None``."""
-    found = list[tuple[Entry, ProfileError | None]]()
+def read_all(name: str | None = None) -> Iterator[tuple[Entry, LayerProfile | ProfileError]]:
+    """Every file, or the one named, with its profile, or with what is wrong with it."""
     for entry in all_entries() if name is None else (find_entry(name),):
         try:
-            entry.read()
+            yield entry, entry.read()
         except ProfileError as error:
-            found.append((entry, error))
-        else:
-            found.append((entry, None))
-    return tuple(found)
+            yield entry, error
 
 
 def _same_profile(profile: LayerProfile) -> LayerProfile | None:

@@ -51,9 +51,9 @@ class RunCommand:
     num_nodes: int
     gpus_per_node: int
 
-    def words(self) -> list[str]:
-        """The whole command, as it is started on one host."""
-        return [*self.launcher, *self.script, *self.argv]
+    def words(self, *meeting: str) -> list[str]:
+        """The whole command, as it is started on one host; ``meeting`` are options of torchrun."""
+        return [*self.launcher, *meeting, *self.script, *self.argv]
 
     def variables(self) -> dict[str, str]:
         """The environment of the process that is started."""
@@ -70,6 +70,11 @@ class RunCommand:
         """Whether the first program of the command is torchrun."""
         return is_torchrun(self.launcher)
 
+    @property
+    def meets_nowhere(self) -> bool:
+        """Whether it is torchrun, and no option says where its agents meet."""
+        return self.is_torchrun and not _has_option(self.launcher, *_MEETING)
+
 
 def is_torchrun(launcher: tuple[str, ...]) -> bool:
     """Whether a launcher's first program is torchrun.
@@ -85,11 +90,6 @@ def is_torchrun(launcher: tuple[str, ...]) -> bool:
 
 def _is_python(word: str) -> bool:
     return word.rpartition("/")[2].startswith("python")
-
-
-def meets(launcher: tuple[str, ...]) -> bool:
-    """Whether torchrun's options say where its agents meet."""
-    return _has_option(launcher, *_MEETING)
 
 
 def _has_option(launcher: tuple[str, ...], *names: str) -> bool:

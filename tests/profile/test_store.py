@@ -137,7 +137,7 @@ def test_a_broken_file_is_named_and_not_written_over(folder: Path) -> None:
     path = folder / "mine.yaml"
     path.write_text(path.read_text().replace("forward_s: 0.001", "forward_s: 0.002"))
     damaged = path.read_text()
-    ((entry, error),) = store.faults()
+    ((entry, error),) = store.read_all()
     assert entry.name == "mine"
     assert "timings[0]" in str(error)
     with pytest.raises(ProfileError, match=re.escape("timings[0]")):
