@@ -31,7 +31,7 @@ from nest_megatron.cli.profile_request import (
 )
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import restored_settings
-from nest_megatron.errors import BAD_INPUT, OK, UserInputError, require_seconds
+from nest_megatron.errors import BAD_INPUT, OK, UserInputError
 from nest_megatron.files import now
 from nest_megatron.megatron_core.stage import Where, require_megatron
 from nest_megatron.megatron_core.substitutes import quiet
@@ -133,7 +133,6 @@ def profile(
     them. python -m nest_megatron.profile --from pretrain_gpt.py FLAGS times the layers of a
     training script.
     """
-    require_seconds("--max-seconds", max_seconds)
     if for_plan is None:
         request = request_of_settings(overrides, config_dir)
     else:

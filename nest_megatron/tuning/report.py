@@ -156,13 +156,14 @@ def _trials_table(trials: Sequence[Trial]) -> RenderableType:
         *word_columns("Layout", "Outcome"),
     )
     for trial in trials:
-        step, error = trial.step_s, ""
-        if step is not None:
-            error = f"{100 * (step / trial.predicted_s - 1):+.1f} %"
+        measured = error = ""
+        if (step_s := trial.step_s) is not None:
+            measured = format_seconds(step_s)
+            error = f"{100 * (step_s / trial.predicted_s - 1):+.1f} %"
         table.add_row(
             str(trial.number),
             format_seconds(trial.predicted_s),
-            "" if step is None else format_seconds(step),
+            measured,
             error,
             trial.layout,
             "measured" if trial.state is State.MEASURED else outcome_words(trial),
