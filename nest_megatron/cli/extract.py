@@ -172,7 +172,7 @@ def extract(
         from nest_megatron.report.terminal import notes_report
 
         for kind, traced in layers.items():
-            show(*layer_report(traced.graph, _title(spec, shard, kind), list(_facts(traced))))
+            show(*layer_report(traced.graph, _title(spec, shard, kind), _facts(traced)))
         show(notes_report(notes))
     for (kind, traced), path in zip(layers.items(), pictures, strict=False):  # all, or none
         from nest_megatron.report.layer_work import draw_layer

@@ -85,7 +85,8 @@ def show_profile(name: str, *, as_json: bool) -> None:
 @json_option
 def export_profile(name: str, *, out: Path, as_json: bool) -> None:
     """Write a profile to a file, to plan with it on another machine."""
-    profile = store.export_profile(name, out)
+    profile = store.find_entry(name).read()
+    store.write(profile, out)
     if as_json:
         show_json({"exported": profile.name, "out": str(out)})
     else:

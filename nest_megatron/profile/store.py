@@ -124,11 +124,6 @@ def record_of(kind: type[Record], fields: dict[str, Any], name: str) -> Record:
 AGAIN = "Remove the file and measure again, or copy it again from where it was measured."
 
 
-def read(path: Path) -> LayerProfile:
-    """Read a profile file; a ``ProfileError`` if it is no sound profile."""
-    return load(read_text(path, "profile"), str(path))
-
-
 def write(profile: LayerProfile, path: Path) -> None:
     """Write a profile file, whole or not at all."""
     write_text(path, dump(profile))
@@ -304,15 +299,8 @@ def import_profile(path: Path, *, name: str | None = None) -> LayerProfile:
     Raises:
         ProfileError: if the file is no sound profile, or the name is taken.
     """
-    found = read(path)
+    found = load(read_text(path, "profile"), str(path))
     return record(dataclasses.replace(found, name=name or found.name, imported=True))
-
-
-def export_profile(name: str, out: Path) -> LayerProfile:
-    """Copy a sound profile out of the store, or of those shipped, to a file."""
-    profile = find_entry(name).read()
-    write(profile, out)
-    return profile
 
 
 def read_all(name: str | None = None) -> Iterator[tuple[Entry, LayerProfile | ProfileError]]:

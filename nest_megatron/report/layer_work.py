@@ -64,7 +64,7 @@ _MODULE: Figures = (_FLOPS, _BYTES, ("out MiB", "output_bytes", _MIB), _SAVED)
 
 
 def layer_report(
-    graph: LayerGraph, title: str, facts: Sequence[tuple[str, str]] = ()
+    graph: LayerGraph, title: str, facts: Iterable[tuple[str, str]] = ()
 ) -> Iterator[RenderableType]:
     """Everything of one layer: facts, operators, collectives, saved activations."""
     yield Text(f"\n{title}", style="bold")

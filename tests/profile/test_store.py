@@ -119,7 +119,7 @@ def test_another_machine_is_another_profile() -> None:
 
 def test_imported_times_never_mix_with_measured_ones(tmp_path: Path) -> None:
     store.record(profile([timing()], name="mine"))
-    store.export_profile("mine", tmp_path / "copy.yaml")
+    store.write(store.find_entry("mine").read(), tmp_path / "copy.yaml")
     with pytest.raises(ProfileError, match="another name"):
         store.import_profile(tmp_path / "copy.yaml")
     found = store.import_profile(tmp_path / "copy.yaml", name="theirs")
