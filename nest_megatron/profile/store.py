@@ -124,6 +124,11 @@ def record_of(kind: type[Record], fields: dict[str, Any], name: str) -> Record:
 AGAIN = "Remove the file and measure again, or copy it again from where it was measured."
 
 
+def read(path: Path) -> LayerProfile:
+    """Read a profile file; a ``ProfileError`` if it is no sound profile."""
+    return load(read_text(path, "profile"), str(path))
+
+
 def write(profile: LayerProfile, path: Path) -> None:
     """Write a profile file, whole or not at all."""
     write_text(path, dump(profile))
@@ -299,7 +304,7 @@ def import_profile(path: Path, *, name: str | None = None) -> LayerProfile:
     Raises:
         ProfileError: if the file is no sound profile, or the name is taken.
     """
-    found = load(read_text(path, "profile"), str(path))
+    found = read(path)
     return record(dataclasses.replace(found, name=name or found.name, imported=True))
 
 

@@ -45,7 +45,7 @@ def launch(folder: Path, ranks: int, model: list[str], *words: str) -> Trained:
 
 def the_profile(folder: Path) -> LayerProfile:
     (path,) = (folder / "profiles").glob("*.yaml")
-    return store.load(path.read_text())
+    return store.read(path)
 
 
 def test_two_ranks_measure_train_and_remember(tmp_path: Path) -> None:
