@@ -400,13 +400,12 @@ def _profile(
 ) -> NetworkProfile:
     """The profile; samples that fit nothing are kept, and said to."""
     try:
-        fitted = fit_hosts(samples)
-        fits, fit_notes = fitted.fits, fitted.notes
+        _, fits, fit_notes = fit_hosts(samples)
     except ProfileError as error:
         fits, fit_notes = (), (f"No fit: {error}",)
     names = sorted(set(hosts))
     shown = f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
-    found = NetworkProfile(
+    profile = NetworkProfile(
         name=f"{names[0]}-{len(hosts)}",
         created=now(),
         source=f"{len(hosts)} ranks on {counted(len(names), 'host')} ({shown})",
@@ -418,4 +417,4 @@ def _profile(
         notes=tuple(notes),
         fit_notes=fit_notes,
     )
-    return sealed(found)
+    return sealed(profile)
