@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from nicegui import app, ui
@@ -143,7 +144,7 @@ class Section:
 
     Args:
         heading: what they are.
-        saved: by the text of its button the name of a file, and its contents.
+        saved: by the text of its button the name of a file, and the field of an answer for it.
         is_table: the text stands open above the report.
         make_more: adds controls between the buttons and the answer.
     """
@@ -151,7 +152,7 @@ class Section:
     def __init__(
         self,
         heading: str,
-        saved: Mapping[str, tuple[str, Callable[[Answer], str]]],
+        saved: Mapping[str, tuple[str, str]],
         *,
         is_table: bool = False,
         make_more: Callable[[], None] = lambda: None,
@@ -160,8 +161,9 @@ class Section:
         with ui.column().classes("w-full min-w-0") as self._column:
             self._heading = heading_label(heading, level=2)
             with ui.row():
-                for label, (name, contents) in saved.items():
-                    self._add_save(label, name, contents)
+                for label, (name, part) in saved.items():
+                    save = partial(self._save, name, part)
+                    ui.button(label, on_click=save).props("outline")
             make_more()
             printed = "As the command line prints it"
             with ui.expansion(printed, value=is_table).classes("w-full"):
@@ -173,11 +175,8 @@ class Section:
             self._report.classes("w-full border-0").style("height: 90vh")
         self.hide()
 
-    def _add_save(self, label: str, name: str, contents: Callable[[Answer], str]) -> None:
-        def save() -> None:
-            ui.download.content(contents(self.answer), name)
-
-        ui.button(label, on_click=save).props("outline")
+    def _save(self, name: str, part: str) -> None:
+        ui.download.content(getattr(self.answer, part), name)
 
     def show(self, answer: Answer) -> None:
         """Show an answer in the place of the last one."""
@@ -319,13 +318,13 @@ class Page:
             self._elapsed = ui.label()  # apart, so that no second is read out
             self._stop = ui.button("Cancel", on_click=self._cancel).props("flat")
         self._error = ui.label().classes(_ERROR).props("role=alert tabindex=-1")
-        saved = {"Save the table": ("sizes.csv", lambda answer: answer.table)}
+        saved = {"Save the table": ("sizes.csv", "table")}
         self._sizes = Section("By number of GPUs", saved, is_table=True, make_more=self._make_sizes)
-        saved = {"Save this comparison": ("planners.html", lambda answer: answer.page)}
+        saved = {"Save this comparison": ("planners.html", "page")}
         self._planners = Section("Planners", saved)
         saved = {
-            "Save the plan": ("plan.yaml", lambda answer: answer.plan_file),
-            "Save the report": ("plan.html", lambda answer: answer.page),
+            "Save the plan": ("plan.yaml", "plan_file"),
+            "Save the report": ("plan.html", "page"),
         }
         self._found = Section("The plan", saved, make_more=self._make_what_if)
         self._working.visible = self._stop.visible = False
@@ -342,7 +341,7 @@ class Page:
             changes = self._form[CHANGES] = labelled(ui.input(CHANGES, placeholder=example))
             changes.classes("grow").on("keydown.enter", self._compare)
             self._buttons.append(ui.button("Compare", on_click=self._compare).props("outline"))
-        saved = {"Save this comparison": ("whatif.html", lambda answer: answer.page)}
+        saved = {"Save this comparison": ("whatif.html", "page")}
         self._changed = Section("On changed clusters", saved, is_table=True)
 
     def _typed(self) -> dict[str, str]:

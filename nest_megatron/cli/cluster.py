@@ -157,7 +157,7 @@ def cluster_discover(
         base=base,
         mixed=MixedGpus(mixed_gpus),
     )
-    written = [str(path) for path in (out, hosts_out) if path is not None]
+    written = [*map(str, filter(None, (out, hosts_out)))]
     if as_json:
         show_json(
             {
@@ -244,7 +244,7 @@ def network_import(
     measured = read_measurements(paths, None if kind is None else CollectiveKind(kind))
     described = None if cluster is None else named_cluster(cluster)
     found = fit_network(measured, described)
-    written = [str(path) for path in (out, profile) if path is not None]
+    written = [*map(str, filter(None, (out, profile)))]
     if as_json:
         show_json(
             {

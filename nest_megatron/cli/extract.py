@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -149,30 +148,35 @@ def extract(
     shard = dataclasses.replace(shard, flash_attention=not unfused)
     source = None if closed_form else Implementation(implementation)
     kinds = list(dict.fromkeys(spec.layer_kinds()))
-    if layer != "all" and layer not in kinds:
-        raise UserInputError(
-            "--layer", layer, f"{spec.name} has no such layer", f"It has {', '.join(kinds)}."
-        )
-    kinds = kinds if layer == "all" else [LayerKind(layer)]
+    if layer != "all":
+        if layer not in kinds:
+            fix = f"It has {', '.join(kinds)}."
+            raise UserInputError("--layer", layer, f"{spec.name} has no such layer", fix)
+        kinds = [LayerKind(layer)]
     layers = {kind: _layer(spec, kind, shard, source) for kind in kinds}
     pictures = _pictures(draw, layers)
     idle = {k for k in composed.given if k not in _MATTERS and not k.startswith("model.")}
     notes = [f"{key} does not change the work of a layer." for key in sorted(idle)]
     if as_json:
-        counts = Counter(spec.layer_kinds())
-        found = [
-            {"kind": kind.value, "count": counts[kind], **_fields(traced)}
-            for kind, traced in layers.items()
-        ]
-        written = [str(path) for path in pictures]
-        model = {"model": spec.name, "shard": to_plain(shard)}
-        show_json({**model, "layers": found, "notes": notes, "pictures": written})
+        every = spec.layer_kinds()
+        show_json(
+            {
+                "model": spec.name,
+                "shard": to_plain(shard),
+                "layers": [
+                    {"kind": kind.value, "count": every.count(kind), **_fields(traced)}
+                    for kind, traced in layers.items()
+                ],
+                "notes": notes,
+                "pictures": [*map(str, pictures)],
+            }
+        )
     else:
         from nest_megatron.report.layer_work import layer_report
         from nest_megatron.report.terminal import notes_report
 
         for kind, traced in layers.items():
-            show(*layer_report(traced.graph, _title(spec, shard, kind), list(_facts(traced))))
+            show(*layer_report(traced.graph, _title(spec, shard, kind), _facts(traced)))
         show(notes_report(notes))
     for (kind, traced), path in zip(layers.items(), pictures, strict=False):  # all, or none
         from nest_megatron.report.layer_work import draw_layer
@@ -189,7 +193,7 @@ def _extract_module(
     shapes = read_inputs(inputs, dtypes)
     require_torch()
     graph = extract_chain(build(name), shapes)
-    from nest_megatron.report.layer_work import chain_report
+    from nest_megatron.report.layer_work import chain_report, draw_chain
 
     pictures = [] if draw is None else [str(draw)]
     show_or_json(
@@ -198,8 +202,6 @@ def _extract_module(
         as_json=as_json,
     )
     if draw is not None:
-        from nest_megatron.report.layer_work import draw_chain
-
         draw_chain(graph, draw)
         if not as_json:
             say_written(draw)

@@ -31,7 +31,7 @@ from nest_megatron.cli.profile_request import (
 )
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import restored_settings
-from nest_megatron.errors import BAD_INPUT, OK, UserInputError, require_seconds
+from nest_megatron.errors import BAD_INPUT, OK, UserInputError
 from nest_megatron.files import now
 from nest_megatron.megatron_core.stage import Where, require_megatron
 from nest_megatron.megatron_core.substitutes import quiet
@@ -133,7 +133,6 @@ def profile(
     them. python -m nest_megatron.profile --from pretrain_gpt.py FLAGS times the layers of a
     training script.
     """
-    require_seconds("--max-seconds", max_seconds)
     if for_plan is None:
         request = request_of_settings(overrides, config_dir)
     else:
@@ -163,8 +162,7 @@ def profile(
             less = " less a quarter" if times_both else ""
             print_to_stderr(tasks.words_before(f"{layers_s:g} s (--max-seconds{less})"))
     begun = time.monotonic()
-    timings, skipped = _time(tasks, measuring, begun + layers_s)
-    found = Timed(timings=timings, skipped=skipped, seconds=time.monotonic() - begun)
+    found = _time(tasks, measuring, begun + layers_s)
     if here.size > 1:
         until = begun + max_seconds if times_network else None
         found = _joined(found, here, measuring.where, until)
@@ -308,8 +306,9 @@ def _known(machine: Machine, request: ProfileRequest) -> tuple[Timing, ...]:
     return tuple(timing for profile in own for timing in profile.timings)
 
 
-def _time(own: RankTasks, measuring: Measuring, until: float) -> tuple[list[Timing], list[Skipped]]:
+def _time(own: RankTasks, measuring: Measuring, until: float) -> Timed:
     """Time this process's tasks; each timing is stored at once, so that none is lost."""
+    begun = time.monotonic()
     timings: list[Timing] = []
     skipped: list[Skipped] = []
     on_cpu = own.machine.is_cpu
@@ -327,7 +326,7 @@ def _time(own: RankTasks, measuring: Measuring, until: float) -> tuple[list[Timi
     except KeyboardInterrupt as error:
         stored = f"{counted(len(timings), 'shape')} timed by this process, and stored"
         raise KeyboardInterrupt(stored) from error
-    return timings, skipped
+    return Timed(timings=timings, skipped=skipped, seconds=time.monotonic() - begun)
 
 
 def _tell(own: RankTasks, found: Timed, network_out: Path | None, *, as_json: bool) -> None:

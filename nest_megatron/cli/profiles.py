@@ -47,13 +47,9 @@ def list_profiles(*, as_json: bool) -> None:
     """List the profiles of this machine, and those that nest-megatron ships."""
     from nest_megatron.report.catalogue_tables import profiles_table
 
-    sound: list[tuple[store.Entry, LayerProfile]] = []
-    broken: list[str] = []
-    for entry in store.all_entries():
-        try:
-            sound.append((entry, entry.read()))
-        except ProfileError:
-            broken.append(entry.name)
+    found = list(store.read_all())
+    sound = [(entry, read) for entry, read in found if isinstance(read, LayerProfile)]
+    broken = [entry.name for entry, read in found if isinstance(read, ProfileError)]
     folder = str(store.profiles_folder())
     if as_json:
         documents = [_brief(entry, profile) for entry, profile in sound]
@@ -89,7 +85,8 @@ def show_profile(name: str, *, as_json: bool) -> None:
 @json_option
 def export_profile(name: str, *, out: Path, as_json: bool) -> None:
     """Write a profile to a file, to plan with it on another machine."""
-    profile = store.export_profile(name, out)
+    profile = store.find_entry(name).read()
+    store.write(profile, out)
     if as_json:
         show_json({"exported": profile.name, "out": str(out)})
     else:
@@ -121,8 +118,8 @@ def import_profile(path: Path, *, name: str | None, as_json: bool) -> None:
 @json_option
 def verify_profiles(name: str | None, *, as_json: bool) -> int:
     """Check the files of all profiles, or of one. Exits with 2 if one is broken."""
-    checked = store.faults(name)
-    broken = [(entry.name, error) for entry, error in checked if error is not None]
+    checked = list(store.read_all(name))
+    broken = [(entry.name, read) for entry, read in checked if isinstance(read, ProfileError)]
     if as_json:
         documents = [{"name": entry, "error": error_fields(error)} for entry, error in broken]
         show_json({"checked": len(checked), "broken": documents})

@@ -13,7 +13,6 @@ from pathlib import Path
 from nest_megatron.cli.planning import CommandOptions, composed_settings
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import NOTHING_FITS, OK, UserInputError
-from nest_megatron.integrations.plan_job import TypedCommand
 from nest_megatron.integrations.plan_output import require_tune
 from nest_megatron.integrations.typed_command import kept_command
 from nest_megatron.layout import plan_file
@@ -68,7 +67,8 @@ class TuneOptions(CommandOptions):
             )
         read_options(self.launcher, self.launcher_options)
         composed = composed_settings(parse(self.overrides), self.config_dir)
-        typed = TypedCommand(text=self.from_command, version=self.megatron_version)
+        typed = self.command()
+        assert typed is not None
         kept = kept_command(typed, composed)
         if kept.folder and Path(kept.folder) != Path.cwd():
             raise UserInputError(

@@ -191,17 +191,18 @@ class RankMeasured(WatchedSteps):
 
 def measured_by_ranks(parts: Mapping[int, RankMeasured], num_ranks: int) -> Measured:
     """What the ranks that said something measured together; steps are those of the first."""
-    busy = {r: statistics.median(p.counted_busy_s) for r, p in parts.items() if p.counted_busy_s}
-    memory = {rank: part.peak_memory_bytes for rank, part in parts.items()}
-    tensors = {rank: part.peak_allocated_bytes for rank, part in parts.items()}
+    by_rank = [parts.get(rank) for rank in range(num_ranks)]
     uneven = [part.expert_imbalance for part in parts.values() if part.expert_imbalance is not None]
     first = parts[min(parts)]
     return Measured(
         step_times_s=first.step_times_s,
         warm_up=first.warm_up,
-        busy_s=tuple(busy.get(rank) for rank in range(num_ranks)),
-        peak_memory_bytes=tuple(memory.get(rank) for rank in range(num_ranks)),
-        peak_allocated_bytes=tuple(tensors.get(rank) for rank in range(num_ranks)),
+        busy_s=tuple(
+            statistics.median(part.counted_busy_s) if part and part.counted_busy_s else None
+            for part in by_rank
+        ),
+        peak_memory_bytes=tuple(part.peak_memory_bytes if part else None for part in by_rank),
+        peak_allocated_bytes=tuple(part.peak_allocated_bytes if part else None for part in by_rank),
         expert_imbalance=statistics.fmean(uneven) if uneven else None,
     )
 

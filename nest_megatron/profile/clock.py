@@ -74,7 +74,6 @@ def middle_out(sizes: Sequence[int]) -> list[int]:
     while step > 1:
         step = (step + 1) // 2
         places += [at for at in range(0, last, step) if at not in places]
-    places += [at for at in range(last) if at not in places]
     return [ordered[at] for at in places]
 
 

@@ -8,10 +8,10 @@ with CUDA events, gloo with the processor's clock; torch is imported when a ``Ca
 
 from __future__ import annotations
 
+import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -65,15 +65,15 @@ class Caller:
                 "collectives are measured over nccl or gloo",
                 "Initialize torch.distributed with one of these backends.",
             )
-        on_gpu = self.backend == "nccl"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
+        self._on_gpu = self.backend == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else "cpu"
         #: Of one call; NCCL ends the process then, gloo's is torch's.
-        self._timeout = LIMIT if on_gpu else None
+        self._timeout = LIMIT if self._on_gpu else None
 
     def versions(self) -> dict[str, str]:
         """Of the software that runs the collectives."""
         found = {"torch": str(self._torch.__version__)}
-        if self.backend == "nccl":
+        if self._on_gpu:
             found |= {**nccl_version(), "cuda": str(self._torch.version.cuda)}
         return found
 
@@ -127,13 +127,12 @@ class Caller:
 
     def timed(self, call: Call, calls: int) -> float:
         """Seconds of one of several calls that follow each other; all ranks start together."""
-        on_gpu = self.backend == "nccl"
-        # else torch warns that it takes the current one
-        device_ids = [self._torch.cuda.current_device()] if on_gpu else None
+        clock, device_ids = HostClock(), None
+        if self._on_gpu:  # without the ids torch warns that it takes the current one
+            clock, device_ids = DeviceClock(), [self._torch.cuda.current_device()]
         self._dist.barrier(self._world, device_ids=device_ids)
-        if on_gpu:
+        if self._on_gpu:
             self._torch.cuda.synchronize()
-        clock = DeviceClock() if on_gpu else HostClock()
         marks = [clock.mark()]
         for _ in range(calls):
             call()
@@ -200,7 +199,10 @@ class _Pattern(NamedTuple):
 
 
 class _Task(NamedTuple):
-    pattern: int
+    """A collective to time; ``group`` is this rank's of those that talk at the same time."""
+
+    shape: tuple[int, int]
+    group: Any
     kind: CollectiveKind
     message_bytes: int
 
@@ -229,11 +231,10 @@ def measure(
 
     caller = Caller(world)
     patterns = _patterns(hosts, dist.get_world_size(world))
-    groups = [caller.group_of_rank(pattern.groups) for pattern in patterns]
+    groups = [(shape, caller.group_of_rank(groups)) for shape, groups in patterns]
     reasons = {kind: caller.try_out(kind) for kind in CollectiveKind}
     usable = [kind for kind, reason in reasons.items() if reason is None]
-    run = _Run(caller=caller, patterns=patterns, groups=groups, seconds=max_seconds)
-    samples, notes = run.all_of(_tasks(patterns, usable, sizes))
+    samples, notes = _measured(caller, list(_tasks(groups, usable, sizes)), max_seconds)
     if caller.rank:
         return None
     lacking = {kind: reason for kind, reason in reasons.items() if reason is not None}
@@ -282,77 +283,73 @@ def _fan_outs(most: int) -> list[int]:
 
 
 def _tasks(
-    patterns: Sequence[_Pattern], kinds: Sequence[CollectiveKind], sizes: Sequence[int]
+    groups: Sequence[tuple[tuple[int, int], Any]],
+    kinds: Sequence[CollectiveKind],
+    sizes: Sequence[int],
 ) -> Iterator[_Task]:
     for size in middle_out(sizes):
-        for index, pattern in enumerate(patterns):
+        for shape, group in groups:
+            step = math.prod(shape) * Caller.ITEM_BYTES
+            whole = max(1, size // step) * step
             for kind in kinds:
-                step = pattern.shape[0] * pattern.shape[1] * Caller.ITEM_BYTES
-                whole = max(1, size // step) * step
-                yield _Task(pattern=index, kind=kind, message_bytes=whole)
+                yield _Task(shape=shape, group=group, kind=kind, message_bytes=whole)
 
 
-@dataclass(slots=True, kw_only=True)
-class _Run:
-    """Goes through the tasks until the budget is spent on any rank."""
+def _measured(
+    caller: Caller, tasks: Sequence[_Task], max_seconds: float
+) -> tuple[list[CollectiveSample], list[str]]:
+    """Samples of the tasks until the budget is spent on any rank, and notes on what is missing."""
+    samples = list[CollectiveSample]()
+    left_out, too_large = list[_Task](), list[_Task]()
+    begun = time.monotonic()
+    until = begun + max_seconds
+    #: Seconds of a byte; shapes differ between groups.
+    rates: defaultdict[tuple[object, CollectiveKind], list[float]] = defaultdict(list)
 
-    caller: Caller
-    patterns: Sequence[_Pattern]
-    groups: Sequence[Any]
-    seconds: float
+    def least(task: _Task) -> float:
+        """Seconds that a task takes, as far as others of its kind tell."""
+        rate = min(rates[task.shape, task.kind], default=0.0)
+        return rate * task.message_bytes * (_MIN_REPETITIONS + 2)
 
-    def all_of(self, tasks: Iterator[_Task]) -> tuple[list[CollectiveSample], list[str]]:
-        todo, samples = list(tasks), list[CollectiveSample]()
-        left_out, too_large = list[_Task](), list[_Task]()
-        begun = time.monotonic()
-        until = begun + self.seconds
-        rates: dict[tuple[int, CollectiveKind], list[float]] = {}  # seconds of a byte
+    for done, task in enumerate(tasks):
+        left = until - time.monotonic()
+        if caller.agree(left <= 0 or least(task) > left):
+            left_out.append(task)
+            continue
+        sample = _sample(caller, task, max(0.0, left) / (len(tasks) - done))
+        if sample is None:
+            too_large.append(task)
+            continue
+        samples.append(sample)
+        rates[task.shape, task.kind].append(sample.seconds / task.message_bytes)
+    needed = time.monotonic() - begun + sum(map(least, left_out))
+    # the shortest message by itself tells its latency alone
+    is_told = all(len(rates[task.shape, task.kind]) > 1 for task in left_out)
+    needed_s = needed if is_told else None
+    return samples, list(_notes(len(tasks), left_out, too_large, max_seconds, needed_s))
 
-        def least(task: _Task) -> float:
-            """Seconds that a task takes, as far as others of its kind tell."""
-            rate = min(rates.get((task.pattern, task.kind), [0.0]))
-            return rate * task.message_bytes * (_MIN_REPETITIONS + 2)
 
-        for done, task in enumerate(todo):
-            left = until - time.monotonic()
-            if self.caller.agree(left <= 0 or least(task) > left):
-                left_out.append(task)
-                continue
-            sample = self._one(task, max(0.0, left) / (len(todo) - done))
-            if sample is None:
-                too_large.append(task)
-                continue
-            samples.append(sample)
-            known = rates.setdefault((task.pattern, task.kind), [])
-            known.append(sample.seconds / task.message_bytes)
-        needed = time.monotonic() - begun + sum(map(least, left_out))
-        # the shortest message by itself tells its latency alone
-        is_told = all(len(rates.get((t.pattern, t.kind), [])) > 1 for t in left_out)
-        notes = _notes(len(todo), left_out, too_large, self.seconds, needed if is_told else None)
-        return samples, list(notes)
-
-    def _one(self, task: _Task, budget: float) -> CollectiveSample | None:
-        """A task's sample; nothing where a rank has too little memory for it."""
-        pattern, group = self.patterns[task.pattern], self.groups[task.pattern]
-        call = self.caller.fitting(task.kind, task.message_bytes, group)
-        if call is None:
-            return None
-        first = self.caller.slowest([self.caller.timed(call, 1)])[0]  # connections and buffers
-        trial = min(first, self.caller.slowest([self.caller.timed(call, 1)])[0])
-        calls = max(1, min(_MAX_CALLS, int(_STRETCH_S / trial)))
-        wanted = int(budget / (calls * trial))
-        repetitions = self.caller.same(max(_MIN_REPETITIONS, min(_MAX_REPETITIONS, wanted)))
-        times = self.caller.slowest([self.caller.timed(call, calls) for _ in range(repetitions)])
-        middle, spread = middle_half(times)
-        return CollectiveSample(
-            kind=task.kind,
-            num_ranks=pattern.shape[0] * pattern.shape[1],
-            shape=pattern.shape,
-            message_bytes=task.message_bytes,
-            seconds=middle,
-            spread=spread,
-            repetitions=repetitions * calls,
-        )
+def _sample(caller: Caller, task: _Task, budget: float) -> CollectiveSample | None:
+    """A task's sample; nothing where a rank has too little memory for it."""
+    call = caller.fitting(task.kind, task.message_bytes, task.group)
+    if call is None:
+        return None
+    first = caller.slowest([caller.timed(call, 1)])[0]  # connections and buffers
+    trial = min(first, caller.slowest([caller.timed(call, 1)])[0])
+    calls = max(1, min(_MAX_CALLS, int(_STRETCH_S / trial)))
+    wanted = int(budget / (calls * trial))
+    repetitions = caller.same(max(_MIN_REPETITIONS, min(_MAX_REPETITIONS, wanted)))
+    times = caller.slowest([caller.timed(call, calls) for _ in range(repetitions)])
+    middle, spread = middle_half(times)
+    return CollectiveSample(
+        kind=task.kind,
+        num_ranks=math.prod(task.shape),
+        shape=task.shape,
+        message_bytes=task.message_bytes,
+        seconds=middle,
+        spread=spread,
+        repetitions=repetitions * calls,
+    )
 
 
 def _notes(
@@ -403,13 +400,12 @@ def _profile(
 ) -> NetworkProfile:
     """The profile; samples that fit nothing are kept, and said to."""
     try:
-        fitted = fit_hosts(samples)
-        fits, fit_notes = fitted.fits, fitted.notes
+        _, fits, fit_notes = fit_hosts(samples)
     except ProfileError as error:
         fits, fit_notes = (), (f"No fit: {error}",)
     names = sorted(set(hosts))
     shown = f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
-    found = NetworkProfile(
+    profile = NetworkProfile(
         name=f"{names[0]}-{len(hosts)}",
         created=now(),
         source=f"{len(hosts)} ranks on {counted(len(names), 'host')} ({shown})",
@@ -421,4 +417,4 @@ def _profile(
         notes=tuple(notes),
         fit_notes=fit_notes,
     )
-    return sealed(found)
+    return sealed(profile)

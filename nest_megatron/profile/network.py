@@ -65,9 +65,11 @@ class CollectiveSample:
         if self.spread is not None:
             _require(what, "spread", self.spread)
         if self.num_ranks < 2 or min(self.shape, default=0) < 1:
-            raise _wrong(f"{what}: shape", self.shape, "a group has two ranks or more")
+            limit = "a group has two ranks or more"
+            raise ProfileError(f"{what}: shape", self.shape, limit, _AGAIN)
         if math.prod(self.shape) != self.num_ranks:
-            raise _wrong(f"{what}: shape", self.shape, f"it must multiply to {self.num_ranks}")
+            limit = f"it must multiply to {self.num_ranks}"
+            raise ProfileError(f"{what}: shape", self.shape, limit, _AGAIN)
 
 
 @frozen
@@ -148,10 +150,8 @@ def sealed(profile: NetworkProfile) -> NetworkProfile:
 def dump(profile: NetworkProfile) -> str:
     """The text of a profile's file."""
     fields = {"schema": profile.schema, **to_plain(sealed(profile))}
-    text: str = yaml.safe_dump(
-        fields, sort_keys=False, width=100, allow_unicode=True, default_flow_style=None
-    )
-    return text
+    style = {"width": 100, "allow_unicode": True, "default_flow_style": None}
+    return str(yaml.safe_dump(fields, sort_keys=False, **style))
 
 
 def load(text: str, name: str = "network profile") -> NetworkProfile:
@@ -195,7 +195,3 @@ def kinds_of(samples: Iterable[CollectiveSample]) -> tuple[CollectiveKind, ...]:
 
 def _require(what: str, name: str, value: float, *, above_zero: bool = False) -> None:
     require_number(f"{what}: {name}", value, above_zero=above_zero, fix=_AGAIN)
-
-
-def _wrong(what: str, value: object, limit: str) -> ProfileError:
-    return ProfileError(what, value, limit, _AGAIN)

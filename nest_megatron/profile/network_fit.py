@@ -49,6 +49,8 @@ _HEADROOM = 100.0
 
 #: Fields that a level and its fit share.
 _SHARED = ("latency_s", "startup_s", "ramp", "bandwidth_bytes_per_s", "chain_share")
+#: Fields of both that samples need not tell: an all-reduce that is no ring.
+_SUMS = ("reduction_efficiency", "tree_efficiency")
 
 
 class _Figure(NamedTuple):
@@ -127,7 +129,7 @@ def _no_faster(outer: NetworkLevel, inner: NetworkLevel) -> NetworkLevel:
         for kind, share in outer.efficiency.items()
     }
     changed: dict[str, Any] = {"efficiency": shares}
-    for name in ("reduction_efficiency", "tree_efficiency"):
+    for name in _SUMS:
         rate, most = getattr(outer, name), getattr(inner, name)
         if rate is not None and most is not None:
             changed[name] = min(rate, scale * most)
@@ -299,7 +301,7 @@ def _record(
     kinds = kinds_of(mine)
     pairs = list(zip(mine, logs, strict=True))
     sizes = [each.message_bytes for each in mine]
-    shared = {name: getattr(level, name) for name in _SHARED}
+    told = (*_SHARED, *found.intersection(_SUMS))
     return LevelFit(
         name=level.name,
         efficiency={kind: level.efficiency[kind] for kind in kinds if kind in found},
@@ -308,11 +310,7 @@ def _record(
         num_samples=len(mine),
         smallest_bytes=min(sizes),
         largest_bytes=max(sizes),
-        reduction_efficiency=level.reduction_efficiency
-        if "reduction_efficiency" in found
-        else None,
-        tree_efficiency=level.tree_efficiency if "tree_efficiency" in found else None,
-        **shared,
+        **{name: getattr(level, name) for name in told},
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from nest_megatron.profile.network import (
     NetworkBackend,
     NetworkProfile,
 )
-from nest_megatron.profile.network_fit import Fitted, fit_hosts, fit_levels
+from nest_megatron.profile.network_fit import fit_hosts, fit_levels
 from nest_megatron.version import __version__
 
 _HEAD = """\
@@ -86,7 +86,12 @@ def fit_network(profile: NetworkProfile, described: Cluster | None) -> FittedNet
     else:
         others = _other_devices(profile, described)
         fitted = fit_levels(placed(profile.samples, described), described.levels)
-        cluster = _measured_cluster(profile, described, fitted)
+        fits = {fit.name: fit for fit in fitted.fits}
+        levels = tuple(
+            dataclasses.replace(new, source=_source(profile, new, old, fits.get(new.name)))
+            for new, old in zip(fitted.levels, described.levels, strict=True)
+        )
+        cluster = dataclasses.replace(described, levels=levels)
     return FittedNetwork(
         profile=dataclasses.replace(profile, fits=fitted.fits, fit_notes=fitted.notes),
         notes=(*profile.notes, *fitted.notes, *others),
@@ -121,7 +126,8 @@ def cluster_text(cluster: Cluster, name: str, out: Path) -> str:
     description = f"{cluster.description or cluster.name}, network measured"
     measured = dataclasses.replace(cluster, description=description)
     head = _HEAD.format(version=__version__, name=name, file=out.name)
-    return head + cluster_yaml(measured, _defaults(name))
+    entry = catalogue_entry("cluster", name) if name in catalogue_names("cluster") else {}
+    return head + cluster_yaml(measured, entry.get("defaults", ()))
 
 
 def cluster_yaml(cluster: Cluster, defaults: Sequence[Any] = ()) -> str:
@@ -140,14 +146,6 @@ def cluster_yaml(cluster: Cluster, defaults: Sequence[Any] = ()) -> str:
     return str(body)
 
 
-def _defaults(name: str) -> list[Any]:
-    """How a cluster of the catalogue names its accelerator, so that the new file follows it."""
-    if name not in catalogue_names("cluster"):
-        return []
-    found: list[Any] = catalogue_entry("cluster", name).get("defaults", [])
-    return found
-
-
 def _without_empty(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Fields that say something; the outermost level's ``num_devices`` is null on purpose."""
     return {
@@ -161,16 +159,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _rounded(item) for key, item in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
-def _measured_cluster(profile: NetworkProfile, cluster: Cluster, fitted: Fitted) -> Cluster:
-    """A cluster with fitted levels, the source of each named."""
-    fits = {fit.name: fit for fit in fitted.fits}
-    levels = tuple(
-        dataclasses.replace(new, source=_source(profile, new, old, fits.get(new.name)))
-        for new, old in zip(fitted.levels, cluster.levels, strict=True)
-    )
-    return dataclasses.replace(cluster, levels=levels)
 
 
 def placed(samples: Sequence[CollectiveSample], cluster: Cluster) -> tuple[CollectiveSample, ...]:
@@ -208,17 +196,14 @@ def _fan_outs(shape: tuple[int, ...], cluster: Cluster) -> tuple[int, ...]:
 def _source(
     profile: NetworkProfile, new: NetworkLevel, old: NetworkLevel, fit: LevelFit | None
 ) -> str:
-    described = f"; described: {old.source}" if old.source else ""
-    if fit is None:
-        return f"not measured ({profile.name}){described}"
-    return f"{'; '.join(_measured_words(profile, new, fit))}{described}"
-
-
-def _measured_words(profile: NetworkProfile, new: NetworkLevel, fit: LevelFit) -> Iterator[str]:
-    yield (
-        f"measured: {profile.source}, {profile.created[:10]}, {fit.num_samples} samples of "
-        f"{fit.smallest_bytes} to {fit.largest_bytes} bytes, residual {100 * fit.residual:.0f} %"
-    )
-    kept = [kind.value for kind in new.efficiency if kind not in fit.measured_kinds]
-    if kept:
-        yield f"as described: {', '.join(kept)}"
+    """What a level's figures rest on: measurements, the description, or both."""
+    words = f"not measured ({profile.name})"
+    if fit is not None:
+        words = (
+            f"measured: {profile.source}, {profile.created[:10]}, {fit.num_samples} samples of "
+            f"{fit.smallest_bytes} to {fit.largest_bytes} bytes, residual "
+            f"{100 * fit.residual:.0f} %"
+        )
+        kept = ", ".join(kind for kind in new.efficiency if kind not in fit.measured_kinds)
+        words += f"; as described: {kept}" if kept else ""
+    return f"{words}; described: {old.source}" if old.source else words

@@ -185,10 +185,6 @@ class LayerProfile:
             if shape in shapes[:index]:
                 raise _bad_field(f"timings[{index}]", shape, "this shape is there already")
 
-    def blocks(self) -> frozenset[LayerBlock]:
-        """Blocks that have a timing."""
-        return frozenset(timing.block for timing in self.timings)
-
 
 def require_name(name: str) -> str:
     """The name, if it makes a file name and does not mean that there is no profile."""

@@ -47,14 +47,12 @@ def dump(profile: LayerProfile) -> str:
     """The text of a profile file: one block a record, timings in a few lines each."""
     fields = _fields(profile)
     timings = fields.pop("timings")
-    sums = {_CHECKSUM: _sums(profile)}
+    in_lines = ({"timings": timings}, {_CHECKSUM: _sums(profile)})
     return "".join(
-        yaml.safe_dump(part, sort_keys=False, width=_WIDTH, allow_unicode=True, **style)
-        for part, style in (
-            (fields, {}),
-            ({"timings": timings}, {"default_flow_style": None}),
-            (sums, {"default_flow_style": None}),
+        yaml.safe_dump(
+            part, sort_keys=False, width=_WIDTH, allow_unicode=True, default_flow_style=style
         )
+        for part, style in ((fields, False), *((part, None) for part in in_lines))
     )
 
 
@@ -69,7 +67,12 @@ def load(text: str, name: str = "profile") -> LayerProfile:
     sums = fields.pop(_CHECKSUM, None)
     derived = {key: fields.pop(key, None) for key in _DERIVED}
     profile = record_of(LayerProfile, fields, name)
-    _check_sums(profile, derived, sums, name)
+    if not isinstance(sums, Mapping):
+        limit = "it is missing, so the file was cut short"
+        raise ProfileError(f"{name}: {_CHECKSUM}", sums, limit, AGAIN)
+    if differing := ", ".join(_differing(profile, derived, sums)):
+        limit = "these fields do not match their checksums, so the file was edited or damaged"
+        raise ProfileError(f"{name}: {_CHECKSUM}", differing, limit, AGAIN)
     return profile
 
 
@@ -150,19 +153,6 @@ def _sums(profile: LayerProfile) -> dict[str, str | list[str]]:
         else digest(value)[:_DIGITS]
         for key, value in _fields(profile).items()
     }
-
-
-def _check_sums(
-    profile: LayerProfile, derived: Mapping[str, object], sums: object, name: str
-) -> None:
-    limit = "it is missing, so the file was cut short"
-    value = sums
-    if isinstance(sums, Mapping):
-        limit = "these fields do not match their checksums, so the file was edited or damaged"
-        value = ", ".join(_differing(profile, derived, sums))
-        if not value:
-            return
-    raise ProfileError(f"{name}: {_CHECKSUM}", value, limit, AGAIN)
 
 
 def _differing(
@@ -271,7 +261,7 @@ def find_entry(name: str) -> Entry:
     )
 
 
-def record(profile: LayerProfile, *, timeout_s: Seconds = LOCK_TIMEOUT_S) -> LayerProfile:
+def record(profile: LayerProfile) -> LayerProfile:
     """Put timings into the store; safe for many ranks and jobs at once.
 
     Timings join the stored profile of the same fingerprint, whatever its name; where both have a
@@ -284,7 +274,7 @@ def record(profile: LayerProfile, *, timeout_s: Seconds = LOCK_TIMEOUT_S) -> Lay
         ProfileError: if the name is taken by a profile of something else, the stored one is broken,
             or the store cannot be locked or written to.
     """
-    with _locked(timeout_s) as folder:
+    with _locked(LOCK_TIMEOUT_S) as folder:
         before = _same_profile(profile)
         after = profile if before is None else merged(before, profile)
         path = folder / f"{require_name(after.name)}{_SUFFIX}"
@@ -315,28 +305,16 @@ def import_profile(path: Path, *, name: str | None = None) -> LayerProfile:
         ProfileError: if the file is no sound profile, or the name is taken.
     """
     found = read(path)
-    found = dataclasses.replace(found, name=name or found.name, imported=True)
-    return record(found)
+    return record(dataclasses.replace(found, name=name or found.name, imported=True))
 
 
-def export_profile(name: str, out: Path) -> LayerProfile:
-    """Copy a sound profile out of the store, or of those shipped, to a file."""
-    profile = find_entry(name).read()
-    write(profile, out)
-    return profile
-
-
-def faults(name: str | None = None) -> tuple[tuple[Entry, ProfileError | None], ...]:
-    """Every profile, or the one named, with what is wrong with its file, or ``None``."""
-    found = list[tuple[Entry, ProfileError | None]]()
+def read_all(name: str | None = None) -> Iterator[tuple[Entry, LayerProfile | ProfileError]]:
+    """Every file, or the one named, with its profile, or with what is wrong with it."""
     for entry in all_entries() if name is None else (find_entry(name),):
         try:
-            entry.read()
+            yield entry, entry.read()
         except ProfileError as error:
-            found.append((entry, error))
-        else:
-            found.append((entry, None))
-    return tuple(found)
+            yield entry, error
 
 
 def _same_profile(profile: LayerProfile) -> LayerProfile | None:

@@ -339,7 +339,7 @@ def profile_details(profile: LayerProfile, fingerprint: str) -> RenderableType:
         "precision": profile.precision.value,
         "device": profile.machine.describe(),
         **{k: str(value) for k, value in machine.items() if value is not None and k not in told},
-        **({"note": profile.note} if profile.note else {}),
+        "note": profile.note,
     }
     title = Text(profile.name, style="bold")
     return Group(title, pairs(rows.items()), timings_table(profile.timings))

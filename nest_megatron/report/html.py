@@ -332,12 +332,10 @@ def sensitivity(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[
     """
     try:
         settings = restored_settings(plan.provenance.settings)
-        model, plans = (
-            CostModel(plan.model, plan.cluster, settings, times),
-            plan_and_alternatives(plan),
-        )
+        model = CostModel(plan.model, plan.cluster, settings, times)
+        plans, own = plan_and_alternatives(plan), (plan.cluster, settings)
         price = partial(_priced, model, [each.layout for each in plans])
-        now = price((plan.cluster, settings))
+        now = price(own)
     except UserInputError:
         return None
     if not all(
@@ -345,9 +343,9 @@ def sensitivity(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[
         for found, each in zip(now, plans, strict=True)
     ):
         return None
-    rows, without, job = [], [], (plan.cluster, settings)
+    rows, without = [], []
     for figure in (*_figures(plan), *_assumptions(plan, settings)):
-        jobs = {name: figure.times(job, factor) for factor, name in _FACTORS.items()}
+        jobs = {name: figure.times(own, factor) for factor, name in _FACTORS.items()}
         changed = {name: job and price(job) for name, job in jobs.items()}
         row = _row(plan, figure, now, changed)
         rows.append(row) if row else without.append(figure.name)

@@ -64,7 +64,7 @@ _MODULE: Figures = (_FLOPS, _BYTES, ("out MiB", "output_bytes", _MIB), _SAVED)
 
 
 def layer_report(
-    graph: LayerGraph, title: str, facts: Sequence[tuple[str, str]] = ()
+    graph: LayerGraph, title: str, facts: Iterable[tuple[str, str]] = ()
 ) -> Iterator[RenderableType]:
     """Everything of one layer: facts, operators, collectives, saved activations."""
     yield Text(f"\n{title}", style="bold")
@@ -221,22 +221,18 @@ class Step(NamedTuple):
     """An operator, and the collectives before it in the forward pass and after it."""
 
     operator: Operator
-    above: tuple[LayerCollective, ...] = ()
-    below: tuple[LayerCollective, ...] = ()
+    above: list[LayerCollective]
+    below: list[LayerCollective]
 
 
-def steps(graph: LayerGraph) -> tuple[Step, ...]:
+def steps(graph: LayerGraph) -> list[Step]:
     """The operators of a layer in order, each collective at one of them."""
     operators = _in_order(graph.operators)
-    above: dict[int, list[LayerCollective]] = {}
-    below: dict[int, list[LayerCollective]] = {}
+    found = [Step(operator, [], []) for operator in operators]
     for collective in graph.collectives:
         at, is_above = _place(collective, operators)
-        (above if is_above else below).setdefault(at, []).append(collective)
-    return tuple(
-        Step(operator=op, above=tuple(above.get(at, ())), below=tuple(below.get(at, ())))
-        for at, op in enumerate(operators)
-    )
+        (found[at].above if is_above else found[at].below).append(collective)
+    return found
 
 
 def _in_order(operators: Sequence[Operator]) -> tuple[Operator, ...]:

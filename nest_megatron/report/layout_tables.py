@@ -17,7 +17,6 @@ from nest_megatron.layout.dims import SHORT_DEGREES
 from nest_megatron.layout.estimate import (
     Alternative,
     BeforeAfter,
-    ChoiceChange,
     Difference,
     LayoutChange,
     PricedLayout,
@@ -349,24 +348,14 @@ def _changes_table(
             percent = f"{row.difference.percent:+.1f} %"
             peak = _gib(row.peak_memory_bytes) + ("" if row.fits else " !")
             figures = format_seconds(row.step_s), percent, peak
-        rows.append((str(number), change_words(row.choices), *figures))
+        named = ((SHORT_DEGREES.get(each.name, each.name), each) for each in row.choices)
+        words = ", ".join(f"{name} {each.before} -> {each.after}" for name, each in named)
+        rows.append((str(number), words, *figures))
         if row.rule:
             rules.append(f"{number} {refused}: {row.rule}")
         if row.fits is False:
             rules.append(f"{number} !: does not fit, as predicted")
     return {"caption": caption, "rows": rows, "rules": rules}
-
-
-def change_words(choices: Iterable[ChoiceChange]) -> str:
-    """Choices by their short names.
-
-    >>> change_words([ChoiceChange(name="tensor_model_parallel_size", before="4", after="2")])
-    'TP 4 -> 2'
-    """
-    return ", ".join(
-        f"{SHORT_DEGREES.get(each.name, each.name)} {each.before} -> {each.after}"
-        for each in choices
-    )
 
 
 #: Shorter times are rounding.

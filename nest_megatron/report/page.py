@@ -33,24 +33,29 @@ def render_page(
             return Markup(cleaned(value))
         return cleaned(value) if isinstance(value, str) else value
 
-    packages = dict.fromkeys((package, _PACKAGE))
     environment = Environment(
-        loader=ChoiceLoader([PackageLoader(name) for name in packages]),
+        loader=ChoiceLoader([PackageLoader(package), PackageLoader(_PACKAGE)]),
         autoescape=True,
         undefined=StrictUndefined,
         finalize=_without_marks,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    words = {"time": format_seconds, "gib": format_gib, "chance": format_chance}
-    environment.filters["gib2"] = lambda num_bytes: f"{num_bytes / GIB:.2f} GiB"
-    environment.filters |= {**words, "zip": zip, "ink": ink_on}
-    colours = {"terms": TERM_COLOURS, "memory": MEMORY_COLOURS, "other": OTHER_COLOUR}
-    environment.globals["colours"] = colours
-    environment.globals["names"] = {"terms": TERM_WORDS, "memory": MEMORY_WORDS}
+    environment.filters |= {
+        "time": format_seconds,
+        "gib": format_gib,
+        "gib2": lambda num_bytes: f"{num_bytes / GIB:.2f} GiB",
+        "chance": format_chance,
+        "zip": zip,
+        "ink": ink_on,
+    }
+    environment.globals |= {
+        "colours": {"terms": TERM_COLOURS, "memory": MEMORY_COLOURS, "other": OTHER_COLOUR},
+        "names": {"terms": TERM_WORDS, "memory": MEMORY_WORDS},
+    }
     page = environment.get_template(template)
     code = environment.get_template(script).render() if script else ""
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     policy = f"; script-src 'sha256-{digest}'" if code else ""
-    common = {"generator": MARK, "title": title, "script": Markup(code), "policy": Markup(policy)}
-    return page.render(**common, **values) + "\n"
+    own = {"script": Markup(code), "policy": Markup(policy)}
+    return page.render(generator=MARK, title=title, **own, **values) + "\n"

@@ -417,9 +417,9 @@ def _draw_lines(axes: Any, rows: Sequence[PlanRow], axis: str) -> None:
     for number, (name, points) in enumerate(series.items()):
         colour, marker = _LINES[number % len(_LINES)]
         points.sort(key=lambda point: point[0])
-        done = [(x, y) for x, y in points if y is not None]
         failed = [x for x, y in points if y is None]
-        xs, ys = [x for x, _ in done], [y for _, y in done]
+        xs = [x for x, y in points if y is not None]
+        ys = [y for _, y in points if y is not None]
         axes.plot(xs, ys, color=colour, marker=marker, label=name or None)
         axes.plot(failed, [0.0] * len(failed), linestyle="", marker="x", color=colour)
     xs = sorted({x for points in series.values() for x, _ in points})

@@ -421,8 +421,7 @@ def answer_report(
     if any("pipeline-model-parallel-layout" in flag for flag in flags):
         said.append(stage_legend(plan.model))
     notes = [indented(Text("; ".join(said), style="dim"))] if said else []
-    pasted = _Flags(flags), *notes
-    return Group(title(plan), pairs(rows), Text(), *pasted, pairs(more))
+    return Group(title(plan), pairs(rows), Text(), _Flags(flags), *notes, pairs(more))
 
 
 class _Flags:

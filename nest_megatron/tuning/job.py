@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nest_megatron.cluster.placement import torchrun_words
 from nest_megatron.config.compose import Settings
-from nest_megatron.config.job import Job, ReadCommand
+from nest_megatron.config.job import Job
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import now
 from nest_megatron.history.store import VARIABLE
@@ -51,9 +51,9 @@ class RunCommand:
     num_nodes: int
     gpus_per_node: int
 
-    def words(self) -> list[str]:
-        """The whole command, as it is started on one host."""
-        return [*self.launcher, *self.script, *self.argv]
+    def words(self, *meeting: str) -> list[str]:
+        """The whole command, as it is started on one host; ``meeting`` are options of torchrun."""
+        return [*self.launcher, *meeting, *self.script, *self.argv]
 
     def variables(self) -> dict[str, str]:
         """The environment of the process that is started."""
@@ -70,42 +70,10 @@ class RunCommand:
         """Whether the first program of the command is torchrun."""
         return is_torchrun(self.launcher)
 
-
-def run_command(
-    command: ReadCommand, plan: ParallelPlan, pinned: Path, iterations: int, history: Path
-) -> RunCommand:
-    """The command of a short run of a pinned plan.
-
-    Args:
-        command: the user's; the flags of the plan are those of its ``launch``.
-        pinned: the plan's file.
-        iterations: steps to watch; one more begins, which ends the last of them.
-        history: the file that the run's record is added to.
-
-    Raises:
-        UserInputError: for a command without a script, or a job that cannot be run for a while.
-    """
-    if not command.script:
-        raise UserInputError(
-            "--from",
-            " ".join(command.argv[:4]),
-            "it has no training script, so it cannot be started",
-            "Give the whole command: torchrun ... pretrain_gpt.py <flags>.",
-        )
-    launch = plan.launch[LAUNCHER]
-    ours = ("+nest=pinned", f"nest.plan={pinned}", f"nest.watch={iterations}")
-    num_nodes, per_node = launch_size(plan)
-    launcher = command.launcher or tuple(torchrun_words(num_nodes, per_node))
-    if is_torchrun(launcher) and _has_option(launcher, "--max-restarts"):
-        launcher = (*launcher, "--max-restarts=0")  # a run that fails would fail again
-    return RunCommand(
-        launcher=launcher,
-        script=script_words(command.script),
-        argv=(*short_run(launch.argv, command.version, iterations + 1), *ours),
-        environment={**command.environment, **launch.environment, VARIABLE: str(history)},
-        num_nodes=num_nodes,
-        gpus_per_node=per_node,
-    )
+    @property
+    def meets_nowhere(self) -> bool:
+        """Whether it is torchrun, and no option says where its agents meet."""
+        return self.is_torchrun and not _has_option(self.launcher, *_MEETING)
 
 
 def is_torchrun(launcher: tuple[str, ...]) -> bool:
@@ -122,11 +90,6 @@ def is_torchrun(launcher: tuple[str, ...]) -> bool:
 
 def _is_python(word: str) -> bool:
     return word.rpartition("/")[2].startswith("python")
-
-
-def meets(launcher: tuple[str, ...]) -> bool:
-    """Whether torchrun's options say where its agents meet."""
-    return _has_option(launcher, *_MEETING)
 
 
 def _has_option(launcher: tuple[str, ...], *names: str) -> bool:
@@ -168,8 +131,18 @@ class TunedJob:
     def command(
         self, plan: ParallelPlan, pinned: Path, iterations: int, history: Path
     ) -> RunCommand:
-        """What starts a short run of a plan, whose file is written."""
-        assert self.job.command is not None
+        """What starts a short run of a plan; the flags of the plan are those of its ``launch``.
+
+        Args:
+            pinned: the plan's file, which is written.
+            iterations: steps to watch; one more begins, which ends the last of them.
+            history: the file that the run's record is added to.
+
+        Raises:
+            UserInputError: for a command without a script, or a job that cannot be run for a while.
+        """
+        command = self.job.command
+        assert command is not None
         made = Pin(
             created=now(),
             by=TUNE,
@@ -178,7 +151,27 @@ class TunedJob:
             megatron_lm=self.job.version,
         )
         write_pinned(PinnedPlan(pin=made, plan=plan), pinned)
-        return run_command(self.job.command, plan, pinned, iterations, history)
+        if not command.script:
+            raise UserInputError(
+                "--from",
+                " ".join(command.argv[:4]),
+                "it has no training script, so it cannot be started",
+                "Give the whole command: torchrun ... pretrain_gpt.py <flags>.",
+            )
+        launch = plan.launch[LAUNCHER]
+        ours = ("+nest=pinned", f"nest.plan={pinned}", f"nest.watch={iterations}")
+        num_nodes, per_node = launch_size(plan)
+        launcher = command.launcher or tuple(torchrun_words(num_nodes, per_node))
+        if is_torchrun(launcher) and _has_option(launcher, "--max-restarts"):
+            launcher = (*launcher, "--max-restarts=0")  # a run that fails would fail again
+        return RunCommand(
+            launcher=launcher,
+            script=script_words(command.script),
+            argv=(*short_run(launch.argv, command.version, iterations + 1), *ours),
+            environment={**command.environment, **launch.environment, VARIABLE: str(history)},
+            num_nodes=num_nodes,
+            gpus_per_node=per_node,
+        )
 
 
 def read_tuned(

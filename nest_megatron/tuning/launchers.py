@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from nest_megatron.integrations.nemo_run.task import (
 from nest_megatron.integrations.process_variables import first_host
 from nest_megatron.packages import is_installed
 from nest_megatron.tuning import LAUNCHERS
-from nest_megatron.tuning.job import RunCommand, meets
+from nest_megatron.tuning.job import RunCommand
 from nest_megatron.tuning.session import Ended, open_locked
 from nest_megatron.units import Seconds
 
@@ -44,12 +44,8 @@ Launcher = Callable[[RunCommand, Seconds, Path], Ended]
 
 def run_locally(command: RunCommand, timeout_s: Seconds, output: Path) -> Ended:
     """Run a child process on this host: torchrun of one host, or ``srun`` and its like."""
-    launcher = command.launcher
-    if command.is_torchrun and not meets(launcher):
-        launcher = (*launcher, "--standalone")  # two jobs on one host do not meet
-    return run_process(
-        [*launcher, *command.script, *command.argv], command.variables(), timeout_s, output
-    )
+    meeting = ["--standalone"] if command.meets_nowhere else []  # two jobs on one host do not meet
+    return run_process(command.words(*meeting), command.variables(), timeout_s, output)
 
 
 def run_as_step(command: RunCommand, timeout_s: Seconds, output: Path) -> Ended:
@@ -83,12 +79,12 @@ def step_words(command: RunCommand, environment: Mapping[str, str]) -> list[str]
 def _host_words(command: RunCommand, environment: Mapping[str, str]) -> list[str]:
     """A run on one host of an allocation: torchruns of all hosts meet on the first."""
     meeting = []
-    if command.is_torchrun and not meets(command.launcher):
+    if command.meets_nowhere:
         host = first_host(environment.get("SLURM_JOB_NODELIST", "")) or "localhost"
         job = environment["SLURM_JOB_ID"]
         port = _FIRST_PORT + int("".join(filter(str.isdigit, job)) or 0) % _NUM_PORTS
         meeting = ["--rdzv-backend=c10d", f"--rdzv-id=nest-{job}", f"--rdzv-endpoint={host}:{port}"]
-    return [*command.launcher, *meeting, *command.script, *command.argv]
+    return command.words(*meeting)
 
 
 def run_by_submitit(
@@ -204,7 +200,17 @@ def read_options(name: str, options: Sequence[str]) -> dict[str, Any]:
         UserInputError: for a launcher that is not known, and options that it does not take.
     """
     require_known("--launcher", name, LAUNCHERS)
-    found = _pairs(options)
+    found: dict[str, Any] = {}
+    for option in options:
+        key, equals, value = option.partition("=")
+        if not equals:
+            raise UserInputError(
+                "--launcher-option",
+                option,
+                "it must be KEY=VALUE",
+                "Write --launcher-option slurm_partition=h100.",
+            )
+        found[key] = parse_yaml(value, "--launcher-option")
     if found and name not in ("submitit", "nemo_run"):
         raise UserInputError(
             "--launcher-option",
@@ -219,21 +225,6 @@ def read_options(name: str, options: Sequence[str]) -> dict[str, Any]:
             "NeMo-Run takes one executor, and nothing else",
             "Give --launcher-option executor=NAME, or a .yaml file.",
         )
-    return found
-
-
-def _pairs(options: Iterable[str]) -> dict[str, Any]:
-    found = {}
-    for option in options:
-        key, equals, value = option.partition("=")
-        if not equals:
-            raise UserInputError(
-                "--launcher-option",
-                option,
-                "it must be KEY=VALUE",
-                "Write --launcher-option slurm_partition=h100.",
-            )
-        found[key] = parse_yaml(value, "--launcher-option")
     return found
 
 

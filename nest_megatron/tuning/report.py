@@ -17,7 +17,6 @@ from nest_megatron.report.tables import (
     figure_columns,
     heading,
     indented,
-    name_columns,
     word_columns,
 )
 from nest_megatron.report.words import narrow_words
@@ -123,9 +122,8 @@ def dry_run_document(known: Known, runs: Sequence[NextRun], stop: str) -> Mappin
 
 def runs_table(runs: Sequence[NextRun]) -> RenderableType:
     """The runs that are expected."""
-    table = FittingTable(
-        *name_columns("Run"), *figure_columns("Step", "Gain", "Time"), *word_columns("Layout")
-    )
+    figures = figure_columns("Step", "Gain", "Time")
+    table = FittingTable("Run", *figures, *word_columns("Layout"))
     for number, run in enumerate(runs, 1):
         gain = f"{100 * run.gain:.2f} %" if number > 1 else "-"
         step, time = format_seconds(run.candidate.step.median_s), format_duration(run.seconds)
@@ -153,18 +151,19 @@ def tuned_report(tuned: Tuned, trials: Sequence[Trial], plan: Path | None) -> It
 
 def _trials_table(trials: Sequence[Trial]) -> RenderableType:
     table = FittingTable(
-        *name_columns("Run"),
+        "Run",
         *figure_columns("Predicted", "Measured", "Error"),
         *word_columns("Layout", "Outcome"),
     )
     for trial in trials:
-        step, error = trial.step_s, ""
-        if step is not None:
-            error = f"{100 * (step / trial.predicted_s - 1):+.1f} %"
+        measured = error = ""
+        if (step_s := trial.step_s) is not None:
+            measured = format_seconds(step_s)
+            error = f"{100 * (step_s / trial.predicted_s - 1):+.1f} %"
         table.add_row(
             str(trial.number),
             format_seconds(trial.predicted_s),
-            "" if step is None else format_seconds(step),
+            measured,
             error,
             trial.layout,
             "measured" if trial.state is State.MEASURED else outcome_words(trial),
@@ -182,7 +181,7 @@ def _lessons_report(known: Known) -> Iterator[Any]:
         return
     yield indented("How much longer than predicted each mechanism takes:")
     heads = ("Longer by", "Two of three chances", "Unsure left")
-    table = FittingTable(*name_columns("Mechanism"), *figure_columns(*heads))
+    table = FittingTable("Mechanism", *figure_columns(*heads))
     for each in found:
         name = each.mechanism.value.replace("_", " ")
         between = f"{each.low_percent:+.0f} to {each.high_percent:+.0f} %"

@@ -121,7 +121,6 @@ def judged(trial: Trial, record: RunRecord | None, ended: Ended, output: Path) -
     known = dataclasses.replace(trial, seconds=ended.seconds)
     if record and record.measured and record.outcome is Outcome.FINISHED:
         return measured(known, record)
-    lines = last_lines(output)
     if record and record.outcome is Outcome.OUT_OF_MEMORY:
         failure, reason = Failure.OUT_OF_MEMORY, record.error
     elif ended.code is None:
@@ -129,7 +128,7 @@ def judged(trial: Trial, record: RunRecord | None, ended: Ended, output: Path) -
     elif ended.code == 0:
         failure, reason = Failure.OTHER, _SILENT
     else:
-        failure, reason = _failure(lines)
+        failure, reason = _failure(last_lines(output))
         if record and record.error is not None:
             reason = record.error
             if failure is Failure.NCCL:  # where one rank ends, the others lose its connections

@@ -128,8 +128,10 @@ class Tuner:
         try:
             plan = self.job.plan(candidate)
         except NestError as error:
-            failed = dataclasses.replace(trial, state=State.FAILED, failure=Failure.REFUSED)
-            self._ended(dataclasses.replace(failed, reason=str(error)))
+            failed = dataclasses.replace(
+                trial, state=State.FAILED, failure=Failure.REFUSED, reason=str(error)
+            )
+            self._ended(failed)
             return
         plan_file.write(plan, path(trial, _PLAN))
         trial = dataclasses.replace(trial, plan=plan_file.checksum(plan))

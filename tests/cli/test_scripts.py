@@ -114,7 +114,7 @@ def test_a_script_of_several_plans_runs_once(
     assert estimate_typed(command, composed).layout.num_gpus == 16
     options: dict[str, Any] = dict.fromkeys(TuneOptions.__dataclass_fields__)
     options |= {"launcher": "auto", "launcher_options": (), "run_timeout_minutes": 1.0}
-    options |= {"overrides": settings, "from_command": words}
+    options |= {"overrides": settings, "from_command": words, "free": "all"}
     asked = TuneOptions(**options).request()
     assert asked.command.startswith("SLURM_NNODES=2 SLURM_NTASKS_PER_NODE=8 srun python")
     assert len(runs) == 2

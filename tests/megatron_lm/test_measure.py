@@ -58,7 +58,7 @@ def test_two_ranks_measure_train_and_remember(tmp_path: Path) -> None:
     assert "in 2 processes on the CPU" in " ".join(first.out.split())
     profile = the_profile(tmp_path)
     assert profile.machine.is_cpu
-    assert profile.blocks() == {
+    assert {timing.block for timing in profile.timings} == {
         LayerBlock.ATTENTION,
         LayerBlock.DENSE,
         LayerBlock.EMBEDDING,
@@ -79,7 +79,7 @@ def test_experts_are_measured_in_one_process(tmp_path: Path) -> None:
     assert trained.code == 0, trained.out[-3000:]
     assert len(trained.losses) == 3
     assert "to measure, in 1 process," in trained.out
-    assert LayerBlock.EXPERTS in the_profile(tmp_path).blocks()
+    assert LayerBlock.EXPERTS in {timing.block for timing in the_profile(tmp_path).timings}
 
 
 def test_layers_that_cannot_be_built_end_all_ranks_with_the_reason(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_script_s_layers_are_measured_without_training(tmp_path: Path, ranks: 
     assert done.code == 0, done.out[-3000:]
     assert not done.losses
     profile = the_profile(tmp_path)
-    assert profile.blocks() == {
+    assert {timing.block for timing in profile.timings} == {
         LayerBlock.ATTENTION,
         LayerBlock.DENSE,
         LayerBlock.EMBEDDING,

@@ -68,9 +68,9 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FOLDER_VARIABLE, str(folder / "profiles"))
         found = run(SMALL, folder)
-        assert [entry.read().blocks() for entry in stored_entries()] == [
-            {LayerBlock.ATTENTION, LayerBlock.DENSE, LayerBlock.EMBEDDING, LayerBlock.HEAD}
-        ]
+        assert [
+            {timing.block for timing in entry.read().timings} for entry in stored_entries()
+        ] == [{LayerBlock.ATTENTION, LayerBlock.DENSE, LayerBlock.EMBEDDING, LayerBlock.HEAD}]
     return found
 
 

@@ -129,15 +129,8 @@ def went_through(
     caller: Clocked, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[network.CollectiveSample], list[str]]:
     monkeypatch.setattr(collectives, "time", SimpleNamespace(monotonic=lambda: caller.now))
-    patterns = collectives._patterns(["here", "here"], 2)
-    tasks = collectives._tasks(patterns, list(CollectiveKind), DEFAULT_SIZES)
-    run = collectives._Run(
-        caller=caller,  # type: ignore[arg-type]
-        patterns=patterns,
-        groups=[None],
-        seconds=seconds,
-    )
-    return run.all_of(tasks)
+    tasks = [*collectives._tasks([((2, 1), None)], list(CollectiveKind), DEFAULT_SIZES)]
+    return collectives._measured(caller, tasks, seconds)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seconds", [2.0, 15.0, 100.0])

@@ -119,7 +119,7 @@ def test_another_machine_is_another_profile() -> None:
 
 def test_imported_times_never_mix_with_measured_ones(tmp_path: Path) -> None:
     store.record(profile([timing()], name="mine"))
-    store.export_profile("mine", tmp_path / "copy.yaml")
+    store.write(store.find_entry("mine").read(), tmp_path / "copy.yaml")
     with pytest.raises(ProfileError, match="another name"):
         store.import_profile(tmp_path / "copy.yaml")
     found = store.import_profile(tmp_path / "copy.yaml", name="theirs")
@@ -137,7 +137,7 @@ def test_a_broken_file_is_named_and_not_written_over(folder: Path) -> None:
     path = folder / "mine.yaml"
     path.write_text(path.read_text().replace("forward_s: 0.001", "forward_s: 0.002"))
     damaged = path.read_text()
-    ((entry, error),) = store.faults()
+    ((entry, error),) = store.read_all()
     assert entry.name == "mine"
     assert "timings[0]" in str(error)
     with pytest.raises(ProfileError, match=re.escape("timings[0]")):
@@ -158,10 +158,13 @@ def test_an_unknown_name_brings_the_nearest() -> None:
         store.find_entry("llama3_8b-h101")
 
 
-def test_a_store_that_cannot_be_locked_is_said(folder: Path) -> None:
+def test_a_store_that_cannot_be_locked_is_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder.mkdir()
+    monkeypatch.setattr(store, "LOCK_TIMEOUT_S", 0.05)
     with FileLock(folder / ".lock"), pytest.raises(ProfileError, match="held the lock"):
-        store.record(profile([timing()]), timeout_s=0.05)
+        store.record(profile([timing()]))
 
 
 def test_a_store_that_cannot_be_made_is_said(

@@ -18,7 +18,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.history.records import Outcome
 from nest_megatron.report.failure import end
 from nest_megatron.tuning import launchers
-from nest_megatron.tuning.job import RunCommand, run_command
+from nest_megatron.tuning.job import RunCommand
 from nest_megatron.tuning.launchers import (
     launcher_named,
     run_by_submitit,
@@ -72,8 +72,9 @@ def test_flags_without_a_script_cannot_be_started(tmp_path: Path) -> None:
     plan = found.plan(found.ranked.candidates[0])
     assert found.job.command is not None
     bare = dataclasses.replace(found.job.command, script="", launcher=())
+    without = dataclasses.replace(found, job=dataclasses.replace(found.job, command=bare))
     with pytest.raises(UserInputError, match="no training script"):
-        run_command(bare, plan, tmp_path, 20, tmp_path)
+        without.command(plan, tmp_path / "pinned.yaml", 20, tmp_path)
 
 
 def test_a_step_of_an_allocation_is_torchrun_on_each_host() -> None:
