@@ -13,7 +13,6 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import DEGREES, ParallelDims
 from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute, RecomputeGranularity
 from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
-from nest_megatron.layout.stage_layout import StagePartition, layout_string
 from nest_megatron.megatron_core.substitutes import (
     balanced_routing,
     fused_kernels,
@@ -91,7 +90,6 @@ def staged(
         config = transformer_config(
             spec,
             dims,
-            None,
             sequence_parallel=shard.sequence_parallel,
             recompute=recompute if selective else NO_RECOMPUTE,
             **{
@@ -176,7 +174,6 @@ _EXPERT_FIELDS = (
 def transformer_config(
     spec: TransformerSpec,
     dims: ParallelDims,
-    partition: StagePartition | None,
     *,
     sequence_parallel: bool,
     recompute: Recompute = NO_RECOMPUTE,
@@ -203,8 +200,6 @@ def transformer_config(
         **_degrees(spec, dims),
         "sequence_parallel": sequence_parallel,
     }
-    if dims.pipeline_model_parallel_size > 1 and partition is not None:
-        fields["pipeline_model_parallel_layout"] = layout_string(spec, partition)
     if recompute.granularity is not RecomputeGranularity.NONE:
         fields |= {
             f"recompute_{name}": value or None for name, value in to_plain(recompute).items()
