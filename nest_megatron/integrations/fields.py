@@ -91,14 +91,19 @@ class Configuration:
         """The value at a path, or ``ABSENT``."""
         return find(self.root, path)
 
+    def value(self, path: str) -> Any:
+        """The value at a path; ``None`` where there is nothing."""
+        found = self.find(path)
+        return None if found is ABSENT else found
+
     def whole(self, path: str) -> int:
         """A whole number of at least 1 at a path; ``UserInputError`` if there is none."""
-        value = self.find(path)
+        value = self.value(path)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
         raise UserInputError(
             f"{self.called}.{path}" if self.called else path,
-            None if value is ABSENT else value,
+            value,
             "it must be a whole number of at least 1",
             f"Set it in the {self.called or 'configuration'}.",
         )

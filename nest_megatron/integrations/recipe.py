@@ -201,7 +201,7 @@ class Recipe(Configuration, ABC):
             Notes on what was assumed of it.
         """
         for path in self.parts:
-            if self.find(path) in (ABSENT, None):
+            if self.value(path) is None:
                 raise UserInputError(
                     f"{self.variable}.{path}",
                     None,
@@ -228,7 +228,7 @@ class Recipe(Configuration, ABC):
                 spec, decoder_seq_length=value_or(data, "seq_length_dec", spec.decoder_seq_length)
             )
         for path in ("peft", "model_transform", "model.model_transform"):  # NeMo takes the first
-            if (peft := self.find(path)) not in (None, ABSENT):
+            if (peft := self.value(path)) is not None:
                 where = f"{self.variable}.{path}"
                 spec, assumed = with_adapters(spec, peft, where, config, self._assume_harmless)
                 return spec, (*notes, *assumed)
@@ -260,8 +260,8 @@ class Recipe(Configuration, ABC):
             "use_megatron_fsdp": self.uses_fsdp,
             "use_torch_fsdp2": self.find("dist.use_torch_fsdp2") is True,
         }
-        of_fsdp = self.find(f"{self.ddp}.megatron_fsdp_version")
-        sharded = {**stated, **fsdp, "megatron_fsdp_version": of_fsdp}
+        name = "megatron_fsdp_version"
+        sharded = {**stated, **fsdp, name: self.find(f"{self.ddp}.{name}")}
         fixed = {
             ARGUMENTS.get(item, item): value
             for item, value in stated.items()
@@ -280,7 +280,7 @@ class Recipe(Configuration, ABC):
         )
         if uneven and self.find(self.hybridep_padding) is ABSENT:
             closed |= _DISPATCHER
-        growth = self.find(self.rampup_batch_size)
+        growth = self.value(self.rampup_batch_size)
         ramp_note = (
             f"{self.rampup_batch_size} = {growth} is ignored by megatron-core "
             f"{self.target.megatron_core}: every step has {self.items['global_batch_size']}."
@@ -295,7 +295,7 @@ class Recipe(Configuration, ABC):
             precision=precision,
             fixed={**fixed, **execution},
             required={
-                **({} if restored is None else restored.required(self.target.megatron_core)),
+                **({} if restored is None else restored.required()),
                 **needs,
             },
             restored=restored,
@@ -326,7 +326,7 @@ class Recipe(Configuration, ABC):
                 *newer_release_notes(self.installed_name),
                 *notes_on_unknown_fields({path: self.find(path) for path in self.training_parts}),
                 *(() if restored is None else (restored.note(),)),
-                *([ramp_note] if growth not in (ABSENT, None) and self._ignores_ramp else []),
+                *([ramp_note] if growth is not None and self._ignores_ramp else []),
                 *loss_notes(self, needs),
                 *self.own_notes(restored),
                 *time_notes(flags),

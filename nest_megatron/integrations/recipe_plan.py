@@ -175,8 +175,7 @@ def _fsdp(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
 def _pipeline_type(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
     """The number format between stages, where neither the job nor a recipe that it names has it."""
     is_stated = any(
-        isinstance(recipe.find(path.rpartition(".")[0]), str)
-        or recipe.find(path) not in (None, ABSENT)
+        isinstance(recipe.find(path.rpartition(".")[0]), str) or recipe.value(path) is not None
         for path in recipe.pipeline_types
     )
     if plan.layout.dims.pipeline_model_parallel_size > 1 and not is_stated:
@@ -193,9 +192,7 @@ def _overlap(
     """What an object of overlap settings loses or changes, besides ``_stale``."""
     names = (*links, "wgrad_deferral_limit", *OVERLAPS)
     stated = {
-        name: value
-        for name in names
-        if (value := recipe.find(f"{prefix}.{name}")) not in (ABSENT, None)
+        name: value for name in names if (value := recipe.value(f"{prefix}.{name}")) is not None
     }
     if "wgrad_deferral_limit" in stated:
         yield f"{prefix}.wgrad_deferral_limit", None, _DEFERRED
@@ -218,10 +215,10 @@ def _stale(
     """What a plan makes stale both in an object of overlap settings and on the model itself."""
     buffers = f"{prefix}.tp_comm_overlap_cfg"
     keeps = same_shapes and plan.layout.sequence_parallel
-    if not keeps and recipe.find(buffers) not in (ABSENT, None):
+    if not keeps and recipe.value(buffers) is not None:
         yield buffers, None, "these user buffers were tuned for another layout or micro batch"
     for name, why in {TAKEN_BACK: _DEFERRED, **_NOT_PRICED}.items():
-        if recipe.find(f"{prefix}.{name}") not in (ABSENT, None, False):
+        if recipe.value(f"{prefix}.{name}") not in (None, False):
             yield f"{prefix}.{name}", False, why
 
 
@@ -259,9 +256,7 @@ def plan_changes(
     if restored := own.restored:
         restored.check(found, own.version)
         needs |= {
-            name: need
-            for name, need in restored.required(own.version).items()
-            if name == "use_megatron_fsdp"
+            name: need for name, need in restored.required().items() if name == "use_megatron_fsdp"
         }
     for name, need in needs.items():
         if need.value is not None and values[name] != need.value:

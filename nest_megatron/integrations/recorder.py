@@ -12,7 +12,6 @@ import contextlib
 import functools
 import importlib
 import math
-import os
 import socket
 import statistics
 import sys
@@ -345,7 +344,7 @@ def begin_record(
     if not is_watched and not audits():
         return None
     try:
-        run = new_run(plan, hosts, os.environ, launch)
+        run = new_run(plan, hosts, launch)
     except Exception as error:  # noqa: BLE001 - the job trains without a record
         print_cleaned(f"nest: no record of this run is kept: {error}")
         audit_launch(f"no record of the run can be made: {error}")

@@ -62,14 +62,12 @@ _BATCH_JOB = ("SLURM_JOB_ID", "FLUX_JOB_ID", "LSB_JOBID", "PBS_JOBID")
 def new_run(
     plan: ParallelPlan,
     hosts: Sequence[str],
-    environment: Mapping[str, str],
     launch: Launch | None,
 ) -> RunRecord:
     """The record of a run that begins.
 
     Args:
         hosts: of each global rank.
-        environment: of the process, for the scheduler's number of the job.
         launch: how it was launched.
     """
     gpus = local_gpus()
@@ -78,7 +76,7 @@ def new_run(
         outcome=Outcome.STARTED,
         start=now(),
         user=user_name(),
-        batch_job=batch_job(environment),
+        batch_job=batch_job(),
         hosts=tuple(hosts),
         device=None if gpus is None else gpus.device_name,
         plan=plan_file.checksum(plan),
@@ -92,9 +90,9 @@ def new_run(
     )
 
 
-def batch_job(environment: Mapping[str, str]) -> str | None:
-    """The scheduler's number of the job, where there is one."""
-    return next((environment[name] for name in _BATCH_JOB if environment.get(name)), None)
+def batch_job() -> str | None:
+    """The scheduler's number of the job of this process, where there is one."""
+    return next(filter(None, map(os.environ.get, _BATCH_JOB)), None)
 
 
 def predicted(plan: ParallelPlan) -> Predicted:
@@ -371,7 +369,7 @@ def auditing_refusals(mode: str, plan_file: str | None, num_ranks: int) -> Itera
                 id=secrets.token_hex(4),
                 start=now(),
                 user=user_name(),
-                batch_job=batch_job(os.environ),
+                batch_job=batch_job(),
                 host=socket.gethostname(),
                 num_ranks=num_ranks,
                 mode=mode,

@@ -78,17 +78,14 @@ def read_request(typed: TypedCommand, composed: Settings) -> tuple[Job, Request]
         UserInputError: for a command that cannot be read, or a setting that cannot be kept.
     """
     job, cluster = read_typed(typed, composed)
-    if (command := job.command) is None:
-        job = replace(job, free=free_parameters(typed.free or None))
-    else:
-        job = replace(job, free=typed.free)
-        if restored := restored_by_command(command.values):
-            job = replace(
-                job,
-                required={**restored.required(job.version), **job.required},
-                restored=restored,
-                notes=(*job.notes, restored.note()),
-            )
+    job = replace(job, free=typed.free if job.command else free_parameters(typed.free or None))
+    if job.command and (restored := restored_by_command(job.values)):
+        job = replace(
+            job,
+            required={**restored.required(), **job.required},
+            restored=restored,
+            notes=(*job.notes, restored.note()),
+        )
     return job, job_request(job, cluster, composed)
 
 

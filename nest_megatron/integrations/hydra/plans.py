@@ -279,7 +279,7 @@ def plan_job(config: Any, task: Any = None) -> None:
     """
     view, environment = view_of(config), with_rank_variables(os.environ)
     number = OmegaConf.select(config, "hydra.job.num", default=0)  # unset without -m
-    own = comparable_fields(view.raw, "", (*view.settings.may_differ, "nest.out"))
+    own = comparable_fields(view.raw, (*view.settings.may_differ, "nest.out"))
     _compare_ranks(environment, f"configuration of job {number}", {**versions(), **own})
     if is_first(environment):
         _plan_first(config, view, environment, number)

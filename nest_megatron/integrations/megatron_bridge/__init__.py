@@ -97,7 +97,7 @@ class BridgeConfig(PlannedRecipe, framework="megatron_bridge"):
         why = "dist.use_decentralized_pg makes no process groups of two levels"
         return ExecutionPlaces(
             recipe=self,
-            overlap=() if self.find("comm_overlap") in (ABSENT, None) else ("comm_overlap",),
+            overlap=() if self.value("comm_overlap") is None else ("comm_overlap",),
             lacks={"hierarchical_context_parallel_sizes": why} if self._has_one_order else {},
             graph_switches=("model.use_te_rng_tracker", "rng.te_rng_tracker"),
         )
@@ -211,7 +211,7 @@ class BridgeConfig(PlannedRecipe, framework="megatron_bridge"):
         sharded = plan.layout.shards_optimizer
         yield "ddp.use_distributed_optimizer", sharded, reason(plan, "use_distributed_optimizer")
         fsdp, used = plan.layout.uses_megatron_fsdp, self.uses_fsdp
-        if fsdp and not used and self.find("model._pre_wrap_hooks") not in (ABSENT, None, []):
+        if fsdp and not used and self.value("model._pre_wrap_hooks") not in (None, []):
             raise UserInputError(
                 "use_megatron_fsdp",
                 True,

@@ -117,7 +117,7 @@ def run(job: LaunchedJob, cfg: Any, stated: Iterable[str]) -> None:
     set_variables({_PASSES: f"{os.environ.get(_PASSES, '')}+"})
 
     def comparable() -> dict[str, str]:
-        return comparable_fields(cfg, "", launch.may_differ)
+        return comparable_fields(cfg, launch.may_differ)
 
     def decide(_: object) -> Decision:
         nonlocal notes

@@ -75,7 +75,6 @@ class SavedCheckpoint:
     """
 
     directory: Path
-    iteration: int
     format: str
     weights_only: bool = False
     tensor_model_parallel_size: int | None = None
@@ -123,7 +122,6 @@ def read_checkpoint(values: Values) -> SavedCheckpoint | None:
         return None
     return _describe(
         base / ("release" if release else f"iter_{iteration:07d}"),
-        iteration,
         release or finetune,
         values,
     )
@@ -139,8 +137,8 @@ def loads_optimizer(saved: SavedCheckpoint, values: Values) -> bool:
     return not unsaved and not any(map(values.get, names))
 
 
-def requirements(saved: SavedCheckpoint, values: Values, version: str) -> Mapping[str, Requirement]:
-    """What a plan must keep to load this under ``version``, by the names of ``layout_arguments``.
+def requirements(saved: SavedCheckpoint, values: Values) -> Mapping[str, Requirement]:
+    """What a plan must keep to load this, by the names of ``layout_arguments``.
 
     A virtual size of 1 stands for none; ``check_loadable`` sees what hangs on several choices.
     Megatron-FSDP: args a:690, :1050; b:1169, :1676. Distributed optimizer: do a:1748, dc/mapping.py
@@ -177,7 +175,7 @@ def check_loadable(saved: SavedCheckpoint, arguments: Values, values: Values, ve
     """
     release = release_number(version)
     _check_format(saved, values, release)
-    for name, need in requirements(saved, values, version).items():
+    for name, need in requirements(saved, values).items():
         planned, value = arguments[name], need.value
         same = (planned or (1 if name == _VPP else False)) == value
         if name == _LAYOUT and planned and value and not saved_pattern(saved.arguments):
@@ -289,7 +287,7 @@ def _is_apart(sizes: Values, release: Release) -> bool:
     return sizes[_EP] > 1 or (release >= (0, 19) and sizes[_ETP] != sizes[_TP])
 
 
-def _describe(folder: Path, iteration: int, weights_only: bool, values: Values) -> SavedCheckpoint:
+def _describe(folder: Path, weights_only: bool, values: Values) -> SavedCheckpoint:
     kind = _format(folder)
     try:
         sizes, state = _read(folder, kind)
@@ -312,7 +310,6 @@ def _describe(folder: Path, iteration: int, weights_only: bool, values: Values) 
         buffers[bucket[1]] = buffers.get(bucket[1], 0) + sizes[bucket[0]][0]
     return SavedCheckpoint(
         directory=folder,
-        iteration=iteration,
         format=kind,
         weights_only=weights_only,
         **_degrees(folder, kind, arguments, values),
@@ -465,7 +462,6 @@ def checkpoint_of_plan(
         shape.append(replicas)
     return SavedCheckpoint(
         directory=Path(name),
-        iteration=0,
         format=kind,
         **saved,
         pipeline_model_parallel_layout=plan.arguments[_LAYOUT],

@@ -12,7 +12,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nest_megatron.boot import is_asked_for
 from nest_megatron.config.launch import Mode, split_words
@@ -23,11 +23,9 @@ from nest_megatron.integrations.megatron_lm.ranks import (
     compare_groups,
     launched_job,
 )
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.facts import RELEASES
 from nest_megatron.report.failure import end, ending_on_errors
-
-if TYPE_CHECKING:
-    from nest_megatron.layout.plan import ParallelPlan
 
 Function = Callable[..., Any]
 

@@ -92,6 +92,12 @@ class Resharding:
     needed: Mapping[str, int | bool]
     values: Mapping[str, Any]
 
+    def required(self) -> Mapping[str, Requirement]:
+        """What a plan that loads it must keep."""
+        who = str(self.saved.directory)
+        needs = checkpoint.requirements(self.saved, self.values)
+        return {name: replace(need, who=who) for name, need in needs.items()}
+
 
 @frozen
 class TableJob:
@@ -114,7 +120,7 @@ class TableJob:
         """What to plan for so many GPUs; an error if what is fixed does not divide them."""
         request, space = self.request, self.request.space
         if loads is not None:
-            space = with_required(space, request.spec, self.requirements(loads))
+            space = with_required(space, request.spec, loads.required())
         cluster = request.cluster.resized(num_gpus)
         check_quotients(space, num_gpus, request.global_batch_size)
         today = request.present  # runs on the GPUs of its own number alone
@@ -123,12 +129,6 @@ class TableJob:
         return replace(
             request, cluster=cluster, space=space, present=today, begun_s=None, remedies=False
         )
-
-    def requirements(self, loads: Resharding) -> Mapping[str, Requirement]:
-        """What a plan that loads a checkpoint must keep."""
-        needs = checkpoint.requirements(loads.saved, loads.values, self.version)
-        who = str(loads.saved.directory)
-        return {name: replace(need, who=who) for name, need in needs.items()}
 
     def plan(self, asked: Request, loads: Resharding | None) -> ParallelPlan:
         """The plan that is asked for."""
@@ -179,7 +179,7 @@ def plan_for_nodes(job: TableJob, counts: Sequence[int]) -> PlanTable:
     for entry, plan in alone:
         if plan:
             loads = job.checkpoint_of(plan, entry.num_nodes)
-            layout = tuple(need.value for need in job.requirements(loads).values())
+            layout = tuple(need.value for need in loads.required().values())
             candidates.setdefault(layout, loads)
     tables = [(loads, _plans_that_load(job, alone, loads)) for loads in candidates.values()]
     if not tables:
@@ -191,7 +191,7 @@ def plan_for_nodes(job: TableJob, counts: Sequence[int]) -> PlanTable:
     return PlanTable(
         entries=_entries_with_advice(found, _best_below(job, found, loads)),
         plans={plan_file.checksum(plan): plan for _, plan in found if plan},
-        notes=tuple(_notes(job, loads)),
+        notes=tuple(_notes(loads)),
     )
 
 
@@ -248,9 +248,9 @@ def _best_below(
     return None
 
 
-def _notes(job: TableJob, loads: Resharding) -> Iterator[str]:
+def _notes(loads: Resharding) -> Iterator[str]:
     """What holds all plans but the first, and what their command needs."""
-    needs = job.requirements(loads).items()
+    needs = loads.required().items()
     for reason in dict.fromkeys(need.reason for name, need in needs if name in DEGREES):
         yield f"All plans load {loads.saved.directory}, and keep its layout: {reason}."
     for name, value in loads.needed.items():

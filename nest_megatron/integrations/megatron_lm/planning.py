@@ -175,7 +175,7 @@ def decide(
     assert command
     values, version = command.values, command.version
     saved = checkpoint.read_checkpoint(values)
-    saves = {} if saved is None else checkpoint.requirements(saved, values, version)
+    saves = {} if saved is None else checkpoint.requirements(saved, values)
     job = replace(
         job,
         free=tuple(free),

@@ -53,7 +53,7 @@ def versions() -> dict[str, str]:
     return {f"version of {name}": version for name, version in found.items()}
 
 
-def comparable_fields(config: Any, name: str, may_differ: Collection[str] = ()) -> dict[str, str]:
+def comparable_fields(config: Any, may_differ: Collection[str] = ()) -> dict[str, str]:
     """The leaves of a configuration made of records and mappings, by their dotted names.
 
     Args:
@@ -63,7 +63,7 @@ def comparable_fields(config: Any, name: str, may_differ: Collection[str] = ()) 
     left_out = {*(MAY_DIFFER - _OF_MEGATRON_ALONE), *may_differ}
     return {
         path: text
-        for path, text in _leaves(config, name, ())
+        for path, text in _leaves(config, "", ())
         if path.rpartition(".")[2] not in left_out
         and not any(path == one or path.startswith(f"{one}.") for one in may_differ)
     }

@@ -159,9 +159,9 @@ def _model_arguments(spec: TransformerSpec, release: Release) -> dict[str, Any]:
 
 def _freq(value: int | Sequence[int] | None) -> str | None:
     """A period or the flags of all layers, as Megatron's frequencies are typed."""
-    if value is None or isinstance(value, int):
-        return None if value is None else str(value)
-    return f"[{','.join(map(str, value))}]"
+    if value is None:
+        return None
+    return str(value) if isinstance(value, int) else f"[{','.join(map(str, value))}]"
 
 
 def planned_values(request: LaunchRequest) -> dict[str, Any]:
