@@ -324,16 +324,20 @@ def turns_on_deepep(callback: Any) -> bool:
     return "DeepEPCallback" in class_names(callback)
 
 
-def require_language_models(installed: str | None = None) -> None:
-    """Explain an installed release of NeMo, or the one named, that has no language models."""
+def require_language_models() -> None:
+    """Explain an installed release of NeMo that has no language models."""
     what = "nemo-toolkit"
     fix = f"{install_command('nemo')} (nemo-toolkit >=2.4,<3; 2.7.3 is what was tried)."
-    installed = installed or installed_version(what)
+    installed = installed_version(what)
     if installed is None:
         raise UserInputError(what, None, "it is not installed", fix)
     if int(installed.partition(".")[0]) >= 3:
-        limit = "since 3.0.0 it has no collection of language models and no MegatronStrategy"
-        raise UserInputError(what, installed, limit, fix)
+        raise UserInputError(
+            what,
+            installed,
+            "since 3.0.0 it has no collection of language models and no MegatronStrategy",
+            fix,
+        )
 
 
 def _tokenizer_rows(tokenizer: Any) -> tuple[int, tuple[str, ...]]:
@@ -366,11 +370,13 @@ def _base_note(name: str, rows: int) -> str:
 
 
 def _vocabulary_error(value: str, limit: str) -> UserInputError:
-    fix = (
+    return UserInputError(
+        "recipe.data.tokenizer",
+        value,
+        limit,
         "Give vocab_size= (of a command --set --vocab-size=), set model.config.vocab_size if there "
-        "is one, or data.tokenizer."
+        "is one, or data.tokenizer.",
     )
-    return UserInputError("recipe.data.tokenizer", value, limit, fix)
 
 
 read_recipe = NemoRecipe.read_recipe

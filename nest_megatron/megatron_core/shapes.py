@@ -58,14 +58,7 @@ class _RmsNorm(torch.autograd.Function):
 CONTEXT_GROUP = "cp"
 
 
-def flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    span: float,
-    ring_steps: int,
-) -> Tensor:
+class FlashAttention(torch.autograd.Function):
     """Attention that keeps no scores: inputs, output and one float32 figure for each query row.
 
     Args:
@@ -81,11 +74,6 @@ def flash_attention(
     Source: ``aten::_scaled_dot_product_flash_attention``; on CUDA it takes fewer key heads than
     query heads, and values of another width than keys, as Transformer Engine's does.
     """
-    return _Flash.apply(query, key, value, span, ring_steps)
-
-
-class _Flash(torch.autograd.Function):
-    """Shapes of flash attention, forward and backward."""
 
     @staticmethod
     def forward(

@@ -190,8 +190,12 @@ def transformer_config(
     Source: ``megatron.training.arguments.core_transformer_config_from_args``.
     """
     for name, value in spec.variant.differences().items():
-        limit, fix = "megatron-core's own layers do not have it", "Use a model that it builds."
-        raise UserInputError(f"model {spec.name}: variant.{name}", value, limit, fix)
+        raise UserInputError(
+            f"model {spec.name}: variant.{name}",
+            value,
+            "megatron-core's own layers do not have it",
+            "Use a model that it builds.",
+        )
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     fields = {

@@ -55,8 +55,9 @@ def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Any:
     return mock.patch.multiple(owner, create=True, **attributes)
 
 
-def _missing(owner: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in attributes.items() if not hasattr(owner, name)}
+def _completed(owner: Any, attributes: Mapping[str, Any]) -> Any:
+    """Add those attributes that a module lacks."""
+    return _replaced(owner, {n: each for n, each in attributes.items() if not hasattr(owner, n)})
 
 
 @contextlib.contextmanager
@@ -103,8 +104,8 @@ def without_transformer_engine(*, shapes_only: bool) -> Iterator[None]:
         "FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False),
     }
     with (
-        _replaced(megatron_random, _missing(megatron_random, of_engine)),
-        _replaced(moe_utils, _missing(moe_utils, {"te_general_gemm": None})),
+        _completed(megatron_random, of_engine),
+        _completed(moe_utils, {"te_general_gemm": None}),
         _replaced(WrappedTorchNorm, {"__new__": _norm(shapes_only)}),
         _replaced(DotProductAttention, {"__init__": _tolerant(DotProductAttention)}),
         _replaced(latent, {"HAVE_TE": False}),
@@ -156,8 +157,7 @@ def fused_kernels(*, flash: bool, context_ranks: int) -> Iterator[None]:
         is_causal = "causal" in self.attn_mask_type.name
         span = context_ranks * key.shape[0] / (2 if is_causal else 1)
         span = span if window is None else min(span, window[0] + 1)
-        steps = context_ranks - 1
-        return shapes.flash_attention(query, key, value, span=span, ring_steps=steps)
+        return shapes.FlashAttention.apply(query, key, value, span, context_ranks - 1)
 
     def one_mask(*_: object, **__: object) -> Any:
         return torch.zeros((), dtype=torch.bool)  # one mask serves all layers: it is not kept

@@ -355,9 +355,12 @@ def _head(layers: Layers) -> Unit:
 
     spec, config = layers.spec, layers.config
     if spec.family != "gpt":
-        limit = "the heads of BERT have labels of their own, which are not made up here"
-        fix = "Leave the head out: --layer dense or --layer embedding."
-        raise UserInputError("model", spec.name, limit, fix)
+        raise UserInputError(
+            "model",
+            spec.name,
+            "the heads of BERT have labels of their own, which are not made up here",
+            "Leave the head out: --layer dense or --layer embedding.",
+        )
     norm = layers.norm(config=config, hidden_size=spec.hidden_size, eps=config.layernorm_epsilon)
     output = tensor_parallel.ColumnParallelLinear(
         spec.hidden_size,

@@ -222,10 +222,10 @@ def with_command(
         overlap_param_gather=request.overlap_param_gather,
     )
     launch = _launch_command(plan, request, command.script, found.argv)
-    ranks, words = command.ranks, tuple(without_secret_values(command.launcher))
+    ranks, words = command.ranks, without_secret_values(command.launcher)
     num_nodes, per_node = launch_size(plan)
     if ranks.num_nodes and ranks.num_ranks == per_node * ranks.num_nodes:
-        words = tuple(with_num_nodes(words, num_nodes))
+        words = with_num_nodes(words, num_nodes)
     variables = launch.environment
     chosen = {name: text for name, text in variables.items() if text is not None}
     launcher, before = with_variables(words, without_secrets(command.environment), chosen)

@@ -45,13 +45,13 @@ def before_training() -> None:
     sys.argv[1:] = rest
     _job = launched_job(ours)
     if _job is not None and any(word.partition("=")[0] == "--yaml-cfg" for word in rest):
-        limit = (
-            "Megatron's own parser fails on files like its example, which lacks arguments that it "
-            "reads (enable_msc), in every release that was tried"
-        )
         end(
             UserInputError(
-                "--yaml-cfg", True, limit, "Give the settings as flags, or leave out nest."
+                "--yaml-cfg",
+                True,
+                "Megatron's own parser fails on files like its example, which lacks arguments that "
+                "it reads (enable_msc), in every release that was tried",
+                "Give the settings as flags, or leave out nest.",
             )
         )
 

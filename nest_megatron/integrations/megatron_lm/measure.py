@@ -289,8 +289,6 @@ def measure_in_child(
     environment: Environment,
     check: Callable[[], None],
     pause_s: Seconds = 1.0,
-    *,
-    spare_s: Seconds = SPARE_S,
 ) -> Answer:
     """Time the blocks of this rank's orders in a process of its own.
 
@@ -301,7 +299,7 @@ def measure_in_child(
         MeasuringError: if the child dies or takes too long, with its last words.
     """
     started = time.monotonic()
-    ended = started + orders.max_seconds + spare_s
+    ended = started + orders.max_seconds + SPARE_S
     with contextlib.ExitStack() as stack:
         given, out, err = (
             stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))

@@ -270,7 +270,7 @@ def command_of(
         argv: the script's arguments, without this package's own words.
     """
     typed = read_argv(script, argv, version, world_size=args.world_size)
-    values = vars(with_defaults(Namespace(**{**typed.values, **vars(args)}), defaults))
+    values = with_defaults({**typed.values, **vars(args)}, defaults)
     of_megatron = defaults_of(version)
     untyped = {
         name
@@ -280,10 +280,10 @@ def command_of(
     return with_degrees_as_flags(replace(typed, values=values, explicit=typed.explicit | untyped))
 
 
-def with_defaults(args: Namespace, defaults: Values) -> Namespace:
-    """A copy of Megatron's arguments with what the script sets where the user says nothing."""
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    return Namespace(**{**vars(args), **defaults, **given})
+def with_defaults(values: Values, defaults: Values) -> dict[str, Any]:
+    """Megatron's arguments with what the script sets where the user says nothing."""
+    given = {name: value for name, value in values.items() if value is not None}
+    return {**values, **defaults, **given}
 
 
 def require_planned(args: Namespace, plan: ParallelPlan) -> None:
@@ -323,7 +323,7 @@ def padded_vocab_size(args: Namespace, defaults: Values) -> int | None:
         return int(args.padded_vocab_size)
     if getattr(args, "pad_vocab_size", True) is False:
         return None
-    copied = with_defaults(args, defaults)
+    copied = Namespace(**with_defaults(vars(args), defaults))
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # Megatron says it all again when it starts
             _build_tokenizer()(copied)
