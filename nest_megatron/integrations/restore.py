@@ -216,7 +216,11 @@ _READ = tuple(field.name for field in dataclasses.fields(Adapters) if field.name
 #: Fields that change neither time nor memory: scaling, first values, what is derived, what a
 #: checkpoint holds.
 _NO_EFFECT = (
-    *("alpha", "lora_A_init_method", "lora_B_init_method", "canonical_mapping", "params_to_save"),
+    "alpha",
+    "lora_A_init_method",
+    "lora_B_init_method",
+    "canonical_mapping",
+    "params_to_save",
 )
 
 

@@ -160,14 +160,27 @@ def as_rank(spec: TransformerSpec, dims: ParallelDims, rank: int) -> Iterator[No
 
 #: Fields that a ``TransformerConfig`` shares with our spec, and those of latent attention alone.
 _SAME_FIELDS = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
-    *("normalization", "layernorm_epsilon", "gated_linear_unit", "add_bias_linear"),
-    *("qk_layernorm", "softmax_type", "window_attn_skip_freq", "mtp_num_layers"),
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "normalization",
+    "layernorm_epsilon",
+    "gated_linear_unit",
+    "add_bias_linear",
+    "qk_layernorm",
+    "softmax_type",
+    "window_attn_skip_freq",
+    "mtp_num_layers",
     "attention_output_gate",
 )
 _EXPERT_FIELDS = (
-    *("moe_router_topk", "moe_router_enable_expert_bias", "moe_latent_size"),
-    *("moe_shared_expert_gate", "moe_shared_expert_intermediate_size"),
+    "moe_router_topk",
+    "moe_router_enable_expert_bias",
+    "moe_latent_size",
+    "moe_shared_expert_gate",
+    "moe_shared_expert_intermediate_size",
 )
 
 

@@ -180,8 +180,12 @@ def _read_only(target: Path) -> None:
     attributes = (ctypes.c_uint64 * 4)(_ATTR_RDONLY)
     _libc(
         "syscall",
-        *(_SYS_MOUNT_SETATTR, _AT_FDCWD, str(target).encode(), _AT_RECURSIVE),
-        *(ctypes.byref(attributes), ctypes.c_size_t(ctypes.sizeof(attributes))),
+        _SYS_MOUNT_SETATTR,
+        _AT_FDCWD,
+        str(target).encode(),
+        _AT_RECURSIVE,
+        ctypes.byref(attributes),
+        ctypes.c_size_t(ctypes.sizeof(attributes)),
     )
 
 

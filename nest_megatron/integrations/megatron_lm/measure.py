@@ -369,8 +369,10 @@ def gpu_of_rank(environment: Environment) -> str:
 
 
 _DEGREES = attrgetter(
-    *("tensor_model_parallel_size", "micro_batch_size"),
-    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+    "tensor_model_parallel_size",
+    "micro_batch_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
 )
 
 
@@ -415,8 +417,13 @@ def _shard(layout: PartialLayout, like: LayerShard) -> LayerShard:
 
 #: What tells this machine, set up as it is now, from others.
 _IDENTITY = (
-    *("device_name", "is_cpu", "implementation", "driver"),
-    *("torch", "megatron_core", "transformer_engine"),
+    "device_name",
+    "is_cpu",
+    "implementation",
+    "driver",
+    "torch",
+    "megatron_core",
+    "transformer_engine",
 )
 
 

@@ -72,7 +72,10 @@ def job_request(
     with naming_fields(job.fields):
         space, offer = job_space(job, composed)
         request = request_for(
-            *(job, cluster, composed, narrow(space)),
+            job,
+            cluster,
+            composed,
+            narrow(space),
             offer=offer,
             freed=freed_flags(job),
             versions=versions,

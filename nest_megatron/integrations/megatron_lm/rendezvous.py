@@ -191,7 +191,11 @@ _ANSWER_S = 2.0
 #: itself: one that joined late counts fewer than the others, so they tell attempts apart only where
 #: these share its store.
 _OF_ATTEMPT = (
-    *("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID"),
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "TORCHELASTIC_RUN_ID",
     "NEST_MEGATRON_PASSES",
 )
 _OF_AGENTS_STORE = "TORCHELASTIC_RESTART_COUNT"
