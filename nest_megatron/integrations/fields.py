@@ -146,7 +146,8 @@ def megatron_arguments(items: Mapping[str, Any]) -> dict[str, Any]:
 
     A layout of stages is text, and says the virtual stages.
     """
-    found, virtual = dict(items), "virtual_pipeline_model_parallel_size"
+    found = dict(items)
+    virtual = "virtual_pipeline_model_parallel_size"
     layout = "pipeline_model_parallel_layout"
     found[layout] = layout_text(found.get(layout))
     if found.get(virtual) == 1 or found[layout] is not None:

@@ -247,9 +247,13 @@ class Recipe(Configuration, ABC):
         spec, notes = self.spec(vocab_size)
         num_gpus, gpus_per_node = self.size()
         precision, fp8_recipe = self._precision()
-        restored, needs = self.restored_by(self.root), self.requirements(spec)
-        config, data, places = self.find(self.model), self.find(self.data), self.places
-        stated, execution = self.item_values(), places.values()
+        restored = self.restored_by(self.root)
+        needs = self.requirements(spec)
+        config = self.find(self.model)
+        data = self.find(self.data)
+        places = self.places
+        stated = self.item_values()
+        execution = places.values()
         # without it both frameworks turn the overlap off, with a warning
         if places.overlap and not stated.get("sequence_parallel"):
             execution["tp_comm_overlap"] = False
@@ -272,7 +276,8 @@ class Recipe(Configuration, ABC):
         flags = self._memory_flags(execution, fp8_recipe)
         with naming_fields(self.items):
             recompute = read_recompute(stated)
-        packs, uneven = self._packs(), differs_by_rank(data)
+        packs = self._packs()
+        uneven = differs_by_rank(data)
         graphs = {name: value_or(config, name) for name in GRAPH_FIELDS} | {PACKED[0]: packs}
         unforced = replace(places, forced={}).values()
         closed = closed_fields(

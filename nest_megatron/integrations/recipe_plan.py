@@ -89,7 +89,8 @@ def layout_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
 
     What states the plan's stages already stays.
     """
-    pp, even = plan.layout.dims.pipeline_model_parallel_size, "pipeline_model_parallel_layout"
+    pp = plan.layout.dims.pipeline_model_parallel_size
+    even = "pipeline_model_parallel_layout"
     arguments = recipe.arguments()
     stays = False
     with contextlib.suppress(UserInputError):
@@ -118,11 +119,13 @@ def other_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
     yield from _fsdp(recipe, plan)
     yield from finetuning_fields(recipe, plan)
     yield from _pipeline_type(recipe, plan)
-    fields, stated = recipe.option_fields(), recipe.options()
+    fields = recipe.option_fields()
+    stated = recipe.options()
     for name, why in contradicted(plan, stated).items():
         if name in FIELDS["model"]["of_layouts"].split():
             yield fields[name][0][0], False if stated[name] is True else _RESETS.get(name), why
-    planned, overlaps = plan_values(plan), recipe.places.overlap
+    planned = plan_values(plan)
+    overlaps = recipe.places.overlap
     sizes = ("tensor_model_parallel_size", "context_parallel_size", "micro_batch_size")
     lengths = {recipe.find(path) for path in (recipe.seq_length, f"{recipe.model}.seq_length")}
     same_shapes = lengths <= {plan.train.seq_length, ABSENT} and all(
@@ -159,8 +162,8 @@ def _fsdp(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
     yield recipe.ckpt_format, planned["ckpt_format"], form
     yield recipe.async_save, False, form
     yield f"{recipe.ddp}.average_in_collective", False, "Megatron-FSDP averages by itself"
-    fused, fusion = "Megatron-FSDP keeps its gradients apart", "gradient_accumulation_fusion"
-    yield f"{recipe.model}.{fusion}", planned[fusion], fused
+    fusion = "gradient_accumulation_fusion"
+    yield f"{recipe.model}.{fusion}", planned[fusion], "Megatron-FSDP keeps its gradients apart"
     if initializes_on_meta_device(plan.model):
         built = "weights are made shard by shard; without it every GPU holds the whole model"
         yield f"{recipe.model}.init_model_with_meta_device", True, built
@@ -168,8 +171,7 @@ def _fsdp(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
     if planned[name] and recipe.find(f"{recipe.ddp}.{name}") is not ABSENT:
         import torch
 
-        kept = "gradients stay in float32, as they are now"
-        yield f"{recipe.ddp}.{name}", torch.float32, kept
+        yield f"{recipe.ddp}.{name}", torch.float32, "gradients stay in float32, as they are now"
 
 
 def _pipeline_type(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
@@ -272,7 +274,8 @@ def plan_changes(
     _require_same(found, own, (free,) if isinstance(free, str) else free, recipe.states_size)
     if differs := other_numbers(found, own.memory_flags, own.precision):
         warnings.warn(f"{differs}; auto_recipe plans this job.", stacklevel=3)
-    planned, schedule = found.train.batch_schedule, own.batch_schedule
+    planned = found.train.batch_schedule
+    schedule = own.batch_schedule
     if schedule is not None and (planned is None or planned.sizes != schedule.sizes):
         limit = f"the plan was made for {planned.words() if planned else found.final_batch_size}"
         raise UserInputError("rampup_batch_size", schedule.words(), limit, "Plan again.")

@@ -121,7 +121,8 @@ class Recorder:
         """
 
         def keep(hosts: Hosts) -> None:
-            launched, is_watched = hosts(), self.steps > 0
+            launched = hosts()
+            is_watched = self.steps > 0
             by_rank = dict(zip(order or range(len(launched)), launched, strict=True))
             named = tuple(by_rank[rank] for rank in range(len(launched)))
             if run is not None:
@@ -157,7 +158,8 @@ class Recorder:
         schedules = sys.modules.get("megatron.core.pipeline_parallel.schedules")
         if self.plan is None or schedules is None:
             return
-        layout, wrapped = self.plan.layout, list[tuple[ModuleType, str, Callable[..., Any]]]()
+        layout = self.plan.layout
+        wrapped = list[tuple[ModuleType, str, Callable[..., Any]]]()
         if not layout.execution.overlap_moe_expert_parallel_comm:  # passes of two are one then
             wrapped += [(schedules, name, self.with_timing) for name in _PASSES]
         if (ep := layout.dims.expert_model_parallel_size) > 1:

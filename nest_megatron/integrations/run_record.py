@@ -104,7 +104,8 @@ def predicted(plan: ParallelPlan) -> Predicted:
     times = times_of(plan.provenance.profile, plan.model)
     settings = restored_settings(plan.provenance.settings)
     model = CostModel(plan.model, plan.cluster, settings, times)
-    layout, step_s = plan.layout, plan.predicted.iteration_time_s
+    layout = plan.layout
+    step_s = plan.predicted.iteration_time_s
     known = predictive(model, layout, step_s)
     is_whole = times is not None or plan.provenance.profile == ANALYTIC_NAME
     stages = plan.predicted.stages
@@ -153,11 +154,11 @@ def run_warnings(run: RunRecord, parts: Mapping[int, RankMeasured]) -> tuple[str
 def _memory(run: RunRecord, hosts: Mapping[int, str]) -> Iterator[str]:
     """The rank that is farthest above its prediction, and how many others are above theirs."""
     assert run.measured is not None
-    predicted, dims = run.predicted.peak_memory_bytes, run.grid.dims
+    predicted = run.predicted.peak_memory_bytes
     over = [
         (ratio, peak, rank)
         for rank, peak in enumerate(run.measured.peak_memory_bytes)
-        if peak and (ratio := peak / predicted[pipeline_rank(dims, rank)]) > 1 + _MEMORY
+        if peak and (ratio := peak / predicted[pipeline_rank(run.grid.dims, rank)]) > 1 + _MEMORY
     ]
     if over:
         ratio, peak, worst = max(over, key=itemgetter(0))
@@ -207,12 +208,15 @@ def pipeline_rank(dims: ParallelDims, rank: int) -> int:
 
 
 def _groups(run: RunRecord, parts: Mapping[int, RankMeasured]) -> list[_Group]:
-    dims, found, seen = run.grid.dims, [], set[int]()
+    dims = run.grid.dims
+    found = []
+    seen = set[int]()
     for rank in range(dims.world_size):
         if rank in seen:
             continue
         # ranks that it waits for inside its passes, those that they wait for, and itself
-        ranks, ahead = set[int](), [rank]
+        ranks = set[int]()
+        ahead = [rank]
         while ahead:
             if (each := ahead.pop()) not in ranks:
                 ranks.add(each)

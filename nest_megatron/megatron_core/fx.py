@@ -70,7 +70,8 @@ def traced(module: Any, inputs: Sequence[TensorShape]) -> Trace:
         weights = _without_memory(module.named_parameters(), module)
         buffers = _without_memory(module.named_buffers(), module)
         given = tuple(torch.empty(each.sizes, dtype=_dtype(each.dtype)) for each in inputs)
-    run, names = _Run(), (*weights, *buffers)
+    run = _Run()
+    names = (*weights, *buffers)
 
     def forward(*flat: Any) -> list[Any]:
         """The forward pass as a function of all tensors, which ``make_fx`` needs."""
@@ -295,7 +296,8 @@ def chain_work(trace: Trace) -> ChainWork:
             if s in makers
         ]
         out = {storage_of(t): _size(t) for t in _tensors(node)}
-        parameters, output_bytes = sum(unused.pop(s, 0) for s in read), sum(out.values())
+        parameters = sum(unused.pop(s, 0) for s in read)
+        output_bytes = sum(out.values())
         if _name(node) in _GATHERS:
             read |= {storage_of(t): min(output_bytes, _size(t)) for t in _tensors(node.args[0])}
         # an update in place keeps what it was

@@ -302,7 +302,8 @@ def _norm(shapes_only: bool) -> Callable[..., Any]:
 
         from nest_megatron.megatron_core.shapes import FusedNorm
 
-        is_rms, dtype = config.normalization == "RMSNorm", config.params_dtype
+        is_rms = config.normalization == "RMSNorm"
+        dtype = config.params_dtype
         module: Any
         if shapes_only:
             module = FusedNorm(hidden_size, dtype, is_rms=is_rms)

@@ -219,7 +219,8 @@ def read_settings(node: Any) -> AppSettings:
         )
     open_ = ("fields", "overrides", "may_differ")
     values = {name: each for name, each in (node or {}).items() if each or name not in open_}
-    count, names = values.get("num_gpus"), values.get("may_differ")
+    count = values.get("num_gpus")
+    names = values.get("may_differ")
     if isinstance(count, str) and count.isdecimal():  # of a variable of the environment
         values["num_gpus"] = int(count)
     if isinstance(names, str):

@@ -92,7 +92,8 @@ def after_arguments(module: ModuleType) -> None:
 def _validate_args(
     validate: Function, args: Namespace, defaults: Mapping[str, Any] | None = None
 ) -> Any:
-    job, defaults = _job, defaults or {}
+    job = _job
+    defaults = defaults or {}
     if job is None or job.decision is not None:
         return validate(args, defaults)
     with job.ending_together():
@@ -170,7 +171,8 @@ def after_parallel_state(module: ModuleType) -> None:
         if _job is None:
             plan = _plan_of_hydra_application()
         elif not _job.groups_checked and _job.decision is not None:
-            _job.groups_checked, plan = True, _job.decision.plan
+            _job.groups_checked = True
+            plan = _job.decision.plan
         if plan:
             with ending_on_errors():
                 compare_groups(plan, module)

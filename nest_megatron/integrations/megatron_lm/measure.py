@@ -168,10 +168,12 @@ def _orders(
     assert outcome.searched is not None
     assert job.command
     request = outcome.searched.request
-    spec, precision = request.spec, request.settings.precision
+    spec = request.spec
+    precision = request.settings.precision
     tasks = tasks_for(outcome.decision.plan, request, implementation)
     machine = machine_here(implementation)
-    known, done = stored_profile(spec, precision, machine), set()
+    known = stored_profile(spec, precision, machine)
+    done = set()
     if known is not None:  # what it has timed, or found impossible
         timed = (Task(timing.block, shard_of(timing, LayerShard())) for timing in known.timings)
         failed = (skipped.task for skipped in untimed(known))
@@ -321,7 +323,8 @@ def measure_in_child(
             words = _last_words(err)
             raise MeasuringError(f"the process that measures did not end within its time{words}")
         out.seek(0)
-        answer, code = out.read(), child.returncode
+        answer = out.read()
+        code = child.returncode
         if code or not answer:
             how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
             raise MeasuringError(f"the process that measures {how}{_last_words(err)}")
@@ -461,7 +464,8 @@ def stored_profile(
     spec: TransformerSpec, precision: Precision, machine: Machine
 ) -> LayerProfile | None:
     """The newest profile that was measured on a machine, of these layers."""
-    layers, found = shape_digest(spec, precision), []
+    layers = shape_digest(spec, precision)
+    found = []
     for entry in store.stored_entries():
         with contextlib.suppress(ProfileError):  # a broken file is named where it is looked for
             if entry.line(LAYERS) == layers:

@@ -126,7 +126,8 @@ def _pattern(values: Values) -> str:
 
 
 def _pattern_and_shares(values: Values) -> str:
-    layers, pattern = values.get("num_layers"), values.get("hybrid_override_pattern")
+    layers = values.get("num_layers")
+    pattern = values.get("hybrid_override_pattern")
     if not layers:
         raise flag_error(
             "num_layers", layers, "the model's shape needs it", "Add it to the command."

@@ -118,7 +118,8 @@ class TableJob:
 
     def request_for(self, num_gpus: int, loads: Resharding | None) -> Request:
         """What to plan for so many GPUs; an error if what is fixed does not divide them."""
-        request, space = self.request, self.request.space
+        request = self.request
+        space = self.request.space
         if loads is not None:
             space = with_required(space, request.spec, loads.required())
         cluster = request.cluster.resized(num_gpus)
@@ -146,11 +147,13 @@ class TableJob:
 
         Source of the flags: ``_check_optimizer`` and ``_check_rng`` of ``checkpoint.py``.
         """
-        name, needed = f"the checkpoint of the plan for {num_nodes} nodes", dict[str, int | bool]()
+        name = f"the checkpoint of the plan for {num_nodes} nodes"
+        needed = dict[str, int | bool]()
         experts = self.request.spec.num_experts
         values = {"num_experts": experts, "moe_grouped_gemm": bool(experts), **self.values}
         saved = checkpoint_of_plan(plan, values, self.version, name)
-        dims, own = plan.layout.dims, saved.arguments
+        dims = plan.layout.dims
+        own = saved.arguments
         bucket = 1_000_000 * dims.data_parallel_size * dims.context_parallel_size
         is_bucketed = saved.distrib_optim_sharding_type == "dp_reshardable"
         is_fixed = own["ddp_bucket_size"] or own["ddp_num_buckets"]

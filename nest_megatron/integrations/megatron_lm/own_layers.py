@@ -112,7 +112,8 @@ class JobLayers:
     def _arguments(self, spec: TransformerSpec, shard: LayerShard) -> Namespace:
         """The job's arguments with a layer in the place of its model, divided as the shard is."""
         args = copy.deepcopy(self._parsed)
-        dims, micro = smallest_dims(spec, shard), shard.micro_batch_size
+        dims = smallest_dims(spec, shard)
+        micro = shard.micro_batch_size
         vars(args).update(
             copy.deepcopy(self._default),
             rank=0,

@@ -208,7 +208,8 @@ def plan_to_launch(request: Request, choose: int = 0) -> ParallelPlan:
 
 def running_request(job: Job, place: JobCluster) -> Request:
     """What to search for a running job."""
-    cluster, notes = place.cluster, (*job.notes, *place.notes)
+    cluster = place.cluster
+    notes = (*job.notes, *place.notes)
     job = replace(job, notes=notes, num_gpus=cluster.num_gpus)
     with settings_typed_as("nest.{}".format):
         require_all_gpus(place.settings, "a job that has started")
@@ -291,7 +292,8 @@ def with_defaults(values: Values, defaults: Values) -> dict[str, Any]:
 
 def require_planned(args: Namespace, plan: ParallelPlan) -> None:
     """Raise if Megatron derived something else than the plan has, naming it."""
-    arguments, train = plan.arguments, plan.train
+    arguments = plan.arguments
+    train = plan.train
     wanted = {name: arguments[name] for name in _DERIVED} | {
         "micro_batch_size": plan.layout.micro_batch_size,
         "seq_length": train.seq_length,

@@ -294,7 +294,8 @@ class TimedStore:
         import torch
 
         context = self.context
-        agent, limit_s = context.agent_hosts_store, context.rendezvous_timeout_s
+        agent = context.agent_hosts_store
+        limit_s = context.rendezvous_timeout_s
         places: dict[str, Any] = {
             "nest.port": None if agent else context.port,
             **context.environment,
@@ -310,7 +311,8 @@ class TimedStore:
                 )
         name = "MASTER_PORT" if places["nest.port"] is None else "nest.port"
         address, port = places["MASTER_ADDR"], int(places[name])
-        is_host, host = not (agent or context.rank), "torchrun's agent" if agent else "rank 0"
+        is_host = not (agent or context.rank)
+        host = "torchrun's agent" if agent else "rank 0"
         self.server = f"the store of {host} at {address}:{port}"
 
         def make() -> Any:

@@ -70,7 +70,8 @@ def adapt(
         What was changed and why, and what another plugin may still undo, one sentence each.
     """
     now = divided_ranks(plan.layout.dims, "")
-    old, fsdp = variables.get(_CONNECTIONS), plan.layout.uses_megatron_fsdp
+    old = variables.get(_CONNECTIONS)
+    fsdp = plan.layout.uses_megatron_fsdp
     said = []
     if now.splits and not fsdp:  # kernels of a layer in program order, where traffic hides
         wanted = "32" if is_blackwell(plan.cluster.accelerator.name) else "1"
