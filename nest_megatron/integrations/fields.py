@@ -85,7 +85,8 @@ class Configuration:
         cls.items = {name: f"{part}.{name}" for part, name in rows}
 
     def __init__(self, root: Any, target: Target) -> None:
-        self.root, self.target = root, target
+        self.root = root
+        self.target = target
 
     def find(self, path: str) -> Any:
         """The value at a path, or ``ABSENT``."""

@@ -202,8 +202,8 @@ def recipe_job(plan: ParallelPlan, settings: Sequence[Setting]) -> RecipeJob:
     if found.fields is not None:
         return found
     stated = stored_settings(found.request(compose(settings)).settings)
-    own, theirs = (traits_of(each) for each in (plan.provenance.settings, stated))
-    return found if own == theirs else RecipeJob(traits=own)
+    own = traits_of(plan.provenance.settings)
+    return found if own == traits_of(stated) else RecipeJob(traits=own)
 
 
 def _words(request: Request) -> dict[str, str]:

@@ -46,6 +46,7 @@ from nest_megatron.integrations.fields import (
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     OVERLAPS,
     RECOMPUTE,
+    Values,
     naming_fields,
     read_recompute,
     read_sharding,
@@ -152,7 +153,7 @@ class Recipe(Configuration, ABC):
     def holders(self) -> Mapping[str, Any]:
         """Its parts by their paths; where several have a setting, that of the first counts."""
 
-    def memory(self) -> Mapping[str, Any]:
+    def memory(self) -> Values:
         """Settings besides the layout that memory depends on, as of ``memory_fields``."""
         return memory_fields(*self.holders.values())
 
@@ -365,7 +366,7 @@ class Recipe(Configuration, ABC):
             )
         return packs_sequences(data)
 
-    def _memory_flags(self, execution: Mapping[str, Any], fp8_recipe: str) -> Mapping[str, Any]:
+    def _memory_flags(self, execution: Values, fp8_recipe: str) -> Values:
         """What memory and time depend on besides the layout."""
         # the overlap settings have a size of their own (``_get_optimizer_overlap_cfgs``)
         overlap = self.places.overlap

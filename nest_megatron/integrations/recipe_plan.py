@@ -292,9 +292,9 @@ def require_same_model(plan: ParallelPlan, spec: TransformerSpec) -> None:
     names = FIELDS["model"]["planned"].split()
     rows = [(name, resolved(spec, name), resolved(plan.model, name)) for name in names]
     tp = plan.layout.dims.tensor_model_parallel_size
-    own, planned = (each.padded_vocab_size(tp) for each in (spec, plan.model))
+    own = spec.padded_vocab_size(tp)
     if own % tp or spec.vocab_size != plan.model.vocab_size:  # else padding alone differs
-        rows.append(("padded_vocab_size", own, planned))
+        rows.append(("padded_vocab_size", own, plan.model.padded_vocab_size(tp)))
     differing = [
         f"{name} {found} (plan: {planned})"
         for name, found, planned in rows

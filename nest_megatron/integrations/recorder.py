@@ -90,10 +90,15 @@ class Recorder:
         plan: ParallelPlan | None = None,
         prometheus: str | None = None,
     ) -> None:
-        self.steps, self.rank, self.num_ranks, self.plan = steps, rank, num_ranks, plan
+        self.steps = steps
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.plan = plan
         self.is_done = False
         self.measured: RankMeasured | None = None
-        self._store, self._own_run, self._prometheus = store, own_run, prometheus
+        self._store = store
+        self._own_run = own_run
+        self._prometheus = prometheus
         self._clock: HostClock = HostClock()
         self._begun: list[Any] = []
         self._passes: list[list[tuple[Any, Any]]] = []
@@ -211,7 +216,8 @@ class Recorder:
         self._patches.close()
         with self.reporting_errors("completed"):
             self.measured = self._read()
-            self._passes, self._tokens = [], []
+            self._passes = []
+            self._tokens = []
             if self._store is not None:
                 self._store.leave(_MEASURED, self.measured)
         if self.measured is None or self.rank != 0:

@@ -88,7 +88,8 @@ class FlashAttention(torch.autograd.Function):
         for _ in range(ring_steps):
             torch.ops.nest.pass_on([key, value], CONTEXT_GROUP)
         context, rows = torch.ops.nest.flash_forward(query, key, value, span)
-        ctx.span, ctx.ring_steps = span, ring_steps
+        ctx.span = span
+        ctx.ring_steps = ring_steps
         ctx.save_for_backward(query, key, value, context, rows)
         return context.view(tokens, batch, heads * value.shape[-1])
 

@@ -98,8 +98,10 @@ class _View:
     """A tree in the place of ``/``, which holds what ``/`` holds and keeps nothing."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._memory = folder, folder / "view"
-        self._root, self._num_layers = self._memory / "root", 0
+        self._folder = folder
+        self._memory = folder / "view"
+        self._root = self._memory / "root"
+        self._num_layers = 0
 
     def enter(self) -> None:
         """Make the tree and go there, into the folder that is the current one."""

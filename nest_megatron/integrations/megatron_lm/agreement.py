@@ -58,8 +58,10 @@ class RendezvousStore(TimedStore):
 
     def __init__(self, context: RankContext) -> None:
         super().__init__(context)
-        self._entry, self._waits = 0, False
-        self._writing, self._stopped = threading.Lock(), threading.Event()
+        self._entry = 0
+        self._waits = False
+        self._writing = threading.Lock()
+        self._stopped = threading.Event()
         self.count(f"heartbeat/{context.rank}")
         self.leave(_ROLL, socket.gethostname())
         self._heartbeat = threading.Thread(target=self._send_heartbeats, daemon=True)

@@ -109,7 +109,8 @@ def read_checkpoint(values: Values) -> SavedCheckpoint | None:
     where = str(pretrained if finetune else load)
     if "://" in where:
         _refuse("--load", where, "a remote store cannot be looked at before the launch", _ALONE)
-    kind, local = (values.get(f"non_persistent_{n}") for n in ("ckpt_type", "local_ckpt_dir"))
+    kind = values.get("non_persistent_ckpt_type")
+    local = values.get("non_persistent_local_ckpt_dir")
     if kind == "local" and local and any(Path(local).rglob("*.pt")):
         _refuse("--non-persistent-local-ckpt-dir", local, "its layout is not recorded", _ALONE)
     latest, release = _latest(base := Path(where))

@@ -99,7 +99,9 @@ def _validate_args(
     with job.ending_together():
         from nest_megatron.integrations.megatron_lm.launch import dry_run, run
 
-        job.args, job.defaults, job.validate = args, defaults, validate
+        job.args = args
+        job.defaults = defaults
+        job.validate = validate
         if job.launch.dry_run:
             dry_run(job)
             sys.exit(OK)

@@ -264,7 +264,9 @@ def with_images(spec: TransformerSpec, values: Values, precision: Precision) -> 
             "only its encoder or projector would be trained",
             "Launch without nest.",
         )
-    height, width, patch = (values[name] for name in ("img_h", "img_w", "patch_dim"))
+    height = values["img_h"]
+    width = values["img_w"]
+    patch = values["patch_dim"]
     for name, size in (("img_h", height), ("img_w", width)):
         if patch < 1 or size < 1 or size % patch:
             raise flag_error(

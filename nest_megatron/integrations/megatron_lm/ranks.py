@@ -266,7 +266,8 @@ class Watch:
     """
 
     def __init__(self, training: ModuleType, job_of: Callable[[], LaunchedJob | None]) -> None:
-        self._training, self._job_of = training, job_of
+        self._training = training
+        self._job_of = job_of
 
     def pretrain(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The whole of training; what ends it is kept."""

@@ -285,8 +285,10 @@ class TimedStore:
     server = "the store"
 
     def __init__(self, context: RankContext) -> None:
-        self.context, self.is_silent = context, False
-        self._limit_s, self._socket = context.heartbeat_timeout_s, threading.Lock()
+        self.context = context
+        self.is_silent = False
+        self._limit_s = context.heartbeat_timeout_s
+        self._socket = threading.Lock()
         self._store = self._connect()
 
     def _connect(self) -> Any:

@@ -322,7 +322,8 @@ def size_of(executor: Any) -> tuple[int, int] | None:
 
     Slurm starts tasks, unless a launcher such as torchrun starts the processes in one.
     """
-    tasks, launcher = (getattr(executor, name, None) for name in ("ntasks_per_node", "launcher"))
+    tasks = getattr(executor, "ntasks_per_node", None)
+    launcher = getattr(executor, "launcher", None)
     try:
         if isinstance(tasks, int) and (launcher is None or type(launcher).__name__ == "Launcher"):
             return executor.nnodes(), tasks
