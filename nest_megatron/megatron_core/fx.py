@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nest_megatron.errors import UnplannableModelError, UserInputError, error_line, nearest
-from nest_megatron.megatron_core.substitutes import as_on_a_gpu, at_level
 from nest_megatron.model.graph import ChainEdge, ChainOperator, OperatorKind, TensorShape
 
 #: Where a node keeps its ``Place``.
@@ -63,6 +62,8 @@ def traced(module: Any, inputs: Sequence[TensorShape]) -> Trace:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.utils import _pytree as pytree
+
+    from nest_megatron.megatron_core.substitutes import as_on_a_gpu, at_level
 
     # Tensors that the module holds outside its parameters become fake when they are met.
     mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -111,7 +111,6 @@ def extract_layer(
             collectives=collectives,
             input_bytes=record.input_bytes,
             saved_bytes=tuple(saved.items()),
-            working_bytes=0.0,
         ),
         parameters=parameters,
         recompute=variants,

@@ -84,6 +84,7 @@ class FlashAttention(torch.autograd.Function):
         span: float,
         ring_steps: int,
     ) -> Tensor:
+        """The context of each query; keys and values are passed on first."""
         tokens, batch, heads, _ = query.shape
         for _ in range(ring_steps):
             torch.ops.nest.pass_on([key, value], CONTEXT_GROUP)
@@ -95,6 +96,7 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of query, key and value."""
         query, key, value, context, rows = ctx.saved_tensors
         for _ in range(ctx.ring_steps):
             torch.ops.nest.pass_on([key, value, key, value], CONTEXT_GROUP)

@@ -13,13 +13,6 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import DEGREES, ParallelDims
 from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute, RecomputeGranularity
 from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
-from nest_megatron.megatron_core.substitutes import (
-    balanced_routing,
-    fused_kernels,
-    quiet,
-    without_gpu,
-    without_transformer_engine,
-)
 from nest_megatron.megatron_core.units import Layers, described_layers
 from nest_megatron.model.execution import Implementation
 from nest_megatron.model.heterogeneous import block_configs
@@ -63,6 +56,14 @@ def staged(
         changes: fields of the configuration that are set to something else.
     """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from nest_megatron.megatron_core.substitutes import (  # which imports torch
+        balanced_routing,
+        fused_kernels,
+        quiet,
+        without_gpu,
+        without_transformer_engine,
+    )
 
     spec = one_layer(spec, kind)
     dims = smallest_dims(spec, shard)
