@@ -149,7 +149,7 @@ GATHER = "overlap_param_gather"
 class Restored(Protocol):
     """A checkpoint that a job restores (``integrations/restore.py``)."""
 
-    def required(self, version: str) -> Mapping[str, Requirement]:
+    def required(self) -> Mapping[str, Requirement]:
         """What a plan must keep, by the names of ``layout_arguments``."""
 
     def check(self, plan: ParallelPlan, version: str) -> None:

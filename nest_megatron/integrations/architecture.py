@@ -78,12 +78,11 @@ def refuse_unplannable(
     for name in (*(() if any(patterns) else ("num_layers",)), "hidden_size", "num_attention_heads"):
         if not value_or(config, name, 0):
             raise unplannable(f"model.{name}", None, "it states no layers of megatron-core's")
-    classes = _TABLE["supported_classes"]
     return tuple(
         note
         for part in _parts(config)
         for note in notes_on_assumed(
-            "model", changed_fields(part, classes, CLASSIFIED), assume_harmless
+            "model", changed_fields(part, _TABLE["supported_classes"], CLASSIFIED), assume_harmless
         )
     )
 
@@ -114,7 +113,8 @@ def notes_on_assumed(
     """Notes on the fields that are assumed to be harmless; the first other one is refused."""
     notes = []
     for name, value in unknown:
-        field, lacking = f"{where}.{name}", "what it does to time and memory is not known here"
+        field = f"{where}.{name}"
+        lacking = "what it does to time and memory is not known here"
         if not {name, field}.intersection(assume_harmless):
             fix = "Launch this job without nest, or plan it as if the field were not set: "
             fix += f"--assume-harmless {name} (assume_harmless=[{name}])."
@@ -165,7 +165,8 @@ def _refused_fields(config: Any) -> Iterator[tuple[str, Any, str]]:
     for name, (described, lacking) in _TABLE["refused_otherwise"].items():
         if (value := value_or(config, name, described)) != described:
             yield f"model.{name}", value, lacking
-    names, foreign = {*class_names(config)}, "these layers are not megatron-core's own"
+    names = {*class_names(config)}
+    foreign = "these layers are not megatron-core's own"
     builder = layer_builder(value_or(config, "transformer_layer_spec"))
     for name, families in _TABLE["of_families"].items():
         if (value := value_or(config, name)) and names.isdisjoint(families):
@@ -264,7 +265,8 @@ def _hybrid(config: Any) -> dict[str, Any]:
         shares = (value_or(config, f"hybrid_{name}_ratio", 0.0) for name in ("attention", "mlp"))
         pattern = pattern_from_ratios(config.num_layers, *shares)
     pattern = pattern.replace("|", "")
-    main, predictors = pattern.partition("/")[0], value_or(config, "mtp_num_layers", 0)
+    main = pattern.partition("/")[0]
+    predictors = value_or(config, "mtp_num_layers", 0)
     if (depth := value_or(config, "mtp_hybrid_override_pattern")) is not None:
         pattern = "/".join((main, *(depth,) * predictors))
     if value_or(config, "num_layers", len(main)) != len(main):

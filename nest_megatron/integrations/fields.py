@@ -85,20 +85,26 @@ class Configuration:
         cls.items = {name: f"{part}.{name}" for part, name in rows}
 
     def __init__(self, root: Any, target: Target) -> None:
-        self.root, self.target = root, target
+        self.root = root
+        self.target = target
 
     def find(self, path: str) -> Any:
         """The value at a path, or ``ABSENT``."""
         return find(self.root, path)
 
+    def value(self, path: str) -> Any:
+        """The value at a path; ``None`` where there is nothing."""
+        found = self.find(path)
+        return None if found is ABSENT else found
+
     def whole(self, path: str) -> int:
         """A whole number of at least 1 at a path; ``UserInputError`` if there is none."""
-        value = self.find(path)
+        value = self.value(path)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
         raise UserInputError(
             f"{self.called}.{path}" if self.called else path,
-            None if value is ABSENT else value,
+            value,
             "it must be a whole number of at least 1",
             f"Set it in the {self.called or 'configuration'}.",
         )
@@ -141,7 +147,8 @@ def megatron_arguments(items: Mapping[str, Any]) -> dict[str, Any]:
 
     A layout of stages is text, and says the virtual stages.
     """
-    found, virtual = dict(items), "virtual_pipeline_model_parallel_size"
+    found = dict(items)
+    virtual = "virtual_pipeline_model_parallel_size"
     layout = "pipeline_model_parallel_layout"
     found[layout] = layout_text(found.get(layout))
     if found.get(virtual) == 1 or found[layout] is not None:

@@ -8,8 +8,8 @@ many nodes, where it does not say so itself.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import ChainMap, Counter
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import field
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -281,7 +281,7 @@ class _Value(NamedTuple):
 
 
 #: What options or variables say, by what it is about.
-_Said = Mapping[str, _Value]
+_Said = MutableMapping[str, _Value]
 #: Numbers of nodes and ranks.
 _Sizes = tuple[int | None, int | None]
 
@@ -427,7 +427,7 @@ class _Launch:
 
     def _ranks_by_gpus(self, nodes: int | None) -> _Sizes:
         """A rank on each GPU of Slurm's options, where they have no number of tasks."""
-        known = {name: value for said in reversed(self._slurm) for name, value in said.items()}
+        known = ChainMap(*self._slurm)
         nodes = self._nodes(known) or nodes
         gpus = self._gpus(known, nodes)
         if gpus is None:

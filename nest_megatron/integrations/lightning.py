@@ -25,7 +25,8 @@ class WatchCallback(Callback):
     """
 
     def __init__(self, plan: str | None = None, steps: int = STEPS) -> None:
-        self._plan, self._steps = plan, steps
+        self._plan = plan
+        self._steps = steps
         self._loop: WatchedLoop | None = None
         self._step: Any = None
         self._at: int | None = None

@@ -97,7 +97,8 @@ class NemoRecipe(PlannedRecipe, framework="nemo"):
                 path = f"trainer.callbacks[{index}]"
                 given = f"{path}.user_comm_overlap_cfg"
                 overlap.append(path if self.find(given) is ABSENT else given)
-        lacks, option = NEMO_LACKS, "tp_comm_overlap"
+        lacks = NEMO_LACKS
+        option = "tp_comm_overlap"
         if not overlap:
             why = "only MegatronCommOverlapCallback makes the user buffers, and there is none"
             lacks = {**lacks, option: why}
@@ -225,7 +226,8 @@ class NemoRecipe(PlannedRecipe, framework="nemo"):
     def wanted(self, plan: ParallelPlan) -> Iterator[FieldValue]:
         """The plan, and what it makes stale cleared."""
         gpus, (_, devices) = plan.layout.num_gpus, self.size()
-        per_node, why = min(devices, gpus), "the GPUs that were planned for"
+        per_node = min(devices, gpus)
+        why = "the GPUs that were planned for"
         if gpus % per_node:  # whole nodes stay as the recipe has them
             raise UserInputError(
                 "num_gpus",
@@ -236,7 +238,8 @@ class NemoRecipe(PlannedRecipe, framework="nemo"):
         yield "trainer.num_nodes", gpus // per_node, why
         if per_node != devices:
             yield "trainer.devices", per_node, why
-        length, why = plan.train.seq_length, "the sequences that were planned for"
+        length = plan.train.seq_length
+        why = "the sequences that were planned for"
         if packed_sequence_size(self.root.data) is None:  # else the length is that of a pack
             yield self.seq_length, length, why
         cp = plan.layout.dims.context_parallel_size
@@ -245,7 +248,8 @@ class NemoRecipe(PlannedRecipe, framework="nemo"):
             own != length and plan.layout.execution.tp_comm_overlap  # user buffers are as long
         ):
             yield f"{self.model}.seq_length", length, why
-        fsdp, why = plan.layout.uses_megatron_fsdp, reason(plan, "use_megatron_fsdp")
+        fsdp = plan.layout.uses_megatron_fsdp
+        why = reason(plan, "use_megatron_fsdp")
         inside = f"{self.ddp}."
         layout = layout_fields(self, plan)
         if isinstance(self.find(self.ddp), str):  # it has no fields, and becomes an object
@@ -281,7 +285,8 @@ class NemoRecipe(PlannedRecipe, framework="nemo"):
 
     def _execution(self, plan: ParallelPlan) -> Iterator[FieldValue]:
         """How layers run, without the callback that would change it in training."""
-        places, option = self.places, "tp_comm_overlap"
+        places = self.places
+        option = "tp_comm_overlap"
         added = plan.layout.execution.tp_comm_overlap and not places.overlap
         if added and _is_unbuilt(self.root):
             yield self._overlap_callback(plan)
@@ -324,16 +329,20 @@ def turns_on_deepep(callback: Any) -> bool:
     return "DeepEPCallback" in class_names(callback)
 
 
-def require_language_models(installed: str | None = None) -> None:
-    """Explain an installed release of NeMo, or the one named, that has no language models."""
+def require_language_models() -> None:
+    """Explain an installed release of NeMo that has no language models."""
     what = "nemo-toolkit"
     fix = f"{install_command('nemo')} (nemo-toolkit >=2.4,<3; 2.7.3 is what was tried)."
-    installed = installed or installed_version(what)
+    installed = installed_version(what)
     if installed is None:
         raise UserInputError(what, None, "it is not installed", fix)
     if int(installed.partition(".")[0]) >= 3:
-        limit = "since 3.0.0 it has no collection of language models and no MegatronStrategy"
-        raise UserInputError(what, installed, limit, fix)
+        raise UserInputError(
+            what,
+            installed,
+            "since 3.0.0 it has no collection of language models and no MegatronStrategy",
+            fix,
+        )
 
 
 def _tokenizer_rows(tokenizer: Any) -> tuple[int, tuple[str, ...]]:
@@ -366,11 +375,13 @@ def _base_note(name: str, rows: int) -> str:
 
 
 def _vocabulary_error(value: str, limit: str) -> UserInputError:
-    fix = (
+    return UserInputError(
+        "recipe.data.tokenizer",
+        value,
+        limit,
         "Give vocab_size= (of a command --set --vocab-size=), set model.config.vocab_size if there "
-        "is one, or data.tokenizer."
+        "is one, or data.tokenizer.",
     )
-    return UserInputError("recipe.data.tokenizer", value, limit, fix)
 
 
 read_recipe = NemoRecipe.read_recipe

@@ -119,7 +119,8 @@ class RecipeJob:
         if self.fields is not None:
             from nest_megatron.integrations.megatron_lm.planning import job_request
 
-            kinds, fields = get_type_hints(Job), {}
+            kinds = get_type_hints(Job)
+            fields = {}
             for name, value in self.fields.items():
                 require_known("provenance.recipe", name, _FIELDS)
                 fields[name] = from_plain(kinds[name], value, f"provenance.recipe.{name}")
@@ -148,14 +149,13 @@ def settings_of(plan: ParallelPlan, path: Path) -> list[Setting]:
     Raises:
         UserInputError: if settings cannot state it: it was planned from a command or a recipe.
     """
-    schedule = plan.train.batch_schedule
     stated = {
         "model": str(path),
         "cluster": str(path),
         "cluster.num_gpus": plan.cluster.num_gpus,
         "target": plan.provenance.settings.get("target"),
         "train.precision": plan.train.precision,
-        "train.global_batch_size": (schedule or plan.layout).global_batch_size,
+        "train.global_batch_size": (plan.train.batch_schedule or plan.layout).global_batch_size,
     }
     found = _as_settings("", stated) | recorded_defaults()
     if plan.choice:
@@ -182,7 +182,8 @@ def settings_of(plan: ParallelPlan, path: Path) -> list[Setting]:
             raise _no_settings(path, name.replace("_", " "))
     found |= _space_settings(plan, _words(free))
     found |= _assumptions(plan, stored_settings(free.settings), path)
-    space, words = plan.search.space, _words(request())
+    space = plan.search.space
+    words = _words(request())
     differing = [name for name in {**space, **words} if space.get(name) != words.get(name)]
     # a policy narrows it as settings do
     if space and differing and "policy" not in {**space, **words}:
@@ -201,8 +202,8 @@ def recipe_job(plan: ParallelPlan, settings: Sequence[Setting]) -> RecipeJob:
     if found.fields is not None:
         return found
     stated = stored_settings(found.request(compose(settings)).settings)
-    own, theirs = (traits_of(each) for each in (plan.provenance.settings, stated))
-    return found if own == theirs else RecipeJob(traits=own)
+    own = traits_of(plan.provenance.settings)
+    return found if own == traits_of(stated) else RecipeJob(traits=own)
 
 
 def _words(request: Request) -> dict[str, str]:
@@ -248,7 +249,8 @@ def _assumptions(
     plan: ParallelPlan, found: Mapping[str, float | str], path: Path
 ) -> dict[str, str]:
     """Assumptions of the cost model that are not the target's own."""
-    stated, wanted = {}, plan.provenance.settings
+    stated = {}
+    wanted = plan.provenance.settings
     if not plan.launch:  # a recipe's fields say them (``RecipeJob``)
         wanted, found = (
             {name: value for name, value in each.items() if not is_trait(name)}
@@ -272,7 +274,8 @@ def reliability_of(plan: ParallelPlan) -> Reliability | None:
 
     It saves as often as is best, if that is what the plan does.
     """
-    found, num_gpus = plan.goodput, plan.layout.num_gpus
+    found = plan.goodput
+    num_gpus = plan.layout.num_gpus
     if found is None:
         return None
     best = Reliability(

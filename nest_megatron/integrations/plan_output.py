@@ -254,7 +254,8 @@ def read_launched(path: Path, num_gpus: int | None = None) -> PinnedPlan:
     what = typed_setting("plan")
     path = expanded(path, what)
     content, place = read_opened(path, what)  # once: what is judged is what is launched
-    found, policy = parse_pinned(content, path, num_gpus), read_policy()
+    found = parse_pinned(content, path, num_gpus)
+    policy = read_policy()
     for file in policy:
         if found.pin.by == TUNE and may_tune(file):  # it asks for no signers and folders
             continue
@@ -318,7 +319,8 @@ def actual_job(
     gpus_per_host: int | None,
 ) -> ActualJob:
     """The job that is about to run; a framework with recipes has a megatron-core of its own."""
-    tp, command = pinned.plan.layout.dims.tensor_model_parallel_size, job.command
+    tp = pinned.plan.layout.dims.tensor_model_parallel_size
+    command = job.command
     return ActualJob(
         spec=job.spec,
         num_gpus=num_gpus,

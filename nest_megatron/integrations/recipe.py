@@ -46,6 +46,7 @@ from nest_megatron.integrations.fields import (
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     OVERLAPS,
     RECOMPUTE,
+    Values,
     naming_fields,
     read_recompute,
     read_sharding,
@@ -152,7 +153,7 @@ class Recipe(Configuration, ABC):
     def holders(self) -> Mapping[str, Any]:
         """Its parts by their paths; where several have a setting, that of the first counts."""
 
-    def memory(self) -> Mapping[str, Any]:
+    def memory(self) -> Values:
         """Settings besides the layout that memory depends on, as of ``memory_fields``."""
         return memory_fields(*self.holders.values())
 
@@ -201,7 +202,7 @@ class Recipe(Configuration, ABC):
             Notes on what was assumed of it.
         """
         for path in self.parts:
-            if self.find(path) in (ABSENT, None):
+            if self.value(path) is None:
                 raise UserInputError(
                     f"{self.variable}.{path}",
                     None,
@@ -228,7 +229,7 @@ class Recipe(Configuration, ABC):
                 spec, decoder_seq_length=value_or(data, "seq_length_dec", spec.decoder_seq_length)
             )
         for path in ("peft", "model_transform", "model.model_transform"):  # NeMo takes the first
-            if (peft := self.find(path)) not in (None, ABSENT):
+            if (peft := self.value(path)) is not None:
                 where = f"{self.variable}.{path}"
                 spec, assumed = with_adapters(spec, peft, where, config, self._assume_harmless)
                 return spec, (*notes, *assumed)
@@ -247,9 +248,13 @@ class Recipe(Configuration, ABC):
         spec, notes = self.spec(vocab_size)
         num_gpus, gpus_per_node = self.size()
         precision, fp8_recipe = self._precision()
-        restored, needs = self.restored_by(self.root), self.requirements(spec)
-        config, data, places = self.find(self.model), self.find(self.data), self.places
-        stated, execution = self.item_values(), places.values()
+        restored = self.restored_by(self.root)
+        needs = self.requirements(spec)
+        config = self.find(self.model)
+        data = self.find(self.data)
+        places = self.places
+        stated = self.item_values()
+        execution = places.values()
         # without it both frameworks turn the overlap off, with a warning
         if places.overlap and not stated.get("sequence_parallel"):
             execution["tp_comm_overlap"] = False
@@ -260,8 +265,8 @@ class Recipe(Configuration, ABC):
             "use_megatron_fsdp": self.uses_fsdp,
             "use_torch_fsdp2": self.find("dist.use_torch_fsdp2") is True,
         }
-        of_fsdp = self.find(f"{self.ddp}.megatron_fsdp_version")
-        sharded = {**stated, **fsdp, "megatron_fsdp_version": of_fsdp}
+        name = "megatron_fsdp_version"
+        sharded = {**stated, **fsdp, name: self.find(f"{self.ddp}.{name}")}
         fixed = {
             ARGUMENTS.get(item, item): value
             for item, value in stated.items()
@@ -272,7 +277,8 @@ class Recipe(Configuration, ABC):
         flags = self._memory_flags(execution, fp8_recipe)
         with naming_fields(self.items):
             recompute = read_recompute(stated)
-        packs, uneven = self._packs(), differs_by_rank(data)
+        packs = self._packs()
+        uneven = differs_by_rank(data)
         graphs = {name: value_or(config, name) for name in GRAPH_FIELDS} | {PACKED[0]: packs}
         unforced = replace(places, forced={}).values()
         closed = closed_fields(
@@ -280,7 +286,7 @@ class Recipe(Configuration, ABC):
         )
         if uneven and self.find(self.hybridep_padding) is ABSENT:
             closed |= _DISPATCHER
-        growth = self.find(self.rampup_batch_size)
+        growth = self.value(self.rampup_batch_size)
         ramp_note = (
             f"{self.rampup_batch_size} = {growth} is ignored by megatron-core "
             f"{self.target.megatron_core}: every step has {self.items['global_batch_size']}."
@@ -295,7 +301,7 @@ class Recipe(Configuration, ABC):
             precision=precision,
             fixed={**fixed, **execution},
             required={
-                **({} if restored is None else restored.required(self.target.megatron_core)),
+                **({} if restored is None else restored.required()),
                 **needs,
             },
             restored=restored,
@@ -326,7 +332,7 @@ class Recipe(Configuration, ABC):
                 *newer_release_notes(self.installed_name),
                 *notes_on_unknown_fields({path: self.find(path) for path in self.training_parts}),
                 *(() if restored is None else (restored.note(),)),
-                *([ramp_note] if growth not in (ABSENT, None) and self._ignores_ramp else []),
+                *([ramp_note] if growth is not None and self._ignores_ramp else []),
                 *loss_notes(self, needs),
                 *self.own_notes(restored),
                 *time_notes(flags),
@@ -360,7 +366,7 @@ class Recipe(Configuration, ABC):
             )
         return packs_sequences(data)
 
-    def _memory_flags(self, execution: Mapping[str, Any], fp8_recipe: str) -> Mapping[str, Any]:
+    def _memory_flags(self, execution: Values, fp8_recipe: str) -> Values:
         """What memory and time depend on besides the layout."""
         # the overlap settings have a size of their own (``_get_optimizer_overlap_cfgs``)
         overlap = self.places.overlap

@@ -89,7 +89,8 @@ def layout_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
 
     What states the plan's stages already stays.
     """
-    pp, even = plan.layout.dims.pipeline_model_parallel_size, "pipeline_model_parallel_layout"
+    pp = plan.layout.dims.pipeline_model_parallel_size
+    even = "pipeline_model_parallel_layout"
     arguments = recipe.arguments()
     stays = False
     with contextlib.suppress(UserInputError):
@@ -118,11 +119,13 @@ def other_fields(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
     yield from _fsdp(recipe, plan)
     yield from finetuning_fields(recipe, plan)
     yield from _pipeline_type(recipe, plan)
-    fields, stated = recipe.option_fields(), recipe.options()
+    fields = recipe.option_fields()
+    stated = recipe.options()
     for name, why in contradicted(plan, stated).items():
         if name in FIELDS["model"]["of_layouts"].split():
             yield fields[name][0][0], False if stated[name] is True else _RESETS.get(name), why
-    planned, overlaps = plan_values(plan), recipe.places.overlap
+    planned = plan_values(plan)
+    overlaps = recipe.places.overlap
     sizes = ("tensor_model_parallel_size", "context_parallel_size", "micro_batch_size")
     lengths = {recipe.find(path) for path in (recipe.seq_length, f"{recipe.model}.seq_length")}
     same_shapes = lengths <= {plan.train.seq_length, ABSENT} and all(
@@ -159,8 +162,8 @@ def _fsdp(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
     yield recipe.ckpt_format, planned["ckpt_format"], form
     yield recipe.async_save, False, form
     yield f"{recipe.ddp}.average_in_collective", False, "Megatron-FSDP averages by itself"
-    fused, fusion = "Megatron-FSDP keeps its gradients apart", "gradient_accumulation_fusion"
-    yield f"{recipe.model}.{fusion}", planned[fusion], fused
+    fusion = "gradient_accumulation_fusion"
+    yield f"{recipe.model}.{fusion}", planned[fusion], "Megatron-FSDP keeps its gradients apart"
     if initializes_on_meta_device(plan.model):
         built = "weights are made shard by shard; without it every GPU holds the whole model"
         yield f"{recipe.model}.init_model_with_meta_device", True, built
@@ -168,15 +171,13 @@ def _fsdp(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
     if planned[name] and recipe.find(f"{recipe.ddp}.{name}") is not ABSENT:
         import torch
 
-        kept = "gradients stay in float32, as they are now"
-        yield f"{recipe.ddp}.{name}", torch.float32, kept
+        yield f"{recipe.ddp}.{name}", torch.float32, "gradients stay in float32, as they are now"
 
 
 def _pipeline_type(recipe: Recipe, plan: ParallelPlan) -> Iterator[FieldValue]:
     """The number format between stages, where neither the job nor a recipe that it names has it."""
     is_stated = any(
-        isinstance(recipe.find(path.rpartition(".")[0]), str)
-        or recipe.find(path) not in (None, ABSENT)
+        isinstance(recipe.find(path.rpartition(".")[0]), str) or recipe.value(path) is not None
         for path in recipe.pipeline_types
     )
     if plan.layout.dims.pipeline_model_parallel_size > 1 and not is_stated:
@@ -193,9 +194,7 @@ def _overlap(
     """What an object of overlap settings loses or changes, besides ``_stale``."""
     names = (*links, "wgrad_deferral_limit", *OVERLAPS)
     stated = {
-        name: value
-        for name in names
-        if (value := recipe.find(f"{prefix}.{name}")) not in (ABSENT, None)
+        name: value for name in names if (value := recipe.value(f"{prefix}.{name}")) is not None
     }
     if "wgrad_deferral_limit" in stated:
         yield f"{prefix}.wgrad_deferral_limit", None, _DEFERRED
@@ -218,10 +217,10 @@ def _stale(
     """What a plan makes stale both in an object of overlap settings and on the model itself."""
     buffers = f"{prefix}.tp_comm_overlap_cfg"
     keeps = same_shapes and plan.layout.sequence_parallel
-    if not keeps and recipe.find(buffers) not in (ABSENT, None):
+    if not keeps and recipe.value(buffers) is not None:
         yield buffers, None, "these user buffers were tuned for another layout or micro batch"
     for name, why in {TAKEN_BACK: _DEFERRED, **_NOT_PRICED}.items():
-        if recipe.find(f"{prefix}.{name}") not in (ABSENT, None, False):
+        if recipe.value(f"{prefix}.{name}") not in (None, False):
             yield f"{prefix}.{name}", False, why
 
 
@@ -259,9 +258,7 @@ def plan_changes(
     if restored := own.restored:
         restored.check(found, own.version)
         needs |= {
-            name: need
-            for name, need in restored.required(own.version).items()
-            if name == "use_megatron_fsdp"
+            name: need for name, need in restored.required().items() if name == "use_megatron_fsdp"
         }
     for name, need in needs.items():
         if need.value is not None and values[name] != need.value:
@@ -277,7 +274,8 @@ def plan_changes(
     _require_same(found, own, (free,) if isinstance(free, str) else free, recipe.states_size)
     if differs := other_numbers(found, own.memory_flags, own.precision):
         warnings.warn(f"{differs}; auto_recipe plans this job.", stacklevel=3)
-    planned, schedule = found.train.batch_schedule, own.batch_schedule
+    planned = found.train.batch_schedule
+    schedule = own.batch_schedule
     if schedule is not None and (planned is None or planned.sizes != schedule.sizes):
         limit = f"the plan was made for {planned.words() if planned else found.final_batch_size}"
         raise UserInputError("rampup_batch_size", schedule.words(), limit, "Plan again.")
@@ -294,9 +292,9 @@ def require_same_model(plan: ParallelPlan, spec: TransformerSpec) -> None:
     names = FIELDS["model"]["planned"].split()
     rows = [(name, resolved(spec, name), resolved(plan.model, name)) for name in names]
     tp = plan.layout.dims.tensor_model_parallel_size
-    own, planned = (each.padded_vocab_size(tp) for each in (spec, plan.model))
+    own = spec.padded_vocab_size(tp)
     if own % tp or spec.vocab_size != plan.model.vocab_size:  # else padding alone differs
-        rows.append(("padded_vocab_size", own, planned))
+        rows.append(("padded_vocab_size", own, plan.model.padded_vocab_size(tp)))
     differing = [
         f"{name} {found} (plan: {planned})"
         for name, found, planned in rows

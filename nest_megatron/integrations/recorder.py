@@ -12,7 +12,6 @@ import contextlib
 import functools
 import importlib
 import math
-import os
 import socket
 import statistics
 import sys
@@ -91,10 +90,15 @@ class Recorder:
         plan: ParallelPlan | None = None,
         prometheus: str | None = None,
     ) -> None:
-        self.steps, self.rank, self.num_ranks, self.plan = steps, rank, num_ranks, plan
+        self.steps = steps
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.plan = plan
         self.is_done = False
         self.measured: RankMeasured | None = None
-        self._store, self._own_run, self._prometheus = store, own_run, prometheus
+        self._store = store
+        self._own_run = own_run
+        self._prometheus = prometheus
         self._clock: HostClock = HostClock()
         self._begun: list[Any] = []
         self._passes: list[list[tuple[Any, Any]]] = []
@@ -122,7 +126,8 @@ class Recorder:
         """
 
         def keep(hosts: Hosts) -> None:
-            launched, is_watched = hosts(), self.steps > 0
+            launched = hosts()
+            is_watched = self.steps > 0
             by_rank = dict(zip(order or range(len(launched)), launched, strict=True))
             named = tuple(by_rank[rank] for rank in range(len(launched)))
             if run is not None:
@@ -158,7 +163,8 @@ class Recorder:
         schedules = sys.modules.get("megatron.core.pipeline_parallel.schedules")
         if self.plan is None or schedules is None:
             return
-        layout, wrapped = self.plan.layout, list[tuple[ModuleType, str, Callable[..., Any]]]()
+        layout = self.plan.layout
+        wrapped = list[tuple[ModuleType, str, Callable[..., Any]]]()
         if not layout.execution.overlap_moe_expert_parallel_comm:  # passes of two are one then
             wrapped += [(schedules, name, self.with_timing) for name in _PASSES]
         if (ep := layout.dims.expert_model_parallel_size) > 1:
@@ -210,7 +216,8 @@ class Recorder:
         self._patches.close()
         with self.reporting_errors("completed"):
             self.measured = self._read()
-            self._passes, self._tokens = [], []
+            self._passes = []
+            self._tokens = []
             if self._store is not None:
                 self._store.leave(_MEASURED, self.measured)
         if self.measured is None or self.rank != 0:
@@ -345,7 +352,7 @@ def begin_record(
     if not is_watched and not audits():
         return None
     try:
-        run = new_run(plan, hosts, os.environ, launch)
+        run = new_run(plan, hosts, launch)
     except Exception as error:  # noqa: BLE001 - the job trains without a record
         print_cleaned(f"nest: no record of this run is kept: {error}")
         audit_launch(f"no record of the run can be made: {error}")

@@ -216,7 +216,11 @@ _READ = tuple(field.name for field in dataclasses.fields(Adapters) if field.name
 #: Fields that change neither time nor memory: scaling, first values, what is derived, what a
 #: checkpoint holds.
 _NO_EFFECT = (
-    *("alpha", "lora_A_init_method", "lora_B_init_method", "canonical_mapping", "params_to_save"),
+    "alpha",
+    "lora_A_init_method",
+    "lora_B_init_method",
+    "canonical_mapping",
+    "params_to_save",
 )
 
 
@@ -252,7 +256,7 @@ def with_adapters(
     if not (targets := tuple(read.pop("target_modules", ()))):
         raise UserInputError(
             f"{where}.target_modules",
-            list(targets),
+            [],
             "adapters on all but some modules are not priced",
             "Name target_modules.",
         )
@@ -292,13 +296,13 @@ class Restored:
     fields: Mapping[str, str] = field(default_factory=dict)
     missing: str = ""
 
-    def required(self, version: str) -> Mapping[str, Requirement]:
+    def required(self) -> Mapping[str, Requirement]:
         """What a plan must keep, by the names of ``layout_arguments``."""
         if self.saved.format == _HUGGING_FACE:
             return {}
         return {
             name: replace(need, fix=self.afresh or in_fields(need.fix, self.fields))
-            for name, need in checkpoint.requirements(self.saved, self.values, version).items()
+            for name, need in checkpoint.requirements(self.saved, self.values).items()
             if self.is_seen or need.value is not None
         }
 
@@ -463,7 +467,6 @@ def _unseen_checkpoint(
         kind = "torch_dist"  # megatron-core writes it for this format alone
     saved = SavedCheckpoint(
         directory=Path(path),
-        iteration=0,
         format=kind,
         weights_only=bool(values.get("finetune")),
     )

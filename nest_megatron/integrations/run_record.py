@@ -62,14 +62,12 @@ _BATCH_JOB = ("SLURM_JOB_ID", "FLUX_JOB_ID", "LSB_JOBID", "PBS_JOBID")
 def new_run(
     plan: ParallelPlan,
     hosts: Sequence[str],
-    environment: Mapping[str, str],
     launch: Launch | None,
 ) -> RunRecord:
     """The record of a run that begins.
 
     Args:
         hosts: of each global rank.
-        environment: of the process, for the scheduler's number of the job.
         launch: how it was launched.
     """
     gpus = local_gpus()
@@ -78,7 +76,7 @@ def new_run(
         outcome=Outcome.STARTED,
         start=now(),
         user=user_name(),
-        batch_job=batch_job(environment),
+        batch_job=batch_job(),
         hosts=tuple(hosts),
         device=None if gpus is None else gpus.device_name,
         plan=plan_file.checksum(plan),
@@ -92,9 +90,9 @@ def new_run(
     )
 
 
-def batch_job(environment: Mapping[str, str]) -> str | None:
-    """The scheduler's number of the job, where there is one."""
-    return next((environment[name] for name in _BATCH_JOB if environment.get(name)), None)
+def batch_job() -> str | None:
+    """The scheduler's number of the job of this process, where there is one."""
+    return next(filter(None, map(os.environ.get, _BATCH_JOB)), None)
 
 
 def predicted(plan: ParallelPlan) -> Predicted:
@@ -106,7 +104,8 @@ def predicted(plan: ParallelPlan) -> Predicted:
     times = times_of(plan.provenance.profile, plan.model)
     settings = restored_settings(plan.provenance.settings)
     model = CostModel(plan.model, plan.cluster, settings, times)
-    layout, step_s = plan.layout, plan.predicted.iteration_time_s
+    layout = plan.layout
+    step_s = plan.predicted.iteration_time_s
     known = predictive(model, layout, step_s)
     is_whole = times is not None or plan.provenance.profile == ANALYTIC_NAME
     stages = plan.predicted.stages
@@ -155,11 +154,11 @@ def run_warnings(run: RunRecord, parts: Mapping[int, RankMeasured]) -> tuple[str
 def _memory(run: RunRecord, hosts: Mapping[int, str]) -> Iterator[str]:
     """The rank that is farthest above its prediction, and how many others are above theirs."""
     assert run.measured is not None
-    predicted, dims = run.predicted.peak_memory_bytes, run.grid.dims
+    predicted = run.predicted.peak_memory_bytes
     over = [
         (ratio, peak, rank)
         for rank, peak in enumerate(run.measured.peak_memory_bytes)
-        if peak and (ratio := peak / predicted[pipeline_rank(dims, rank)]) > 1 + _MEMORY
+        if peak and (ratio := peak / predicted[pipeline_rank(run.grid.dims, rank)]) > 1 + _MEMORY
     ]
     if over:
         ratio, peak, worst = max(over, key=itemgetter(0))
@@ -209,12 +208,15 @@ def pipeline_rank(dims: ParallelDims, rank: int) -> int:
 
 
 def _groups(run: RunRecord, parts: Mapping[int, RankMeasured]) -> list[_Group]:
-    dims, found, seen = run.grid.dims, [], set[int]()
+    dims = run.grid.dims
+    found = []
+    seen = set[int]()
     for rank in range(dims.world_size):
         if rank in seen:
             continue
         # ranks that it waits for inside its passes, those that they wait for, and itself
-        ranks, ahead = set[int](), [rank]
+        ranks = set[int]()
+        ahead = [rank]
         while ahead:
             if (each := ahead.pop()) not in ranks:
                 ranks.add(each)
@@ -371,7 +373,7 @@ def auditing_refusals(mode: str, plan_file: str | None, num_ranks: int) -> Itera
                 id=secrets.token_hex(4),
                 start=now(),
                 user=user_name(),
-                batch_job=batch_job(os.environ),
+                batch_job=batch_job(),
                 host=socket.gethostname(),
                 num_ranks=num_ranks,
                 mode=mode,

@@ -82,17 +82,14 @@ def read_request(typed: TypedCommand, composed: Settings) -> tuple[Job, Request]
         UserInputError: for a command that cannot be read, or a setting that cannot be kept.
     """
     job, cluster = read_typed(typed, composed)
-    if (command := job.command) is None:
-        job = replace(job, free=free_parameters(typed.free or None))
-    else:
-        job = replace(job, free=typed.free)
-        if restored := restored_by_command(command.values):
-            job = replace(
-                job,
-                required={**restored.required(job.version), **job.required},
-                restored=restored,
-                notes=(*job.notes, restored.note()),
-            )
+    job = replace(job, free=typed.free if job.command else free_parameters(typed.free or None))
+    if job.command and (restored := restored_by_command(job.values)):
+        job = replace(
+            job,
+            required={**restored.required(), **job.required},
+            restored=restored,
+            notes=(*job.notes, restored.note()),
+        )
     return job, job_request(job, cluster, composed)
 
 
@@ -269,12 +266,11 @@ def _launch(text: CommandText, composed: Settings) -> RecordedLaunch:
     """
     words = tokens(text)
     if isinstance(text, str) and names_script(words):
-        limit = "it takes one command line, and this names a script"
         call = shlex.join(["bash", *words] if "." in words[0] else words)
         raise UserInputError(
             "--from",
             text,
-            limit,
+            "it takes one command line, and this names a script",
             f"Put `-- {call}` behind all other words; in Python give a list of its words.",
         )
     if isinstance(text, str) or not is_script_call(words):
@@ -358,13 +354,15 @@ def command_of_plan(
             made_by="plan --from",
             kept=kept_flags(job, request, composed),
         )
-        found, changes = _with_size_note(found, command), rewrite.changes
+        found = _with_size_note(found, command)
+        changes = rewrite.changes
     return CommandPlan(job=job, request=request, plan=found, changes=changes)
 
 
 def _with_size_note(plan: ParallelPlan, command: ReadCommand) -> ParallelPlan:
     """The plan, with a note where the command's launcher starts another number of ranks."""
-    started, gpus = command.ranks.num_ranks, plan.layout.num_gpus
+    started = command.ranks.num_ranks
+    gpus = plan.layout.num_gpus
     if started in (None, gpus):
         return plan
     size = " ".join(torchrun_words(*launch_size(plan)))

@@ -139,7 +139,8 @@ def vocab_size_of(values: Values, family: ModelFamily, version: str, notes: list
     """
     if values.get("padded_vocab_size"):
         return int(values["padded_vocab_size"])
-    given, tokenizer = values.get("vocab_size"), _tokenizer(values, family)
+    given = values.get("vocab_size")
+    tokenizer = _tokenizer(values, family)
     if given is not None and tokenizer.startswith("Null"):  # an end of documents beside it
         return int(given) + (release_number(version) < (0, 18) or tokenizer != "NullTokenizer")
     if (counted := vocabulary_rows(values, tokenizer, version)) is not None:

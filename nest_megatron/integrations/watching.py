@@ -52,7 +52,10 @@ class WatchedLoop:
         run: RunRecord | None = None,
     ) -> None:
         require_at_least("steps", steps, 1, "Give at least 1, or do not watch it.")
-        self.plan, self._steps, self._launch, self._run = plan, steps, launch, run
+        self.plan = plan
+        self._steps = steps
+        self._launch = launch
+        self._run = run
         self._recorder: Recorder | None = None
         self._has_begun = False
 

@@ -63,8 +63,13 @@ def require_torch() -> None:
     Raises:
         UserInputError: naming what to install.
     """
-    limit = "a module is traced by torch, which is not installed"
-    require_package("torch", "megatron", "extract", limit, "; torch alone is enough")
+    require_package(
+        "torch",
+        "megatron",
+        "extract",
+        "a module is traced by torch, which is not installed",
+        "; torch alone is enough",
+    )
 
 
 #: Name of what the model does outside all its parts.
@@ -184,23 +189,34 @@ def read_inputs(inputs: Sequence[str], dtypes: Sequence[str]) -> list[TensorShap
         UserInputError: for a shape that is none, or number types that do not match the inputs.
     """
     if not inputs:
-        limit = "a module is traced on the shapes of its inputs, and none is given"
-        fix = "Add for example --input 1,2048 --dtype int64."
-        raise UserInputError("--input", None, limit, fix)
+        raise UserInputError(
+            "--input",
+            None,
+            "a module is traced on the shapes of its inputs, and none is given",
+            "Add for example --input 1,2048 --dtype int64.",
+        )
     if len(dtypes) not in (0, 1, len(inputs)):
-        limit, fix = f"there are {len(inputs)} inputs", "Give one number type for all, or one each."
-        raise UserInputError("--dtype", ", ".join(dtypes), limit, fix)
+        raise UserInputError(
+            "--dtype",
+            ", ".join(dtypes),
+            f"there are {len(inputs)} inputs",
+            "Give one number type for all, or one each.",
+        )
     every = [*dtypes] * (len(inputs) if len(dtypes) == 1 else 1) or ["float32"] * len(inputs)
     shapes = []
     for text, dtype in zip(inputs, every, strict=True):
         keyword, _, sizes = text.rpartition("=")
         words = sizes.split(",")
         if not all(word.strip().isdecimal() for word in words):
-            limit = "a shape is whole numbers with commas between them"
-            fix = "Give for example --input 1,2048, or --input input_ids=1,2048."
-            raise UserInputError("--input", text, limit, fix)
-        shape = TensorShape(sizes=tuple(map(int, words)), dtype=dtype, keyword=keyword.strip())
-        shapes.append(shape)
+            raise UserInputError(
+                "--input",
+                text,
+                "a shape is whole numbers with commas between them",
+                "Give for example --input 1,2048, or --input input_ids=1,2048.",
+            )
+        shapes.append(
+            TensorShape(sizes=tuple(map(int, words)), dtype=dtype, keyword=keyword.strip())
+        )
     return shapes
 
 

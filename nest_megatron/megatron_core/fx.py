@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nest_megatron.errors import UnplannableModelError, UserInputError, error_line, nearest
-from nest_megatron.megatron_core.substitutes import as_on_a_gpu, at_level
 from nest_megatron.model.graph import ChainEdge, ChainOperator, OperatorKind, TensorShape
 
 #: Where a node keeps its ``Place``.
@@ -64,13 +63,16 @@ def traced(module: Any, inputs: Sequence[TensorShape]) -> Trace:
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.utils import _pytree as pytree
 
+    from nest_megatron.megatron_core.substitutes import as_on_a_gpu, at_level
+
     # Tensors that the module holds outside its parameters become fake when they are met.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         weights = _without_memory(module.named_parameters(), module)
         buffers = _without_memory(module.named_buffers(), module)
         given = tuple(torch.empty(each.sizes, dtype=_dtype(each.dtype)) for each in inputs)
-    run, names = _Run(), (*weights, *buffers)
+    run = _Run()
+    names = (*weights, *buffers)
 
     def forward(*flat: Any) -> list[Any]:
         """The forward pass as a function of all tensors, which ``make_fx`` needs."""
@@ -295,7 +297,8 @@ def chain_work(trace: Trace) -> ChainWork:
             if s in makers
         ]
         out = {storage_of(t): _size(t) for t in _tensors(node)}
-        parameters, output_bytes = sum(unused.pop(s, 0) for s in read), sum(out.values())
+        parameters = sum(unused.pop(s, 0) for s in read)
+        output_bytes = sum(out.values())
         if _name(node) in _GATHERS:
             read |= {storage_of(t): min(output_bytes, _size(t)) for t in _tensors(node.args[0])}
         # an update in place keeps what it was

@@ -57,9 +57,6 @@ from nest_megatron.version import __version__
 if TYPE_CHECKING:
     from nest_megatron.megatron_core.recorder import Record, Work
 
-#: The part of a layer that a module path belongs to.
-_PartOf = Callable[[str], Part]
-
 
 def extract_layer(
     spec: TransformerSpec,
@@ -79,8 +76,8 @@ def extract_layer(
     Raises:
         UserInputError: for what these modules cannot be built for, naming it.
     """
-    for what, value, limit, fix in _refusals(spec, kind, shard, implementation):
-        raise UserInputError(what, value, limit, fix)
+    for refusal in _refusals(spec, kind, shard, implementation):
+        raise UserInputError(*refusal)
     record, parameters, groups = _recorded(spec, kind, shard, NO_RECOMPUTE, implementation)
     settings = recompute_settings(spec, kind) if recompute is None else recompute
     variants = {}
@@ -114,7 +111,6 @@ def extract_layer(
             collectives=collectives,
             input_bytes=record.input_bytes,
             saved_bytes=tuple(saved.items()),
-            working_bytes=0.0,
         ),
         parameters=parameters,
         recompute=variants,
@@ -211,8 +207,17 @@ def _recorded(
     from nest_megatron.megatron_core.recorder import record
     from nest_megatron.megatron_core.shapes import CONTEXT_GROUP
 
-    how: dict[str, Any] = {"implementation": implementation, "recompute": recompute}
-    with staged(spec, kind, shard, where=Where.SHAPES, **how) as layers, FakeTensorMode():
+    with (
+        staged(
+            spec,
+            kind,
+            shard,
+            where=Where.SHAPES,
+            implementation=implementation,
+            recompute=recompute,
+        ) as layers,
+        FakeTensorMode(),
+    ):
         unit = build(layers, kind, recompute=recompute)
         inner = one_layer(spec, kind)
         share = inner.moe_router_topk / inner.num_experts if inner.num_experts else 1.0
@@ -238,7 +243,7 @@ _GROUPS = {
 }
 
 
-def _operators(record: Record, part: _PartOf) -> list[Operator]:
+def _operators(record: Record, part: Callable[[str], Part]) -> list[Operator]:
     """One operator for each module and kind, in order of their first kernel."""
     merged: dict[tuple[str, OperatorKind, Part], Work] = {}
     for (path, kind), work in record.work.items():

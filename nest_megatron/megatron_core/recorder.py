@@ -186,7 +186,8 @@ class _Recorder(TorchDispatchMode):
             output = args[0].new_empty((round(args[0].numel() * self._share),))
         else:
             output = func(*args, **kwargs)
-        path, is_recomputed = self._stack[-1], False
+        path = self._stack[-1]
+        is_recomputed = False
         if self.is_backward and len(self._stack) > 1:
             is_recomputed = True  # the module works a second time
         elif self.is_backward:

@@ -58,14 +58,7 @@ class _RmsNorm(torch.autograd.Function):
 CONTEXT_GROUP = "cp"
 
 
-def flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    span: float,
-    ring_steps: int,
-) -> Tensor:
+class FlashAttention(torch.autograd.Function):
     """Attention that keeps no scores: inputs, output and one float32 figure for each query row.
 
     Args:
@@ -81,11 +74,6 @@ def flash_attention(
     Source: ``aten::_scaled_dot_product_flash_attention``; on CUDA it takes fewer key heads than
     query heads, and values of another width than keys, as Transformer Engine's does.
     """
-    return _Flash.apply(query, key, value, span, ring_steps)
-
-
-class _Flash(torch.autograd.Function):
-    """Shapes of flash attention, forward and backward."""
 
     @staticmethod
     def forward(
@@ -96,16 +84,19 @@ class _Flash(torch.autograd.Function):
         span: float,
         ring_steps: int,
     ) -> Tensor:
+        """The context of each query; keys and values are passed on first."""
         tokens, batch, heads, _ = query.shape
         for _ in range(ring_steps):
             torch.ops.nest.pass_on([key, value], CONTEXT_GROUP)
         context, rows = torch.ops.nest.flash_forward(query, key, value, span)
-        ctx.span, ctx.ring_steps = span, ring_steps
+        ctx.span = span
+        ctx.ring_steps = ring_steps
         ctx.save_for_backward(query, key, value, context, rows)
         return context.view(tokens, batch, heads * value.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of query, key and value."""
         query, key, value, context, rows = ctx.saved_tensors
         for _ in range(ctx.ring_steps):
             torch.ops.nest.pass_on([key, value, key, value], CONTEXT_GROUP)

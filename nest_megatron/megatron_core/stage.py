@@ -13,14 +13,6 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.layout.dims import DEGREES, ParallelDims
 from nest_megatron.layout.recompute import NO_RECOMPUTE, Recompute, RecomputeGranularity
 from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
-from nest_megatron.layout.stage_layout import StagePartition, layout_string
-from nest_megatron.megatron_core.substitutes import (
-    balanced_routing,
-    fused_kernels,
-    quiet,
-    without_gpu,
-    without_transformer_engine,
-)
 from nest_megatron.megatron_core.units import Layers, described_layers
 from nest_megatron.model.execution import Implementation
 from nest_megatron.model.heterogeneous import block_configs
@@ -65,6 +57,14 @@ def staged(
     """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    from nest_megatron.megatron_core.substitutes import (  # which imports torch
+        balanced_routing,
+        fused_kernels,
+        quiet,
+        without_gpu,
+        without_transformer_engine,
+    )
+
     spec = one_layer(spec, kind)
     dims = smallest_dims(spec, shard)
     shapes_only = where is Where.SHAPES
@@ -91,7 +91,6 @@ def staged(
         config = transformer_config(
             spec,
             dims,
-            None,
             sequence_parallel=shard.sequence_parallel,
             recompute=recompute if selective else NO_RECOMPUTE,
             **{
@@ -162,21 +161,33 @@ def as_rank(spec: TransformerSpec, dims: ParallelDims, rank: int) -> Iterator[No
 
 #: Fields that a ``TransformerConfig`` shares with our spec, and those of latent attention alone.
 _SAME_FIELDS = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
-    *("normalization", "layernorm_epsilon", "gated_linear_unit", "add_bias_linear"),
-    *("qk_layernorm", "softmax_type", "window_attn_skip_freq", "mtp_num_layers"),
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "normalization",
+    "layernorm_epsilon",
+    "gated_linear_unit",
+    "add_bias_linear",
+    "qk_layernorm",
+    "softmax_type",
+    "window_attn_skip_freq",
+    "mtp_num_layers",
     "attention_output_gate",
 )
 _EXPERT_FIELDS = (
-    *("moe_router_topk", "moe_router_enable_expert_bias", "moe_latent_size"),
-    *("moe_shared_expert_gate", "moe_shared_expert_intermediate_size"),
+    "moe_router_topk",
+    "moe_router_enable_expert_bias",
+    "moe_latent_size",
+    "moe_shared_expert_gate",
+    "moe_shared_expert_intermediate_size",
 )
 
 
 def transformer_config(
     spec: TransformerSpec,
     dims: ParallelDims,
-    partition: StagePartition | None,
     *,
     sequence_parallel: bool,
     recompute: Recompute = NO_RECOMPUTE,
@@ -193,8 +204,12 @@ def transformer_config(
     Source: ``megatron.training.arguments.core_transformer_config_from_args``.
     """
     for name, value in spec.variant.differences().items():
-        limit, fix = "megatron-core's own layers do not have it", "Use a model that it builds."
-        raise UserInputError(f"model {spec.name}: variant.{name}", value, limit, fix)
+        raise UserInputError(
+            f"model {spec.name}: variant.{name}",
+            value,
+            "megatron-core's own layers do not have it",
+            "Use a model that it builds.",
+        )
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     fields = {
@@ -203,8 +218,6 @@ def transformer_config(
         **_degrees(spec, dims),
         "sequence_parallel": sequence_parallel,
     }
-    if dims.pipeline_model_parallel_size > 1 and partition is not None:
-        fields["pipeline_model_parallel_layout"] = layout_string(spec, partition)
     if recompute.granularity is not RecomputeGranularity.NONE:
         fields |= {
             f"recompute_{name}": value or None for name, value in to_plain(recompute).items()

@@ -14,12 +14,15 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
 
 @contextlib.contextmanager
 def without_gpu() -> Iterator[None]:
     """Let megatron-core run on the CPU: what names a GPU means the CPU."""
     import megatron.core.tensor_parallel.random as megatron_random
-    import torch
 
     generator = torch.Generator()
 
@@ -44,7 +47,7 @@ def without_gpu() -> Iterator[None]:
     states = {"_get_cuda_rng_state": get_state, "_set_cuda_rng_state": set_state}
     # compiled fusions would run as kernels of this CPU, on tensors that have no memory
     eager = torch.compiler.set_stance("force_eager")
-    with _replaced(torch.cuda, gpu), _replaced(megatron_random, states), _cpu_for_cuda(), eager:
+    with _replaced(torch.cuda, gpu), _replaced(megatron_random, states), _CpuForCuda(), eager:
         yield
 
 
@@ -55,8 +58,9 @@ def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Any:
     return mock.patch.multiple(owner, create=True, **attributes)
 
 
-def _missing(owner: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in attributes.items() if not hasattr(owner, name)}
+def _completed(owner: Any, attributes: Mapping[str, Any]) -> Any:
+    """Add those attributes that a module lacks."""
+    return _replaced(owner, {n: each for n, each in attributes.items() if not hasattr(owner, n)})
 
 
 @contextlib.contextmanager
@@ -103,13 +107,13 @@ def without_transformer_engine(*, shapes_only: bool) -> Iterator[None]:
         "FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False),
     }
     with (
-        _replaced(megatron_random, _missing(megatron_random, of_engine)),
-        _replaced(moe_utils, _missing(moe_utils, {"te_general_gemm": None})),
+        _completed(megatron_random, of_engine),
+        _completed(moe_utils, {"te_general_gemm": None}),
         _replaced(WrappedTorchNorm, {"__new__": _norm(shapes_only)}),
         _replaced(DotProductAttention, {"__init__": _tolerant(DotProductAttention)}),
         _replaced(latent, {"HAVE_TE": False}),
         _replaced(latent.MLASelfAttention, {"_resolve_qk_norm_config": described_norms}),
-        _replaced(moe_layer, {"HAVE_TE": True, "TELinear": _whole_linear}),
+        _replaced(moe_layer, {"HAVE_TE": True, "TELinear": _WholeLinear}),
     ):
         yield
 
@@ -145,19 +149,17 @@ def fused_kernels(*, flash: bool, context_ranks: int) -> Iterator[None]:
         context_ranks: that hold the rest of a sequence; only fused attention knows of others.
     """
     import megatron.core.tensor_parallel.random as megatron_random
-    import torch
     from megatron.core.fusions import fused_softmax
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from nest_megatron.megatron_core import shapes
+    from nest_megatron.megatron_core.shapes import FlashAttention
 
     def forward(self: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
         window = self.scale_mask_softmax.window_size
         is_causal = "causal" in self.attn_mask_type.name
         span = context_ranks * key.shape[0] / (2 if is_causal else 1)
         span = span if window is None else min(span, window[0] + 1)
-        steps = context_ranks - 1
-        return shapes.flash_attention(query, key, value, span=span, ring_steps=steps)
+        return FlashAttention.apply(query, key, value, span, context_ranks - 1)
 
     def one_mask(*_: object, **__: object) -> Any:
         return torch.zeros((), dtype=torch.bool)  # one mask serves all layers: it is not kept
@@ -167,7 +169,7 @@ def fused_kernels(*, flash: bool, context_ranks: int) -> Iterator[None]:
     states = {"_get_all_rng_states": lambda: (), "_set_all_rng_states": lambda *_: None}
     with (
         _replaced(DotProductAttention, {"forward": forward} if flash else {}),
-        _replaced(torch.nn.functional, {"dropout": _dropout}),
+        _replaced(functional, {"dropout": _dropout}),
         _replaced(fused_softmax, dict.fromkeys(masks, one_mask)),
         _replaced(megatron_random.CudaRNGStatesTracker, {"fork": _no_context}),
         _replaced(megatron_random, states),
@@ -183,8 +185,6 @@ def as_on_a_gpu() -> Iterator[None]:
     attention with dropout of two GEMMs with the whole square of scores in memory. A GPU does
     neither, so what is saved for the backward pass would be wrong.
     """
-    from torch.nn import functional
-
     fused = functools.partial(_attention, functional.scaled_dot_product_attention)
     attributes = {"dropout": _dropout, "scaled_dot_product_attention": fused}
     with _replaced(functional, attributes):
@@ -193,8 +193,6 @@ def as_on_a_gpu() -> Iterator[None]:
 
 def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """``torch.nn.functional.dropout`` as one operator, with its arguments' names."""
-    import torch
-
     if not training or p == 0:
         return input
     dropped = torch.native_dropout(input, p, training)[0]
@@ -215,8 +213,6 @@ def _attention(
 
     Values of another size than keys (multi-latent attention) have a fused kernel on GPUs alone.
     """
-    import torch
-
     own_size = query.dim() == 4 and query.shape[-1] != value.shape[-1]
     if own_size and attn_mask is None and not options.get("enable_gqa"):
         fused = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -227,7 +223,6 @@ def _attention(
 def _balanced_counts(dispatcher: Any, routing_map: Any) -> Any:
     """What ``MoEAlltoAllTokenDispatcher.preprocess`` works out, for balanced routing."""
     import numpy
-    import torch
 
     is_fused = dispatcher.config.moe_permute_fusion  # then a kernel reads them on the device
     ep, etp, local = dispatcher.ep_size, dispatcher.tp_size, dispatcher.num_local_experts
@@ -262,33 +257,27 @@ class _NoStream:
         return lambda *_, **__: self
 
 
-def _cpu_for_cuda() -> Any:
-    """A mode that makes on the CPU what is asked of a GPU."""
-    import torch
-    from torch.overrides import TorchFunctionMode
+class _CpuForCuda(TorchFunctionMode):
+    """Makes on the CPU what is asked of a GPU: Megatron names the device "cuda" in many places."""
 
-    class CpuForCuda(TorchFunctionMode):
-        """Megatron names the device "cuda" in many places."""
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        options = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_on_cpu, args), **options)
 
-        def __torch_function__(
-            self,
-            func: Callable[..., Any],
-            types: Sequence[type],
-            args: Sequence[Any] = (),
-            kwargs: Mapping[str, Any] | None = None,
-        ) -> Any:
-            if func is torch.Tensor.cuda:
-                return args[0]
-            options = {name: on_cpu(value) for name, value in (kwargs or {}).items()}
-            return func(*map(on_cpu, args), **options)
 
-    def on_cpu(value: Any) -> Any:
-        is_cuda = (isinstance(value, str) and value.startswith("cuda")) or (
-            isinstance(value, torch.device) and value.type == "cuda"
-        )
-        return torch.device("cpu") if is_cuda else value
-
-    return CpuForCuda()
+def _on_cpu(value: Any) -> Any:
+    is_cuda = (isinstance(value, str) and value.startswith("cuda")) or (
+        isinstance(value, torch.device) and value.type == "cuda"
+    )
+    return torch.device("cpu") if is_cuda else value
 
 
 def _norm(shapes_only: bool) -> Callable[..., Any]:
@@ -298,13 +287,12 @@ def _norm(shapes_only: bool) -> Callable[..., Any]:
     """
 
     def build(_: type, config: Any, hidden_size: int, eps: float = 1e-5, **__: object) -> Any:
-        import torch
-
-        from nest_megatron.megatron_core.shapes import FusedNorm
-
-        is_rms, dtype = config.normalization == "RMSNorm", config.params_dtype
+        is_rms = config.normalization == "RMSNorm"
+        dtype = config.params_dtype
         module: Any
         if shapes_only:
+            from nest_megatron.megatron_core.shapes import FusedNorm
+
             module = FusedNorm(hidden_size, dtype, is_rms=is_rms)
         else:
             kind = torch.nn.RMSNorm if is_rms else torch.nn.LayerNorm
@@ -328,15 +316,14 @@ def described_norms(_: object, submodules: Any) -> dict[str, Any]:
     }
 
 
-def _whole_linear(inputs: int, outputs: int, *, config: Any, bias: bool, **_: object) -> Any:
+class _WholeLinear(torch.nn.Linear):
     """A linear layer that is whole on every rank, and returns its bias with its output."""
-    import torch
 
-    class Whole(torch.nn.Linear):
-        def forward(self, hidden: Any) -> Any:
-            return super().forward(hidden), None
+    def __init__(self, inputs: int, outputs: int, *, config: Any, bias: bool, **_: object) -> None:
+        super().__init__(inputs, outputs, bias=bias, dtype=config.params_dtype)
 
-    return Whole(inputs, outputs, bias=bias, dtype=config.params_dtype)
+    def forward(self, hidden: Any) -> Any:
+        return super().forward(hidden), None
 
 
 def _tolerant(attention: type) -> Callable[..., None]:

@@ -141,11 +141,15 @@ def _hidden(layers: Layers) -> Any:
     """
     import torch
 
-    spec, micro_batch = layers.spec, layers.shard.micro_batch_size
+    spec = layers.spec
+    micro_batch = layers.shard.micro_batch_size
     tokens = round(layers.shard.tokens_between_blocks(spec)) // micro_batch
-    dtype, device = layers.config.params_dtype, torch.cuda.current_device()
-    shape = (tokens, micro_batch, spec.hidden_size)
-    return torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
+    return torch.randn(
+        (tokens, micro_batch, spec.hidden_size),
+        dtype=layers.config.params_dtype,
+        device=torch.cuda.current_device(),
+        requires_grad=True,
+    )
 
 
 def _mask_and_angles(layers: Layers) -> tuple[Any, Any]:
@@ -156,7 +160,9 @@ def _mask_and_angles(layers: Layers) -> tuple[Any, Any]:
     import torch
 
     mask = angles = None
-    spec, length, device = layers.spec, _sequence(layers), torch.cuda.current_device()
+    spec = layers.spec
+    length = _sequence(layers)
+    device = torch.cuda.current_device()
     if not layers.shard.flash_attention:
         mask = torch.ones((1, 1, length, length), dtype=torch.bool, device=device).triu_(1)
     if spec.position_embedding_type == "rope" and not spec.multi_latent_attention:
@@ -217,9 +223,11 @@ def _stack_layer(layers: Layers, kind: LayerKind, recompute: Recompute | None) -
     from megatron.core.models.T5 import t5_spec as specs
     from megatron.core.transformer.spec_utils import build_module
 
-    spec, is_encoder = layers.spec, kind is LayerKind.ENCODER
+    spec = layers.spec
+    is_encoder = kind is LayerKind.ENCODER
     encoder = replace(layers, spec=encoder_of(spec))
-    own, describe = encoder, specs.encoder_model_with_local_spec
+    own = encoder
+    describe = specs.encoder_model_with_local_spec
     if not is_encoder:
         own = replace(layers, spec=decoder_of(spec))
         describe = specs.decoder_model_with_local_spec
@@ -228,7 +236,8 @@ def _stack_layer(layers: Layers, kind: LayerKind, recompute: Recompute | None) -
     def mask(keys: Layers) -> Any:
         if layers.shard.flash_attention:
             return None
-        shape, device = (1, 1, _sequence(own), _sequence(keys)), torch.cuda.current_device()
+        shape = (1, 1, _sequence(own), _sequence(keys))
+        device = torch.cuda.current_device()
         return torch.zeros(shape, dtype=torch.bool, device=device)
 
     def inputs() -> tuple[Any, ...]:
@@ -353,11 +362,15 @@ def _head(layers: Layers) -> Unit:
     import torch
     from megatron.core import tensor_parallel
 
-    spec, config = layers.spec, layers.config
+    spec = layers.spec
+    config = layers.config
     if spec.family != "gpt":
-        limit = "the heads of BERT have labels of their own, which are not made up here"
-        fix = "Leave the head out: --layer dense or --layer embedding."
-        raise UserInputError("model", spec.name, limit, fix)
+        raise UserInputError(
+            "model",
+            spec.name,
+            "the heads of BERT have labels of their own, which are not made up here",
+            "Leave the head out: --layer dense or --layer embedding.",
+        )
     norm = layers.norm(config=config, hidden_size=spec.hidden_size, eps=config.layernorm_epsilon)
     output = tensor_parallel.ColumnParallelLinear(
         spec.hidden_size,

@@ -11,7 +11,7 @@ from typing import Any
 from nest_megatron.layout.dims import ParallelDims, RankOrder
 from nest_megatron.layout.rank_order import GroupKind, group_of_rank
 from nest_megatron.layout.rulebook.degrees import launched_expert_tensor_size
-from nest_megatron.layout.stage_layout import StagePartition
+from nest_megatron.layout.stage_layout import StagePartition, layout_string
 from nest_megatron.megatron_core.stage import as_rank, transformer_config
 from nest_megatron.model.block_parameters import encoder_of
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
@@ -67,6 +67,15 @@ def check_groups(spec: TransformerSpec, dims: ParallelDims, ranks: Iterable[int]
             assert group_of_rank(dims, kind, rank) == group, (kind, rank)
 
 
+def config_of(
+    spec: TransformerSpec, dims: ParallelDims, partition: StagePartition | None, **changes: Any
+) -> Any:
+    """The configuration of a model whose stages are those of a partition."""
+    if dims.pipeline_model_parallel_size > 1 and partition is not None:
+        changes["pipeline_model_parallel_layout"] = layout_string(spec, partition)
+    return transformer_config(spec, dims, **changes)
+
+
 def build_stages(
     spec: TransformerSpec,
     dims: ParallelDims,
@@ -83,7 +92,7 @@ def build_stages(
     small = _smallest(spec, dims)
     chosen = range(dims.pipeline_model_parallel_size) if stages is None else stages
     with meta_megatron():
-        config = transformer_config(spec, small, partition, sequence_parallel=sequence_parallel)
+        config = config_of(spec, small, partition, sequence_parallel=sequence_parallel)
         return [_build_rank(spec, small, config, stage) for stage in chosen]
 
 

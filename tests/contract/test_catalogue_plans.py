@@ -127,7 +127,7 @@ def test_every_rule_of_megatron_holds(index: int) -> None:
 def test_megatron_core_accepts_configuration_and_groups(index: int) -> None:
     found = planned(index)
     grid = found.layout
-    config = megatron_model.transformer_config(
+    config = megatron_model.config_of(
         found.model,
         grid.dims,
         found.layout.partition,

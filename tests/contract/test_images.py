@@ -67,7 +67,7 @@ def _built(spec: TransformerSpec, tp: int) -> int:
 
     dims = ParallelDims(tensor_model_parallel_size=tp)
     with meta_megatron(), as_rank(spec, dims, 0):
-        config = transformer_config(spec, dims, None, sequence_parallel=False)
+        config = transformer_config(spec, dims, sequence_parallel=False)
         encoder = clip_vit_model.CLIPViTModel(
             config, get_vit_layer_with_local_spec(), ln_pre_impl=LNImpl, img_h=336, img_w=336
         )

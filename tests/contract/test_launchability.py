@@ -119,7 +119,7 @@ PLANS = [
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
 def test_megatron_accepts_the_configuration(plan: HandPlan) -> None:
     assert is_legal_grid(plan.spec, plan.dims, sequence_parallel=plan.sequence_parallel)
-    config = megatron_model.transformer_config(
+    config = megatron_model.config_of(
         plan.spec,
         plan.dims,
         plan.partition(),

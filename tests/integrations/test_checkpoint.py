@@ -123,7 +123,7 @@ def read(base: Path, **values: Any) -> SavedCheckpoint:
 
 
 def kept(saved: SavedCheckpoint, **values: Any) -> dict[str, Any]:
-    needs = checkpoint.requirements(saved, values, OLD)
+    needs = checkpoint.requirements(saved, values)
     return {short: needs[name].value for short, name in SHORT.items() if name in needs}
 
 
@@ -150,7 +150,7 @@ def test_the_iteration_that_megatron_takes(tmp_path: Path) -> None:
         read(base)
     (base / "latest_checkpointed_iteration.txt").unlink()
     found = read(base, ckpt_step=12)  # a step needs no tracker
-    assert (found.iteration, found.directory) == (12, base / "iter_0000012")
+    assert found.directory == base / "iter_0000012"
     assert read_checkpoint({"load": str(base), "ckpt_step": 0}) is None
     assert checkpoint.loads_optimizer(found, {})
     (base / "iter_0000012").rename(base / "release")
@@ -205,7 +205,11 @@ def test_a_distributed_checkpoint_is_read(tmp_path: Path) -> None:
     saved = {"tp": 2, "pp": 2, "ep": 2, "num_layers": 6, "decoder_last_pipeline_num_layers": 2}
     keys: dict[str, Any] = {**sizes, "rng_state/shard_1.0.3_2.2.4": None}
     found = read(torch_dist(tmp_path / "a", "dp two", sizes=keys, **saved))
-    assert (found.format, found.iteration, found.num_optimizers) == ("torch_dist", 7, 2)
+    assert (found.format, found.directory.name, found.num_optimizers) == (
+        "torch_dist",
+        "iter_0000007",
+        2,
+    )
     assert found.pipeline_model_parallel_layout == "Et*4|ttL"
     assert found.expert_tensor_parallel_size == 2
     assert found.virtual_pipeline_model_parallel_size == 1

@@ -244,7 +244,7 @@ def test_a_model_of_hugging_face_fits_every_layout(tmp_path: Path) -> None:
     found = restored_by_bridge(cfg)
     assert found is not None
     assert "in the format Hugging Face (as was found there)" in found.note()
-    assert not found.required("0.19")
+    assert not found.required()
 
 
 def test_an_empty_folder_to_load_from_restores_nothing(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_bridges_own_checkpoint_is_looked_at(tmp_path: Path) -> None:
     assert found is not None
     assert found.is_seen
     assert (found.saved.format, found.saved.tensor_model_parallel_size) == ("torch_dist", 2)
-    assert found.required("0.16")["use_megatron_fsdp"].value is False
+    assert found.required()["use_megatron_fsdp"].value is False
     damaged = ((b"\xff\xfe", "not UTF-8"), (b"[" * 100_000, "nested more"), (b"[]", "laid out"))
     for content, said in damaged:
         (folder / "run_config.yaml").write_bytes(content)
@@ -321,7 +321,7 @@ def test_what_bridges_checkpoint_asks_for_is_said_in_its_own_fields(tmp_path: Pa
     others = {"tensor_model_parallel_size": 64, "pipeline_model_parallel_size": 1}
     saved = dataclasses.replace(found.saved, **sizes, **others)
     found = dataclasses.replace(found, saved=saved)
-    fixes = {each.fix for each in found.required("0.19").values()}
+    fixes = {each.fix for each in found.required().values()}
     assert "add checkpoint.load_optim=False to start the optimizer afresh" in fixes
     assert not any("--" in fix for fix in fixes)
     with pytest.raises(UserInputError, match="load_optim=False"):

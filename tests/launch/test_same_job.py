@@ -91,7 +91,7 @@ def test_a_flag_that_switches_off_is_named_with_what_it_sets() -> None:
 
 def test_the_leaves_of_a_configuration_are_named() -> None:
     config = SimpleNamespace(model=Model(2), logger={"tensorboard_dir": "/a", "every": [1]})
-    found = comparable_fields(config, "")
+    found = comparable_fields(config)
     assert found == {"model.depth": "2", "model.init": "None", "logger.every": "[1]"}
 
 
@@ -105,13 +105,13 @@ def test_a_section_is_compared_whatever_its_name() -> None:
         "dist": {"local_rank": 1},
         "mine": {"seed": 3, "name": "x"},
     }
-    assert comparable_fields(config, "", ("nest.out", "mine.seed", "lr")) == {
+    assert comparable_fields(config, ("nest.out", "mine.seed", "lr")) == {
         "lora.rank": "8",
         "tensorboard_dir.of": "'a section'",
         "out.depth": "2",
         "mine.name": "'x'",
     }
-    assert "mine.name" not in comparable_fields(config, "", ("mine",))
+    assert "mine.name" not in comparable_fields(config, ("mine",))
 
 
 def test_each_value_is_named_with_its_ranks_and_hosts() -> None:

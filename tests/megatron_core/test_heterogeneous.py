@@ -111,7 +111,7 @@ def test_layers_are_not_built_for_virtual_stages() -> None:
 
     spec = dataclasses.replace(_model(KINDS[0]), num_layers=4, heterogeneous_layers=4 * KINDS[:1])
     dims = ParallelDims(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
-    config = transformer_config(spec, dims, None, sequence_parallel=False)
+    config = transformer_config(spec, dims, sequence_parallel=False)
     with pytest.raises(AssertionError, match="vp_stage"):
         specs.get_gpt_heterogeneous_layer_spec(config, pp_rank=0)
     assert not is_legal_grid(spec, dims, sequence_parallel=False)

@@ -99,7 +99,7 @@ def test_as_many_parameters_are_trained(case: str, tp: int, monkeypatch: Any) ->
     monkeypatch.setattr(utils, "HAVE_TE", False)  # the substitutes are no types
     monkeypatch.setattr(torch.linalg, "norm", lambda weight, dim: weight.sum(dim))
     with meta_megatron(), as_rank(spec, dims, 0):
-        config = transformer_config(spec, dims, None, sequence_parallel=tp > 1)
+        config = transformer_config(spec, dims, sequence_parallel=tp > 1)
         built = _build(spec, dims, config, None)
         peft = own("bridge", adapters)
         peft(built, training=True)
@@ -150,7 +150,7 @@ def test_experts_of_a_rank_share_adapters(
     )
     hidden, ffn, total = spec.hidden_size, spec.expert_ffn_hidden_size, 0
     with meta_megatron(), as_rank(spec, dims, 0):
-        config = transformer_config(spec, dims, None, sequence_parallel=tp > 1)
+        config = transformer_config(spec, dims, sequence_parallel=tp > 1)
         for sizes, is_row in (((hidden, 2 * ffn), False), ((ffn, hidden), True)):
             built = ParallelLinearAdapter(
                 *sizes, 16, "mlp.experts.linear_fc1", input_is_parallel=is_row,

@@ -78,7 +78,6 @@ def config_of(plan: ParallelPlan) -> Any:
     return transformer_config(
         spec,
         plan.layout.dims,
-        plan.layout.partition,
         sequence_parallel=chosen["sequence_parallel"],
         recompute=plan.layout.recompute,
         pipeline_model_parallel_layout=chosen["pipeline_model_parallel_layout"],

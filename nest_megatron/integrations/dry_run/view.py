@@ -98,8 +98,10 @@ class _View:
     """A tree in the place of ``/``, which holds what ``/`` holds and keeps nothing."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._memory = folder, folder / "view"
-        self._root, self._num_layers = self._memory / "root", 0
+        self._folder = folder
+        self._memory = folder / "view"
+        self._root = self._memory / "root"
+        self._num_layers = 0
 
     def enter(self) -> None:
         """Make the tree and go there, into the folder that is the current one."""
@@ -180,8 +182,12 @@ def _read_only(target: Path) -> None:
     attributes = (ctypes.c_uint64 * 4)(_ATTR_RDONLY)
     _libc(
         "syscall",
-        *(_SYS_MOUNT_SETATTR, _AT_FDCWD, str(target).encode(), _AT_RECURSIVE),
-        *(ctypes.byref(attributes), ctypes.c_size_t(ctypes.sizeof(attributes))),
+        _SYS_MOUNT_SETATTR,
+        _AT_FDCWD,
+        str(target).encode(),
+        _AT_RECURSIVE,
+        ctypes.byref(attributes),
+        ctypes.c_size_t(ctypes.sizeof(attributes)),
     )
 
 

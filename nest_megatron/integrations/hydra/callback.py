@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
 
 from nest_megatron.errors import settings_typed_as
 from nest_megatron.integrations.hydra import register
+from nest_megatron.report.failure import ending_on_errors
 
 register()
 
@@ -34,10 +36,8 @@ class PlanBeforeJob(Callback):
         from hydra.core.global_hydra import GlobalHydra
         from hydra.errors import HydraException
         from hydra.types import RunMode
-        from omegaconf import OmegaConf
 
         from nest_megatron.integrations.hydra.view import require_own_fields, view_of
-        from nest_megatron.report.failure import ending_on_errors
 
         with settings_typed_as(_typed), ending_on_errors():
             loader = GlobalHydra.instance().config_loader()
@@ -55,10 +55,7 @@ class PlanBeforeJob(Callback):
 
         The planned values are written into the file in which Hydra has kept the configuration.
         """
-        from omegaconf import OmegaConf
-
         from nest_megatron.integrations.hydra.plans import plan_job
-        from nest_megatron.report.failure import ending_on_errors
 
         with settings_typed_as(_typed), ending_on_errors():
             task = _task_config()
@@ -75,8 +72,6 @@ def _task_config() -> Any:
 
     A callback is not given the copy, so it is looked for where ``hydra.core.utils.run_job`` has it.
     """
-    from omegaconf import DictConfig
-
     frame = inspect.currentframe()
     while frame is not None:
         task = frame.f_locals.get("task_cfg") if frame.f_code.co_name == "run_job" else None

@@ -181,7 +181,9 @@ def _compare_ranks(
     )
     if not context.agent_hosts_store:
         return False
-    store, own, host = TimedStore(context), plan_file.digest(dict(mine)), socket.gethostname()
+    store = TimedStore(context)
+    own = plan_file.digest(dict(mine))
+    host = socket.gethostname()
     if not store.call("check", [f"{name}/{own}"]):
         note = {"rank": context.rank, "host": host, "values": dict(mine)}
         store.call("compare_set", f"{name}/{own}", "", json.dumps(note))
@@ -215,7 +217,9 @@ class AppPlan:
 def plan_app(view: AppView, environment: Environment) -> AppPlan:
     """Find the plan of an application, in a process with these variables; ``NestError`` if none."""
     view.require_places()
-    settings, size, here = view.settings, num_gpus(view, environment), is_launched(environment)
+    settings = view.settings
+    size = num_gpus(view, environment)
+    here = is_launched(environment)
     writes = here and is_first(environment)  # once for all ranks, which plan each for itself
     refusals = auditing_refusals(settings.mode.value, settings.plan, size)
 
@@ -237,7 +241,8 @@ def plan_app(view: AppView, environment: Environment) -> AppPlan:
             request = job_request(
                 job, found.cluster, found.settings, narrow=partial(space_of, view, job)
             )
-            plan, notes = plan_to_launch(request), request.notes
+            plan = plan_to_launch(request)
+            notes = request.notes
             require_decided(plan, request.max_seconds)
             plan = replace(
                 plan, provenance=plan.provenance.made_for("a Hydra application", None, "+nest=auto")
@@ -277,9 +282,10 @@ def plan_job(config: Any, task: Any = None) -> None:
         config: with Hydra's own part.
         task: what the application gets of it.
     """
-    view, environment = view_of(config), with_rank_variables(os.environ)
+    view = view_of(config)
+    environment = with_rank_variables(os.environ)
     number = OmegaConf.select(config, "hydra.job.num", default=0)  # unset without -m
-    own = comparable_fields(view.raw, "", (*view.settings.may_differ, "nest.out"))
+    own = comparable_fields(view.raw, (*view.settings.may_differ, "nest.out"))
     _compare_ranks(environment, f"configuration of job {number}", {**versions(), **own})
     if is_first(environment):
         _plan_first(config, view, environment, number)

@@ -100,7 +100,8 @@ def read_app(view: AppView, composed: Settings) -> Job:
     if composed.train.global_batch_size is None:
         _require(values, "global_batch_size", view)
     if composed.model is not None:
-        spec, unsaid = with_seq_length(read_spec(composed), values.get("seq_length")), []
+        spec = with_seq_length(read_spec(composed), values.get("seq_length"))
+        unsaid = []
         stated = {
             **{name: values[name] for name in _OF_THE_JOB if name in values},
             **{name: getattr(spec, name) for name in _SIZES},  # as a job needs to be read
@@ -141,7 +142,8 @@ def _values(view: AppView) -> dict[str, Any]:
         stated = view.value("precision") or view.at("trainer.precision")
         kind = lightning_precision("bf16" if stated is None else stated, "trainer.precision")
         values[kind.value] = kind is not Precision.FP32 or None  # which has no switch
-    norm, activation = str(view.value("normalization")).lower(), view.value("activation")
+    norm = str(view.value("normalization")).lower()
+    activation = view.value("activation")
     if norm in (*_TABLE["names"]["layernorms"].split(), "rmsnorm"):
         values["normalization"] = "RMSNorm" if norm == "rmsnorm" else "LayerNorm"
         values["apply_layernorm_1p"] = norm == "layernorm1p"
@@ -250,7 +252,8 @@ def _unread_notes(view: AppView) -> Iterator[str]:
                 unread.append(path)
     if unread:
         yield f"Fields beside those of the model that are not read: {', '.join(sorted(unread))}."
-    read, set_elsewhere = {*mapped, *map(view.own_path, _KNOWN)}, []
+    read = {*mapped, *map(view.own_path, _KNOWN)}
+    set_elsewhere = []
     for path, _ in leaves(view.raw):
         if path.startswith("nest.") or path in read or not _OTHER_JOB.search(path):
             continue

@@ -14,6 +14,8 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
 from nest_megatron.config.defaults import with_defaults
 from nest_megatron.config.launch import Mode
 from nest_megatron.config.overrides import Setting, first_line, is_path, leaves, parse, value_text
@@ -219,7 +221,8 @@ def read_settings(node: Any) -> AppSettings:
         )
     open_ = ("fields", "overrides", "may_differ")
     values = {name: each for name, each in (node or {}).items() if each or name not in open_}
-    count, names = values.get("num_gpus"), values.get("may_differ")
+    count = values.get("num_gpus")
+    names = values.get("may_differ")
     if isinstance(count, str) and count.isdecimal():  # of a variable of the environment
         values["num_gpus"] = int(count)
     if isinstance(names, str):
@@ -297,8 +300,6 @@ class AppView:
 
     def at(self, path: str) -> Any:
         """The value at a path in plain types, or ``None`` if it is not there or the plan's."""
-        from omegaconf import OmegaConf
-
         raw = raw_value(self.raw, path)
         planned = PLANNED.search(raw) if isinstance(raw, str) else None
         if planned is not None and self.place(planned[1]) != path:
@@ -338,8 +339,6 @@ class AppView:
             is_read: it is being read: only what is elsewhere than the group ``auto`` has it is
                 written.
         """
-        from omegaconf import DictConfig, open_dict, read_write
-
         for keys, text in planned_texts(self.raw):
             if is_read and ".".join(map(str, keys)) not in self.moved.values():
                 continue
@@ -365,7 +364,6 @@ class AppView:
 def view_of(root: Any) -> AppView:
     """Look at a composed configuration; ``UserInputError`` if its ``nest`` node is wrong."""
     from hydra.core.hydra_config import HydraConfig
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     raw = OmegaConf.to_container(root, resolve=False)

@@ -97,7 +97,7 @@ class BridgeConfig(PlannedRecipe, framework="megatron_bridge"):
         why = "dist.use_decentralized_pg makes no process groups of two levels"
         return ExecutionPlaces(
             recipe=self,
-            overlap=() if self.find("comm_overlap") in (ABSENT, None) else ("comm_overlap",),
+            overlap=() if self.value("comm_overlap") is None else ("comm_overlap",),
             lacks={"hierarchical_context_parallel_sizes": why} if self._has_one_order else {},
             graph_switches=("model.use_te_rng_tracker", "rng.te_rng_tracker"),
         )
@@ -210,8 +210,9 @@ class BridgeConfig(PlannedRecipe, framework="megatron_bridge"):
             yield "validation.eval_micro_batch_size", None, why
         sharded = plan.layout.shards_optimizer
         yield "ddp.use_distributed_optimizer", sharded, reason(plan, "use_distributed_optimizer")
-        fsdp, used = plan.layout.uses_megatron_fsdp, self.uses_fsdp
-        if fsdp and not used and self.find("model._pre_wrap_hooks") not in (ABSENT, None, []):
+        fsdp = plan.layout.uses_megatron_fsdp
+        used = self.uses_fsdp
+        if fsdp and not used and self.value("model._pre_wrap_hooks") not in (None, []):
             raise UserInputError(
                 "use_megatron_fsdp",
                 True,
@@ -233,7 +234,8 @@ class BridgeConfig(PlannedRecipe, framework="megatron_bridge"):
 
     def own_notes(self, restored: Restored | None) -> tuple[str, ...]:
         """Lengths that differ; a folder that is not on this host may hold a run that goes on."""
-        load, notes = self.find("checkpoint.load"), []
+        load = self.find("checkpoint.load")
+        notes = []
         lengths = [self.find(f"{part}.seq_length") for part in ("dataset", "model")]
         if all(isinstance(each, int) for each in lengths) and lengths[0] != lengths[1]:
             notes.append(
@@ -253,9 +255,9 @@ class BridgeConfig(PlannedRecipe, framework="megatron_bridge"):
         stated = self.find("env_vars")
         if not isinstance(stated, Mapping):
             return
-        dims, stale = plan.layout.dims, dict[str, str]()
+        stale = dict[str, str]()
         experts = ("expert_model_parallel_size", "expert_tensor_parallel_size")
-        if any(self.find(self.items[each]) != getattr(dims, each) for each in experts):
+        if any(self.find(self.items[each]) != getattr(plan.layout.dims, each) for each in experts):
             stale[NVLINK_RANKS] = "was for another group of experts; HybridEP finds it by itself"
         if str(stated.get(CONNECTIONS)) == "1" and (why := needs_connections(plan)):
             stale[CONNECTIONS] = f"=1 is too few: {why}"
@@ -282,9 +284,11 @@ def as_script(cfg: Any, words: Iterable[str]) -> Any:
     """
     if specs := value_or(cfg.dataset, "offline_packing_specs"):
         specs.packed_sequence_size = cfg.dataset.seq_length
-    model, typed = cfg.model, " ".join(words)
+    model = cfg.model
+    typed = " ".join(words)
     if is_finetuning(cfg.dataset) and model.context_parallel_size > 1:
-        model.calculate_per_token_loss, cfg.ddp.average_in_collective = True, False
+        model.calculate_per_token_loss = True
+        cfg.ddp.average_in_collective = False
     layout = value_or(model, "_pipeline_model_parallel_layout_builder")
     if layout and "model.pipeline_model_parallel_layout=" not in typed:
         model.pipeline_model_parallel_layout = layout(

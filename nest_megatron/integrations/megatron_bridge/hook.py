@@ -99,7 +99,8 @@ def run(job: LaunchedJob, cfg: Any, stated: Iterable[str]) -> None:
     Args:
         stated: fields that the user set themselves, which stay unless ``nest.free`` names them.
     """
-    words, launch = job.words, job.launch
+    words = job.words
+    launch = job.launch
     not_here = ("on_mismatch", "ranks", "stop_before_training")  # of Megatron-LM's own arguments
     for setting in words.launch:
         if setting.origin is None and setting.key.partition(".")[0] in not_here:
@@ -112,19 +113,22 @@ def run(job: LaunchedJob, cfg: Any, stated: Iterable[str]) -> None:
     job.groups_checked = True
     harmless = fields_assumed_harmless(words.job)
     recipe = read_recipe(cfg, assume_harmless=harmless)
-    keep, notes = choices_of_fields(stated, launch.free), recipe.notes
-    job.args.rank, job.args.world_size = int(os.environ.get("RANK", "0")), recipe.num_gpus or 1
+    keep = choices_of_fields(stated, launch.free)
+    notes = recipe.notes
+    job.args.rank = int(os.environ.get("RANK", "0"))
+    job.args.world_size = recipe.num_gpus or 1
     set_variables({_PASSES: f"{os.environ.get(_PASSES, '')}+"})
 
     def comparable() -> dict[str, str]:
-        return comparable_fields(cfg, "", launch.may_differ)
+        return comparable_fields(cfg, launch.may_differ)
 
     def decide(_: object) -> Decision:
         nonlocal notes
         if not launch.dry_run:
             require_launch(words.mode, launch.free)
         # ranks are not numbered by switches here, so that no host is near another
-        hosts, mixed = job.unordered_hosts, MixedGpus(launch.mixed_gpus)
+        hosts = job.unordered_hosts
+        mixed = MixedGpus(launch.mixed_gpus)
         if words.mode is Mode.PINNED:
             path = pinned_file(launch.plan)
             pinned = pinned_recipe(recipe, path, words.job, hosts=hosts, mixed=mixed)
@@ -173,7 +177,8 @@ def begin_training(job: LaunchedJob, config: Any, *_: Any, **__: Any) -> None:
     ``run_recipe.py`` scales the batch of a benchmark with its replicas.
     """
     assert job.decision
-    plan, harmless = job.decision.plan, fields_assumed_harmless(job.words.job)
+    plan = job.decision.plan
+    harmless = fields_assumed_harmless(job.words.job)
     with propagating_errors(job.store):
         changed = apply_plan(config, plan, free=["global_batch_size"], assume_harmless=harmless)
         if changed and job.args.rank == 0:

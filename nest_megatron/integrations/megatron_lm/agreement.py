@@ -58,8 +58,10 @@ class RendezvousStore(TimedStore):
 
     def __init__(self, context: RankContext) -> None:
         super().__init__(context)
-        self._entry, self._waits = 0, False
-        self._writing, self._stopped = threading.Lock(), threading.Event()
+        self._entry = 0
+        self._waits = False
+        self._writing = threading.Lock()
+        self._stopped = threading.Event()
         self.count(f"heartbeat/{context.rank}")
         self.leave(_ROLL, socket.gethostname())
         self._heartbeat = threading.Thread(target=self._send_heartbeats, daemon=True)
@@ -146,7 +148,8 @@ class RendezvousStore(TimedStore):
             NoAgreementError: if a rank failed, sends no heartbeat or brought nothing in time.
         """
         limit_s = limit_s or self.context.rendezvous_timeout_s
-        started, seen = time.monotonic(), dict[int, tuple[str, float]]()
+        started = time.monotonic()
+        seen = dict[int, tuple[str, float]]()
         next_check = started + self.interval_s
         while True:
             is_there = self.num_parts(what) >= self.context.world_size or enough()
@@ -250,7 +253,8 @@ class RendezvousStore(TimedStore):
         )
 
     def _roll_call(self) -> str:
-        world_size, hosts = self.context.world_size, self.parts(_ROLL)
+        world_size = self.context.world_size
+        hosts = self.parts(_ROLL)
         missing = [rank for rank in range(world_size) if rank not in hosts]
         if not missing:
             return f"All {world_size} ranks have arrived."
@@ -318,7 +322,8 @@ def require_equal(
     if store is None:
         return
     with propagating_errors(store):
-        own, different = digest(dict(mine)), f"different {what}"
+        own = digest(dict(mine))
+        different = f"different {what}"
         if store.context.rank:
             if store.receive(f"digest of the {what}") != own:
                 store.leave(different, mine)

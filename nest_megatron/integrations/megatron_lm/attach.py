@@ -180,7 +180,8 @@ def with_launch(plan: ParallelPlan) -> ParallelPlan:
     request, has_command = launchable_request(plan)
     if not has_command:
         return plan
-    argv, lacks = tuple(parallel_argv(request)), unstated_parts(plan.model)
+    argv = tuple(parallel_argv(request))
+    lacks = unstated_parts(plan.model)
     if not lacks:
         argv = (*model_argv(plan.model, version=request.version), *argv)
     notes = (*([] if lacks else [_COMPLETE_IT]), *filter(None, [newest_flags(argv)]))
@@ -223,10 +224,10 @@ def with_command(
         overlap_param_gather=request.overlap_param_gather,
     )
     launch = _launch_command(plan, request, command.script, found.argv)
-    ranks, words = command.ranks, tuple(without_secret_values(command.launcher))
+    ranks, words = command.ranks, without_secret_values(command.launcher)
     num_nodes, per_node = launch_size(plan)
     if ranks.num_nodes and ranks.num_ranks == per_node * ranks.num_nodes:
-        words = tuple(with_num_nodes(words, num_nodes))
+        words = with_num_nodes(words, num_nodes)
     variables = launch.environment
     chosen = {name: text for name, text in variables.items() if text is not None}
     launcher, before = with_variables(words, without_secrets(command.environment), chosen)
@@ -238,7 +239,8 @@ def with_command(
         if (old := command.environment.get(name)) not in (None, wanted)
     )
     found = replace(found, changes=(*found.changes, *others))
-    origin, launches = plan.provenance, {**plan.launch, LAUNCHER: launch}
+    origin = plan.provenance
+    launches = {**plan.launch, LAUNCHER: launch}
     if made_by is not None:
         origin = origin.made_for(MEGATRON_LM, command.version, made_by)
     return replace(plan, layout=layout, launch=launches, provenance=origin), found
@@ -402,7 +404,8 @@ def _reason(dest: str, plan: ParallelPlan) -> str:
         return execution_reason(EXECUTION_FIELDS[dest])
     if dest == "expert_tensor_parallel_size" and not plan.model.is_moe:
         return reason(plan, dest)
-    count, predicted = plan.layout.num_microbatches, plan.predicted
+    count = plan.layout.num_microbatches
+    predicted = plan.predicted
     return (
         REASONS["set"]
         .get(dest, "belongs to the plan")
@@ -463,7 +466,8 @@ def require_kept(
         for name in sorted({*kept} & rewrite.values.keys() - refused)
     ]
     # kept flags that Megatron would read as another layout than the plan's
-    values, layout = {**command.values, **rewrite.values}, plan.layout
+    values = {**command.values, **rewrite.values}
+    layout = plan.layout
     if set(kept) & {*STAGE_OPTIONS, *VIRTUAL_STAGES}:
         pp = layout.dims.pipeline_model_parallel_size
         if partition_of_values(plan.model, values, pp) not in (None, layout.partition):

@@ -81,7 +81,9 @@ def with_checkpoint_arguments(command: ReadCommand) -> ReadCommand:
             "Megatron does not take it with --non-persistent-ckpt-type local",
             f"L{_BY_HAND[1:]}.",
         )
-    values, notes, missing = dict(command.values), list(command.notes), []
+    values = dict(command.values)
+    notes = list(command.notes)
+    missing = []
     for name in named:
         if (saved := _named_checkpoint(values, name)) is None:
             missing.append(name)
@@ -180,19 +182,22 @@ def values_from_checkpoint(values: Values, saved: Values, version: str) -> dict[
 
 def with_degrees_as_flags(command: ReadCommand) -> ReadCommand:
     """The command with its degrees typed in the place of ``--use-mp-args-from-checkpoint-args``."""
-    values, flag = command.values, flag_of(_DEGREES_SWITCH)
+    values = command.values
+    flag = flag_of(_DEGREES_SWITCH)
     if all(option.dest != _DEGREES_SWITCH for option in command.options):
         return command
     others = [option for option in command.options if option.dest != _DEGREES_SWITCH]
     names = [*_TABLES["all"]["degrees"], _PER_VIRTUAL_STAGE]
     stated = {name: values[name] for name in names if values.get(name) is not None}
-    note = f"The checkpoint's degrees are written out in the place of {flag}."
     return replace(
         command,
         options=(*others, *starmap(Option, words_for(stated, command.version).items())),
         values={**values, _DEGREES_SWITCH: False},
         explicit=command.explicit | stated.keys(),
-        notes=(*command.notes, note),
+        notes=(
+            *command.notes,
+            f"The checkpoint's degrees are written out in the place of {flag}.",
+        ),
     )
 
 
@@ -309,7 +314,8 @@ def require_model(spec: TransformerSpec, composed: Settings, command: ReadComman
 
 def _flags_to_set(command: ReadCommand, composed: Settings) -> Iterator[tuple[str, Option]]:
     """The flags by destination, settings among them."""
-    version, found = command.version, dict[str, Option]()
+    version = command.version
+    found = dict[str, Option]()
     for option in options_of(shlex.split(composed.flags or ""), version):
         dest = _destination(option, composed, version)
         _require_one(found.get(dest), option, option.flag)
@@ -324,7 +330,8 @@ def _flags_to_set(command: ReadCommand, composed: Settings) -> Iterator[tuple[st
         if section == "train" and name in _TRAIN and value is not None:
             found[name] = option
     if (length := found.get("seq_length")) and _POSITIONS not in found:
-        values, kind = command.values, command.values.get("position_embedding_type")
+        values = command.values
+        kind = command.values.get("position_embedding_type")
         rotary = values.get("use_rotary_position_embeddings")
         reaches = length.value.isdigit() and int(length.value) > (values.get(_POSITIONS) or 0)
         if reaches and (rotary or kind not in (None, "learned_absolute")):

@@ -75,7 +75,6 @@ class SavedCheckpoint:
     """
 
     directory: Path
-    iteration: int
     format: str
     weights_only: bool = False
     tensor_model_parallel_size: int | None = None
@@ -110,7 +109,8 @@ def read_checkpoint(values: Values) -> SavedCheckpoint | None:
     where = str(pretrained if finetune else load)
     if "://" in where:
         _refuse("--load", where, "a remote store cannot be looked at before the launch", _ALONE)
-    kind, local = (values.get(f"non_persistent_{n}") for n in ("ckpt_type", "local_ckpt_dir"))
+    kind = values.get("non_persistent_ckpt_type")
+    local = values.get("non_persistent_local_ckpt_dir")
     if kind == "local" and local and any(Path(local).rglob("*.pt")):
         _refuse("--non-persistent-local-ckpt-dir", local, "its layout is not recorded", _ALONE)
     latest, release = _latest(base := Path(where))
@@ -123,7 +123,6 @@ def read_checkpoint(values: Values) -> SavedCheckpoint | None:
         return None
     return _describe(
         base / ("release" if release else f"iter_{iteration:07d}"),
-        iteration,
         release or finetune,
         values,
     )
@@ -139,8 +138,8 @@ def loads_optimizer(saved: SavedCheckpoint, values: Values) -> bool:
     return not unsaved and not any(map(values.get, names))
 
 
-def requirements(saved: SavedCheckpoint, values: Values, version: str) -> Mapping[str, Requirement]:
-    """What a plan must keep to load this under ``version``, by the names of ``layout_arguments``.
+def requirements(saved: SavedCheckpoint, values: Values) -> Mapping[str, Requirement]:
+    """What a plan must keep to load this, by the names of ``layout_arguments``.
 
     A virtual size of 1 stands for none; ``check_loadable`` sees what hangs on several choices.
     Megatron-FSDP: args a:690, :1050; b:1169, :1676. Distributed optimizer: do a:1748, dc/mapping.py
@@ -150,14 +149,15 @@ def requirements(saved: SavedCheckpoint, values: Values, version: str) -> Mappin
     without (a ckpt:1759-1777; b:2909-2949) (run). ``_FIXED_LAYOUT``: TP, PP a ckpt:1594; b:2649;
     the rest do a:1779, :2001; b:2078 (run).
     """
-    kind, fsdp = saved.distrib_optim_sharding_type, saved.format == "fsdp_dtensor"
+    kind = saved.distrib_optim_sharding_type
+    fsdp = saved.format == "fsdp_dtensor"
     reason = "Megatron-FSDP reads checkpoints of the fsdp_dtensor format, and nothing else does"
     needs: dict[str, tuple[Any, str, str]] = {_FSDP: (fsdp, reason, _ALONE)}
     follows, fix = saved.format == "torch", _CONVERT
     reason = "a rank of a torch checkpoint reads the one file that was written for it"
     if loads_optimizer(saved, values) and not fsdp:
-        on, keys = saved.use_distributed_optimizer, "the state has other keys with and without it"
-        needs[_DIST_OPT] = (on, keys, _NO_OPTIM)
+        on = saved.use_distributed_optimizer
+        needs[_DIST_OPT] = (on, "the state has other keys with and without it", _NO_OPTIM)
         if not follows and on and kind in _FIXED_LAYOUT:
             follows, fix = True, _NO_OPTIM
             reason = f"its optimizer state is {kind}, which keeps the saved layout"
@@ -177,7 +177,7 @@ def check_loadable(saved: SavedCheckpoint, arguments: Values, values: Values, ve
     """
     release = release_number(version)
     _check_format(saved, values, release)
-    for name, need in requirements(saved, values, version).items():
+    for name, need in requirements(saved, values).items():
         planned, value = arguments[name], need.value
         same = (planned or (1 if name == _VPP else False)) == value
         if name == _LAYOUT and planned and value and not saved_pattern(saved.arguments):
@@ -205,7 +205,8 @@ def _check_format(saved: SavedCheckpoint, values: Values, release: Release) -> N
     experts have names that only torch_dist translates (core/transformer/moe/experts.py);
     rewriting turns grouping on.
     """
-    where, dist = str(saved.directory), saved.format == "torch_dist"
+    where = str(saved.directory)
+    dist = saved.format == "torch_dist"
     if saved.format == "torch_dcp":
         _refuse("--load", where, "torch_dcp is torch FSDP2's format; no plan uses that", _ALONE)
     if dist and values.get("ckpt_format") in ("torch", "torch_dcp"):
@@ -239,7 +240,8 @@ def _check_rng(saved: SavedCheckpoint, arguments: Values, values: Values, releas
     if saved.format == "fsdp_dtensor":
         broken = values.get("strict_fsdp_dtensor_load", True) and asked[1] > (stored[1] or asked[1])
     else:
-        same, stored = asked == stored, list(saved.rng_shape or ())
+        same = asked == stored
+        stored = list(saved.rng_shape or ())
         if release == (0, 16) and arguments[_EP] > 1:
             asked.append(arguments["data_parallel_size"] * arguments["context_parallel_size"])
         broken = same and saved.rng_shape is not None and asked != stored
@@ -262,10 +264,12 @@ def _check_optimizer(
     buffer smaller than both sizes is one bucket either way. Source: a training.py:1298-1322,
     do:1603, :1779; b training.py:2179-2194, do:1902, :2078 (run).
     """
-    kind, count = saved.distrib_optim_sharding_type, saved.num_optimizers
+    kind = saved.distrib_optim_sharding_type
+    count = saved.num_optimizers
     if saved.use_distributed_optimizer and kind not in ("fully_reshardable", *_FIXED_LAYOUT):
         _refuse("distrib_optim_sharding_type", kind, "0.15 was the last to read it", _NO_OPTIM)
-    sizes, apart = (arguments[_EP], arguments[_ETP]), _is_apart(arguments, release)
+    sizes = (arguments[_EP], arguments[_ETP])
+    apart = _is_apart(arguments, release)
     if values.get("num_experts") and count is not None and apart != (count > 1):
         fix = f"fix an expert-parallel size {'of 1' if apart else 'above 1'}, or {_NO_OPTIM}"
         _refuse(f"{_EP}, {_ETP}", sizes, f"{saved.directory} holds {count} optimizer(s)", fix)
@@ -289,7 +293,7 @@ def _is_apart(sizes: Values, release: Release) -> bool:
     return sizes[_EP] > 1 or (release >= (0, 19) and sizes[_ETP] != sizes[_TP])
 
 
-def _describe(folder: Path, iteration: int, weights_only: bool, values: Values) -> SavedCheckpoint:
+def _describe(folder: Path, weights_only: bool, values: Values) -> SavedCheckpoint:
     kind = _format(folder)
     try:
         sizes, state = _read(folder, kind)
@@ -312,7 +316,6 @@ def _describe(folder: Path, iteration: int, weights_only: bool, values: Values) 
         buffers[bucket[1]] = buffers.get(bucket[1], 0) + sizes[bucket[0]][0]
     return SavedCheckpoint(
         directory=folder,
-        iteration=iteration,
         format=kind,
         weights_only=weights_only,
         **_degrees(folder, kind, arguments, values),
@@ -350,7 +353,8 @@ def _degrees(folder: Path, kind: str, arguments: Values, values: Values) -> dict
 def sizes_of(arguments: Values) -> dict[str, Any]:
     """The degrees and stages that arguments state, by fields of ``SavedCheckpoint``."""
     found = {name: arguments.get(name) or 1 for name in _DEGREES}
-    layout, pp = None, found[_PP]
+    layout = None
+    pp = found[_PP]
     with contextlib.suppress(UserInputError, LookupError, TypeError):
         if pattern := saved_pattern(arguments):
             layers, _, depths = hybrid_kinds(pattern)
@@ -448,7 +452,8 @@ def checkpoint_of_plan(
         version: of Megatron-LM.
         name: for errors.
     """
-    layout, dims = plan.layout, plan.layout.dims
+    layout = plan.layout
+    dims = plan.layout.dims
     saved = {name: getattr(dims, name) for name in _DEGREES}
     replicas = dims.data_parallel_size * dims.context_parallel_size
     release = release_number(version)
@@ -465,7 +470,6 @@ def checkpoint_of_plan(
         shape.append(replicas)
     return SavedCheckpoint(
         directory=Path(name),
-        iteration=0,
         format=kind,
         **saved,
         pipeline_model_parallel_layout=plan.arguments[_LAYOUT],

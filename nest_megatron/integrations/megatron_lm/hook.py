@@ -12,7 +12,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nest_megatron.boot import is_asked_for
 from nest_megatron.config.launch import Mode, split_words
@@ -23,11 +23,9 @@ from nest_megatron.integrations.megatron_lm.ranks import (
     compare_groups,
     launched_job,
 )
+from nest_megatron.layout.plan import ParallelPlan
 from nest_megatron.layout.rulebook.facts import RELEASES
 from nest_megatron.report.failure import end, ending_on_errors
-
-if TYPE_CHECKING:
-    from nest_megatron.layout.plan import ParallelPlan
 
 Function = Callable[..., Any]
 
@@ -47,13 +45,13 @@ def before_training() -> None:
     sys.argv[1:] = rest
     _job = launched_job(ours)
     if _job is not None and any(word.partition("=")[0] == "--yaml-cfg" for word in rest):
-        limit = (
-            "Megatron's own parser fails on files like its example, which lacks arguments that it "
-            "reads (enable_msc), in every release that was tried"
-        )
         end(
             UserInputError(
-                "--yaml-cfg", True, limit, "Give the settings as flags, or leave out nest."
+                "--yaml-cfg",
+                True,
+                "Megatron's own parser fails on files like its example, which lacks arguments that "
+                "it reads (enable_msc), in every release that was tried",
+                "Give the settings as flags, or leave out nest.",
             )
         )
 
@@ -94,13 +92,16 @@ def after_arguments(module: ModuleType) -> None:
 def _validate_args(
     validate: Function, args: Namespace, defaults: Mapping[str, Any] | None = None
 ) -> Any:
-    job, defaults = _job, defaults or {}
+    job = _job
+    defaults = defaults or {}
     if job is None or job.decision is not None:
         return validate(args, defaults)
     with job.ending_together():
         from nest_megatron.integrations.megatron_lm.launch import dry_run, run
 
-        job.args, job.defaults, job.validate = args, defaults, validate
+        job.args = args
+        job.defaults = defaults
+        job.validate = validate
         if job.launch.dry_run:
             dry_run(job)
             sys.exit(OK)
@@ -172,7 +173,8 @@ def after_parallel_state(module: ModuleType) -> None:
         if _job is None:
             plan = _plan_of_hydra_application()
         elif not _job.groups_checked and _job.decision is not None:
-            _job.groups_checked, plan = True, _job.decision.plan
+            _job.groups_checked = True
+            plan = _job.decision.plan
         if plan:
             with ending_on_errors():
                 compare_groups(plan, module)

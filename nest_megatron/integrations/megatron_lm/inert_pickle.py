@@ -111,8 +111,12 @@ class _Bounded:
     """
 
     def __init__(self, stream: IO[bytes], name: str) -> None:
-        self._stream, self._name, self.most = stream, name, _MAX_DIRECTORY_BYTES
-        self.seek, self.tell, self.seekable = stream.seek, stream.tell, stream.seekable
+        self._stream = stream
+        self._name = name
+        self.most = _MAX_DIRECTORY_BYTES
+        self.seek = stream.seek
+        self.tell = stream.tell
+        self.seekable = stream.seekable
 
     def read(self, size: int = -1) -> bytes:
         """Read as the file does."""

@@ -81,12 +81,13 @@ from nest_megatron.report.console import command_lines, say, show
 
 def run(launched: LaunchedJob) -> Any:
     """Plan the job, and let Megatron validate the arguments; errors as of ``LaunchedJob.run``."""
-    args, launch, version = launched.args, launched.launch, known_release(_installed())
+    launch = launched.launch
+    version = known_release(_installed())
     measured: tuple[Job, JobCluster] | None = None
 
     def comparable() -> dict[str, str]:
         defaults = {"defaults of the script": comparable_text(launched.defaults)}
-        return defaults | comparable_arguments(args, version, launch.may_differ)
+        return defaults | comparable_arguments(launched.args, version, launch.may_differ)
 
     def measure() -> None:
         nonlocal measured
@@ -102,7 +103,8 @@ def run(launched: LaunchedJob) -> Any:
     def decide(hosts: Hosts) -> Decision:
         require_launch(launched.words.mode, launch.free, version)
         outcome = _with_ranks(launched, _find_plan(launched, measured), hosts)
-        launched.changes, plan = tuple(outcome.changes), outcome.decision.plan
+        launched.changes = tuple(outcome.changes)
+        plan = outcome.decision.plan
         show(launched_report(plan, outcome.changes, outcome.notes))
         say(_write_plan(launched, plan))
         threading.Thread(target=_print_costs, args=(outcome.searched,), daemon=True).start()
@@ -142,14 +144,16 @@ def dry_run(launched: LaunchedJob) -> None:
 
 def _device_of(plan: ParallelPlan) -> AbstractContextManager[None]:
     """Stand in for the planned device unless it is here: Megatron asks for its generation."""
-    device, here = plan.cluster.accelerator, known_gpus()
+    device = plan.cluster.accelerator
+    here = known_gpus()
     if here is not None and is_same_device(device, here):
         return contextlib.nullcontext()
     return stand_in_device(device.name, attach.device_architecture(plan), device.memory_bytes)
 
 
 def _apply_and_validate(launched: LaunchedJob, decision: Decision) -> Any:
-    args, validate = launched.args, launched.validate
+    args = launched.args
+    validate = launched.validate
     assert validate is not None
     unplanned = copy.deepcopy(args)
     apply(args, decision)
@@ -198,7 +202,8 @@ def comparable_arguments(
     """
     flags: dict[str, str] = {}
     for argument in load_arguments(version):
-        flag, off = argument.flags[0], argument.action == "store_false"
+        flag = argument.flags[0]
+        off = argument.action == "store_false"
         flags.setdefault(argument.dest, f"{argument.dest} ({flag} makes it False)" if off else flag)
     return {
         flags.get(name, f"args.{name}"): comparable_text(value)
@@ -247,7 +252,8 @@ def _read(launched: LaunchedJob) -> Job:
 
 def _with_ranks(launched: LaunchedJob, outcome: LaunchPlan, hosts: Hosts) -> LaunchPlan:
     """The outcome with the ranks that processes take: those of ``nest.ranks``, or by host."""
-    ranks, asked = outcome.decision.ranks, launched.launch.ranks
+    ranks = outcome.decision.ranks
+    asked = launched.launch.ranks
     if isinstance(asked, list):
         ranks = tuple(asked)
     elif ranks is None and asked == "by_host":
@@ -333,10 +339,12 @@ def pinned_plan(launched: LaunchedJob, job: Job) -> LaunchPlan:
             take the plan's place, and where nothing legal can.
         NothingFitsError: if what could take its place does not fit in memory.
     """
-    path, dry_run = pinned_file(launched.launch.plan), launched.launch.dry_run
+    path = pinned_file(launched.launch.plan)
+    dry_run = launched.launch.dry_run
     allowed = allowed_on_mismatch(launched.launch.on_mismatch)
     _refuse_search(launched, allowed)
-    cluster, world_size = None, launched.args.world_size
+    cluster = None
+    world_size = launched.args.world_size
     if names_cluster(launched.words.job):
         cluster = _find_place(launched, world_size).cluster
         world_size = cluster.num_gpus
@@ -362,7 +370,8 @@ def pinned_plan(launched: LaunchedJob, job: Job) -> LaunchPlan:
     if not all(each.is_of_moment for each in found):
         raise refusal(found)
     if allowed[0] is OnMismatch.REFUSE:
-        fix, others = "Launch the pinned job, or plan and pin this one", " or ".join(allowed[1:])
+        fix = "Launch the pinned job, or plan and pin this one"
+        others = " or ".join(allowed[1:])
         if others:
             fix += f"; nest.on_mismatch={others} has another plan take its place"
         raise refusal(found, f"{fix}.")
@@ -397,7 +406,8 @@ def _pinned_launch(job: Job, pinned: PinnedPlan) -> LaunchPlan:
     assert job.command
     if restored := restored_by_command(job.command.values):
         restored.check(pinned.plan, job.version)
-    plan, rows = pinned.plan, job.spec.vocab_size
+    plan = pinned.plan
+    rows = job.spec.vocab_size
     if job.spec.vocab_is_padded and rows % plan.layout.dims.tensor_model_parallel_size == 0:
         # the embedding has the rows that the job gives it by itself
         plan = replace(plan, model=replace(plan.model, vocab_size=rows, vocab_is_padded=True))
@@ -415,7 +425,7 @@ def _replacement(
     allowed: Sequence[OnMismatch],
 ) -> LaunchPlan:
     """The plan that the machines of the moment get, with the reason in its notes."""
-    policy, free = allowed[0], launched.launch.free
+    policy = allowed[0]
     note = (
         f"{pin_note(pinned.pin)} Another plan takes its place (nest.on_mismatch={policy}): "
         f"{'; '.join(map(str, found))}."
@@ -424,7 +434,7 @@ def _replacement(
     job = replace(job, notes=(*job.notes, note))
     made_by = f"+nest=pinned nest.on_mismatch={policy}"
     if policy is OnMismatch.REPLAN:
-        return planning.decide(job, place, free=free, made_by=made_by)
+        return planning.decide(job, place, free=launched.launch.free, made_by=made_by)
     way_out = (
         "search anew with nest.on_mismatch=replan"
         if OnMismatch.REPLAN in allowed
@@ -479,7 +489,8 @@ def _place(launched: LaunchedJob, planned: Cluster, actual: ActualJob) -> JobClu
     other = actual.gpus is not None and not is_same_device(planned.accelerator, actual.gpus)
     if names_cluster(words) or other:
         return _find_place(launched, actual.num_gpus)
-    cluster, per_host = planned.resized(actual.num_gpus), actual.gpus_per_host
+    cluster = planned.resized(actual.num_gpus)
+    per_host = actual.gpus_per_host
     if per_host not in (None, cluster.launch_gpus_per_host) and cluster.gpus_per_host is None:
         cluster = with_hosts_of(cluster, per_host)
     note = f"The network is taken to be that of the pinned plan ({planned.name})."

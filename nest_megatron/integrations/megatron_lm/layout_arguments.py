@@ -277,7 +277,8 @@ def _split(spec: TransformerSpec, values: Values, pp: int) -> StagePartition:
         if values.get(name) is not None and values[name] < 1:
             raise flag_error(name, values[name], "it is at least 1", "Raise it, or leave it out.")
     embedding, loss = bool(values.get(_EMBEDDING)), bool(values.get(_LOSS))
-    layers, virtual = values.get(_LAYERS_A_STAGE), int(values.get(_STAGES_A_RANK) or 1)
+    layers = values.get(_LAYERS_A_STAGE)
+    virtual = int(values.get(_STAGES_A_RANK) or 1)
     if layers is not None:
         total = spec.num_layers + embedding + loss
         virtual, rest = divmod(total, pp * layers)

@@ -168,10 +168,12 @@ def _orders(
     assert outcome.searched is not None
     assert job.command
     request = outcome.searched.request
-    spec, precision = request.spec, request.settings.precision
+    spec = request.spec
+    precision = request.settings.precision
     tasks = tasks_for(outcome.decision.plan, request, implementation)
     machine = machine_here(implementation)
-    known, done = stored_profile(spec, precision, machine), set()
+    known = stored_profile(spec, precision, machine)
+    done = set()
     if known is not None:  # what it has timed, or found impossible
         timed = (Task(timing.block, shard_of(timing, LayerShard())) for timing in known.timings)
         failed = (skipped.task for skipped in untimed(known))
@@ -289,8 +291,6 @@ def measure_in_child(
     environment: Environment,
     check: Callable[[], None],
     pause_s: Seconds = 1.0,
-    *,
-    spare_s: Seconds = SPARE_S,
 ) -> Answer:
     """Time the blocks of this rank's orders in a process of its own.
 
@@ -301,7 +301,7 @@ def measure_in_child(
         MeasuringError: if the child dies or takes too long, with its last words.
     """
     started = time.monotonic()
-    ended = started + orders.max_seconds + spare_s
+    ended = started + orders.max_seconds + SPARE_S
     with contextlib.ExitStack() as stack:
         given, out, err = (
             stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
@@ -323,7 +323,8 @@ def measure_in_child(
             words = _last_words(err)
             raise MeasuringError(f"the process that measures did not end within its time{words}")
         out.seek(0)
-        answer, code = out.read(), child.returncode
+        answer = out.read()
+        code = child.returncode
         if code or not answer:
             how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
             raise MeasuringError(f"the process that measures {how}{_last_words(err)}")
@@ -371,8 +372,10 @@ def gpu_of_rank(environment: Environment) -> str:
 
 
 _DEGREES = attrgetter(
-    *("tensor_model_parallel_size", "micro_batch_size"),
-    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+    "tensor_model_parallel_size",
+    "micro_batch_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
 )
 
 
@@ -417,8 +420,13 @@ def _shard(layout: PartialLayout, like: LayerShard) -> LayerShard:
 
 #: What tells this machine, set up as it is now, from others.
 _IDENTITY = (
-    *("device_name", "is_cpu", "implementation", "driver"),
-    *("torch", "megatron_core", "transformer_engine"),
+    "device_name",
+    "is_cpu",
+    "implementation",
+    "driver",
+    "torch",
+    "megatron_core",
+    "transformer_engine",
 )
 
 
@@ -456,7 +464,8 @@ def stored_profile(
     spec: TransformerSpec, precision: Precision, machine: Machine
 ) -> LayerProfile | None:
     """The newest profile that was measured on a machine, of these layers."""
-    layers, found = shape_digest(spec, precision), []
+    layers = shape_digest(spec, precision)
+    found = []
     for entry in store.stored_entries():
         with contextlib.suppress(ProfileError):  # a broken file is named where it is looked for
             if entry.line(LAYERS) == layers:

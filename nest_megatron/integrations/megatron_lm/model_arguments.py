@@ -126,7 +126,8 @@ def _pattern(values: Values) -> str:
 
 
 def _pattern_and_shares(values: Values) -> str:
-    layers, pattern = values.get("num_layers"), values.get("hybrid_override_pattern")
+    layers = values.get("num_layers")
+    pattern = values.get("hybrid_override_pattern")
     if not layers:
         raise flag_error(
             "num_layers", layers, "the model's shape needs it", "Add it to the command."
@@ -263,7 +264,9 @@ def with_images(spec: TransformerSpec, values: Values, precision: Precision) -> 
             "only its encoder or projector would be trained",
             "Launch without nest.",
         )
-    height, width, patch = (values[name] for name in ("img_h", "img_w", "patch_dim"))
+    height = values["img_h"]
+    width = values["img_w"]
+    patch = values["patch_dim"]
     for name, size in (("img_h", height), ("img_w", width)):
         if patch < 1 or size < 1 or size % patch:
             raise flag_error(

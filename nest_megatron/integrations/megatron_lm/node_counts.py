@@ -92,6 +92,12 @@ class Resharding:
     needed: Mapping[str, int | bool]
     values: Mapping[str, Any]
 
+    def required(self) -> Mapping[str, Requirement]:
+        """What a plan that loads it must keep."""
+        who = str(self.saved.directory)
+        needs = checkpoint.requirements(self.saved, self.values)
+        return {name: replace(need, who=who) for name, need in needs.items()}
+
 
 @frozen
 class TableJob:
@@ -112,9 +118,10 @@ class TableJob:
 
     def request_for(self, num_gpus: int, loads: Resharding | None) -> Request:
         """What to plan for so many GPUs; an error if what is fixed does not divide them."""
-        request, space = self.request, self.request.space
+        request = self.request
+        space = self.request.space
         if loads is not None:
-            space = with_required(space, request.spec, self.requirements(loads))
+            space = with_required(space, request.spec, loads.required())
         cluster = request.cluster.resized(num_gpus)
         check_quotients(space, num_gpus, request.global_batch_size)
         today = request.present  # runs on the GPUs of its own number alone
@@ -123,12 +130,6 @@ class TableJob:
         return replace(
             request, cluster=cluster, space=space, present=today, begun_s=None, remedies=False
         )
-
-    def requirements(self, loads: Resharding) -> Mapping[str, Requirement]:
-        """What a plan that loads a checkpoint must keep."""
-        needs = checkpoint.requirements(loads.saved, loads.values, self.version)
-        who = str(loads.saved.directory)
-        return {name: replace(need, who=who) for name, need in needs.items()}
 
     def plan(self, asked: Request, loads: Resharding | None) -> ParallelPlan:
         """The plan that is asked for."""
@@ -146,11 +147,13 @@ class TableJob:
 
         Source of the flags: ``_check_optimizer`` and ``_check_rng`` of ``checkpoint.py``.
         """
-        name, needed = f"the checkpoint of the plan for {num_nodes} nodes", dict[str, int | bool]()
+        name = f"the checkpoint of the plan for {num_nodes} nodes"
+        needed = dict[str, int | bool]()
         experts = self.request.spec.num_experts
         values = {"num_experts": experts, "moe_grouped_gemm": bool(experts), **self.values}
         saved = checkpoint_of_plan(plan, values, self.version, name)
-        dims, own = plan.layout.dims, saved.arguments
+        dims = plan.layout.dims
+        own = saved.arguments
         bucket = 1_000_000 * dims.data_parallel_size * dims.context_parallel_size
         is_bucketed = saved.distrib_optim_sharding_type == "dp_reshardable"
         is_fixed = own["ddp_bucket_size"] or own["ddp_num_buckets"]
@@ -179,7 +182,7 @@ def plan_for_nodes(job: TableJob, counts: Sequence[int]) -> PlanTable:
     for entry, plan in alone:
         if plan:
             loads = job.checkpoint_of(plan, entry.num_nodes)
-            layout = tuple(need.value for need in job.requirements(loads).values())
+            layout = tuple(need.value for need in loads.required().values())
             candidates.setdefault(layout, loads)
     tables = [(loads, _plans_that_load(job, alone, loads)) for loads in candidates.values()]
     if not tables:
@@ -191,7 +194,7 @@ def plan_for_nodes(job: TableJob, counts: Sequence[int]) -> PlanTable:
     return PlanTable(
         entries=_entries_with_advice(found, _best_below(job, found, loads)),
         plans={plan_file.checksum(plan): plan for _, plan in found if plan},
-        notes=tuple(_notes(job, loads)),
+        notes=tuple(_notes(loads)),
     )
 
 
@@ -248,9 +251,9 @@ def _best_below(
     return None
 
 
-def _notes(job: TableJob, loads: Resharding) -> Iterator[str]:
+def _notes(loads: Resharding) -> Iterator[str]:
     """What holds all plans but the first, and what their command needs."""
-    needs = job.requirements(loads).items()
+    needs = loads.required().items()
     for reason in dict.fromkeys(need.reason for name, need in needs if name in DEGREES):
         yield f"All plans load {loads.saved.directory}, and keep its layout: {reason}."
     for name, value in loads.needed.items():

@@ -220,7 +220,8 @@ class PlannedJob:
     """The job of a plan file, as far as the file says it, with the layer times it was made with."""
 
     def __init__(self, plan: ParallelPlan, times: LayerTimes | None) -> None:
-        self._plan, self._settings = plan, restored_settings(plan.provenance.settings)
+        self._plan = plan
+        self._settings = restored_settings(plan.provenance.settings)
         self._target = target_named(self._settings.target or DEFAULT_TARGET.name)
         release = plan.provenance.framework_version
         self._version = release if release in RELEASES else self._target.megatron_core

@@ -83,7 +83,8 @@ class JobLayers:
     def __init__(self, job: JobArguments, where: Where) -> None:
         self.job = job
         self.where = where
-        self._default = _parsed(job.script, ())
+        default = vars(_parsed(job.script, ()))
+        self._default = {name: default[name] for name in _NOT_OF_A_LAYER if name in default}
         self._parsed = args = _parsed(job.script, job.argv)
         for name, value in job.values.items():
             before = getattr(args, name, None)
@@ -111,10 +112,10 @@ class JobLayers:
     def _arguments(self, spec: TransformerSpec, shard: LayerShard) -> Namespace:
         """The job's arguments with a layer in the place of its model, divided as the shard is."""
         args = copy.deepcopy(self._parsed)
-        default = copy.deepcopy(vars(self._default))
-        dims, micro = smallest_dims(spec, shard), shard.micro_batch_size
+        dims = smallest_dims(spec, shard)
+        micro = shard.micro_batch_size
         vars(args).update(
-            {name: value for name, value in default.items() if name in _NOT_OF_A_LAYER},
+            copy.deepcopy(self._default),
             rank=0,
             world_size=dims.world_size,
             tensor_model_parallel_size=dims.tensor_model_parallel_size,

@@ -304,7 +304,8 @@ _CONVERTERS: dict[str, Callable[[str], Any]] = {
 
 
 def _notes(options: Iterable[Option], unknown: tuple[str, ...], version: str) -> Iterable[str]:
-    flags, behind = known_flags(version), ""
+    flags = known_flags(version)
+    behind = ""
     choices = next(a.choices for a in load_arguments(version) if a.dest == _OF_FORKS)
     for option in options:
         name = option.flag

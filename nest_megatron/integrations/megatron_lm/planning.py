@@ -72,7 +72,10 @@ def job_request(
     with naming_fields(job.fields):
         space, offer = job_space(job, composed)
         request = request_for(
-            *(job, cluster, composed, narrow(space)),
+            job,
+            cluster,
+            composed,
+            narrow(space),
             offer=offer,
             freed=freed_flags(job),
             versions=versions,
@@ -175,7 +178,7 @@ def decide(
     assert command
     values, version = command.values, command.version
     saved = checkpoint.read_checkpoint(values)
-    saves = {} if saved is None else checkpoint.requirements(saved, values, version)
+    saves = {} if saved is None else checkpoint.requirements(saved, values)
     job = replace(
         job,
         free=tuple(free),
@@ -205,7 +208,8 @@ def plan_to_launch(request: Request, choose: int = 0) -> ParallelPlan:
 
 def running_request(job: Job, place: JobCluster) -> Request:
     """What to search for a running job."""
-    cluster, notes = place.cluster, (*job.notes, *place.notes)
+    cluster = place.cluster
+    notes = (*job.notes, *place.notes)
     job = replace(job, notes=notes, num_gpus=cluster.num_gpus)
     with settings_typed_as("nest.{}".format):
         require_all_gpus(place.settings, "a job that has started")
@@ -270,7 +274,7 @@ def command_of(
         argv: the script's arguments, without this package's own words.
     """
     typed = read_argv(script, argv, version, world_size=args.world_size)
-    values = vars(with_defaults(Namespace(**{**typed.values, **vars(args)}), defaults))
+    values = with_defaults({**typed.values, **vars(args)}, defaults)
     of_megatron = defaults_of(version)
     untyped = {
         name
@@ -280,15 +284,16 @@ def command_of(
     return with_degrees_as_flags(replace(typed, values=values, explicit=typed.explicit | untyped))
 
 
-def with_defaults(args: Namespace, defaults: Values) -> Namespace:
-    """A copy of Megatron's arguments with what the script sets where the user says nothing."""
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    return Namespace(**{**vars(args), **defaults, **given})
+def with_defaults(values: Values, defaults: Values) -> dict[str, Any]:
+    """Megatron's arguments with what the script sets where the user says nothing."""
+    given = {name: value for name, value in values.items() if value is not None}
+    return {**values, **defaults, **given}
 
 
 def require_planned(args: Namespace, plan: ParallelPlan) -> None:
     """Raise if Megatron derived something else than the plan has, naming it."""
-    arguments, train = plan.arguments, plan.train
+    arguments = plan.arguments
+    train = plan.train
     wanted = {name: arguments[name] for name in _DERIVED} | {
         "micro_batch_size": plan.layout.micro_batch_size,
         "seq_length": train.seq_length,
@@ -323,7 +328,7 @@ def padded_vocab_size(args: Namespace, defaults: Values) -> int | None:
         return int(args.padded_vocab_size)
     if getattr(args, "pad_vocab_size", True) is False:
         return None
-    copied = with_defaults(args, defaults)
+    copied = Namespace(**with_defaults(vars(args), defaults))
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # Megatron says it all again when it starts
             _build_tokenizer()(copied)

@@ -72,7 +72,8 @@ def with_present_layout(request: Request, job: Job, composed: Settings) -> Reque
         plan = estimate_for(request, layout)
         if any(any(violations(plan, file)) for file in request.policy):
             return request
-    space, recompute = request.space, layout.recompute
+    space = request.space
+    recompute = layout.recompute
     # a limit that the user has set holds for other layouts
     beyond = {
         name: value
@@ -93,7 +94,8 @@ def with_present_layout(request: Request, job: Job, composed: Settings) -> Reque
 
 def _is_in_space(request: Request, layout: Layout) -> bool:
     """Whether a layout is one of the space but for its limits."""
-    space, sizes = request.space, layout.sizes
+    space = request.space
+    sizes = layout.sizes
     return (
         all(sizes[name] == value for name, value in space.fixed.items())
         and all(sizes[name] >= least for name, least in space.least.items())
@@ -118,7 +120,8 @@ def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Varian
         UserInputError: for degrees that do not multiply out to the GPUs or divide the batch, and
             stages that Megatron does not build.
     """
-    values, spec = job.values, request.spec
+    values = job.values
+    spec = request.spec
     dims = _dims(job, request)
     pp = dims.pipeline_model_parallel_size
     stages = partition_of_values(spec, values, pp) or uniform_partition(spec, pp)
@@ -142,7 +145,8 @@ def typed_layout(job: Job, request: Request, composed: Settings) -> tuple[Varian
     if not spec.moe_shared_expert_intermediate_size:  # there is nothing to overlap
         done = replace(done, moe_shared_expert_overlap=False)
     grid = replace(grid, execution=done)
-    settings, traits = request.settings, request.settings.traits
+    settings = request.settings
+    traits = request.settings.traits
     reduces, gathers = (  # True, or of a recipe the number of replicas from which on it is
         values.get(name) in range(1, dims.data_parallel_size + 1) for name in OVERLAPS
     )

@@ -126,7 +126,8 @@ class LaunchedJob:
         Raises:
             NestError: if no plan can be made or written; nothing has touched a GPU then.
         """
-        words, launch, args = self.words, self.launch, self.args
+        launch = self.launch
+        args = self.args
         is_fake = getattr(args, "fake_process_group", False)  # none in 0.15
         if args.world_size > 1 and "RANK" in os.environ and not (launch.dry_run or is_fake):
             self.join(60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10))
@@ -136,7 +137,7 @@ class LaunchedJob:
             # what is not to train is no launch
             if launch.dry_run or launch.stop_before_training:
                 return decide(hosts)
-            with auditing_refusals(words.mode.value, launch.plan, args.world_size):
+            with auditing_refusals(self.words.mode.value, launch.plan, args.world_size):
                 return decide(hosts)
 
         with propagating_errors(store):
@@ -196,8 +197,8 @@ class LaunchedJob:
         Raises:
             NoAgreementError: if any differs, or does not come.
         """
-        mode, settings = self.words.mode, (*self.words.launch, *self.words.job)
-        words = {"+nest": mode.value} | {  # rank 0 alone reads nest.out
+        settings = (*self.words.launch, *self.words.job)
+        words = {"+nest": self.words.mode.value} | {  # rank 0 alone reads nest.out
             f"nest.{each.key}": str(each.value) for each in settings if each.key != "out"
         }
         require_equal(self.store, {**versions(), **words, **own}, what="command")
@@ -265,7 +266,8 @@ class Watch:
     """
 
     def __init__(self, training: ModuleType, job_of: Callable[[], LaunchedJob | None]) -> None:
-        self._training, self._job_of = training, job_of
+        self._training = training
+        self._job_of = job_of
 
     def pretrain(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The whole of training; what ends it is kept."""

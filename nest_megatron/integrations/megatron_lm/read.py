@@ -160,7 +160,8 @@ def job_from_values(
     if sees_images(script):
         spec = with_images(spec, values, precision)
     params = next(filter(values.get, ("bf16", "fp16")), "fp32")
-    stated, dispatcher = {**values, "params_dtype": params}, "moe_token_dispatcher_type"
+    stated = {**values, "params_dtype": params}
+    dispatcher = "moe_token_dispatcher_type"
     if dispatcher not in explicit and values.get(dispatcher) == "allgather":
         stated[dispatcher] = None  # Megatron's default, which a plan replaces
     packs = any(map(values.get, PACKED))

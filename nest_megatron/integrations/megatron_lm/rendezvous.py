@@ -53,7 +53,7 @@ def versions() -> dict[str, str]:
     return {f"version of {name}": version for name, version in found.items()}
 
 
-def comparable_fields(config: Any, name: str, may_differ: Collection[str] = ()) -> dict[str, str]:
+def comparable_fields(config: Any, may_differ: Collection[str] = ()) -> dict[str, str]:
     """The leaves of a configuration made of records and mappings, by their dotted names.
 
     Args:
@@ -63,7 +63,7 @@ def comparable_fields(config: Any, name: str, may_differ: Collection[str] = ()) 
     left_out = {*(MAY_DIFFER - _OF_MEGATRON_ALONE), *may_differ}
     return {
         path: text
-        for path, text in _leaves(config, name, ())
+        for path, text in _leaves(config, "", ())
         if path.rpartition(".")[2] not in left_out
         and not any(path == one or path.startswith(f"{one}.") for one in may_differ)
     }
@@ -191,7 +191,11 @@ _ANSWER_S = 2.0
 #: itself: one that joined late counts fewer than the others, so they tell attempts apart only where
 #: these share its store.
 _OF_ATTEMPT = (
-    *("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID"),
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "TORCHELASTIC_RUN_ID",
     "NEST_MEGATRON_PASSES",
 )
 _OF_AGENTS_STORE = "TORCHELASTIC_RESTART_COUNT"
@@ -281,8 +285,10 @@ class TimedStore:
     server = "the store"
 
     def __init__(self, context: RankContext) -> None:
-        self.context, self.is_silent = context, False
-        self._limit_s, self._socket = context.heartbeat_timeout_s, threading.Lock()
+        self.context = context
+        self.is_silent = False
+        self._limit_s = context.heartbeat_timeout_s
+        self._socket = threading.Lock()
         self._store = self._connect()
 
     def _connect(self) -> Any:
@@ -290,7 +296,8 @@ class TimedStore:
         import torch
 
         context = self.context
-        agent, limit_s = context.agent_hosts_store, context.rendezvous_timeout_s
+        agent = context.agent_hosts_store
+        limit_s = context.rendezvous_timeout_s
         places: dict[str, Any] = {
             "nest.port": None if agent else context.port,
             **context.environment,
@@ -306,7 +313,8 @@ class TimedStore:
                 )
         name = "MASTER_PORT" if places["nest.port"] is None else "nest.port"
         address, port = places["MASTER_ADDR"], int(places[name])
-        is_host, host = not (agent or context.rank), "torchrun's agent" if agent else "rank 0"
+        is_host = not (agent or context.rank)
+        host = "torchrun's agent" if agent else "rank 0"
         self.server = f"the store of {host} at {address}:{port}"
 
         def make() -> Any:

@@ -172,7 +172,8 @@ def job_space(job: Job, settings: Settings) -> tuple[SearchSpace, Offer | None]:
     Raises:
         UserInputError: if what the job states cannot be kept.
     """
-    freed, offer = freed_flags(job), None
+    freed = freed_flags(job)
+    offer = None
     space = _space(settings, job, freed)
     space = replace(space, zero_stages=for_optimizer(space.zero_stages, job))
     if settings.parallel.zero_stage is None:
@@ -209,7 +210,8 @@ def with_required(
             zeros = tuple(zero for zero in zeros if has(zero, space.sharding) == state.value)
             if not zeros:
                 raise _not_loadable(name, not state.value, state)
-    partition, layout = space.partition, required.get(_LAYOUT)
+    partition = space.partition
+    layout = required.get(_LAYOUT)
     if layout is not None and layout.value is not None:
         saved = parse_layout(str(layout.value), spec, fixed[_PIPELINE])
         if partition not in (None, saved):
@@ -229,7 +231,9 @@ def _not_loadable(name: str, value: object, need: Requirement) -> UserInputError
 
 
 def _space(settings: Settings, job: Job, freed: frozenset[str]) -> SearchSpace:
-    own, spec, stated = read_space(settings), job.spec, _fixed_values(job, freed)
+    own = read_space(settings)
+    spec = job.spec
+    stated = _fixed_values(job, freed)
     limits = pipeline_limits(job.values, job.script, job.version)
     # what the user states is kept
     if not any(map(stated.get, (_PIPELINE, *STAGE_OPTIONS, *VIRTUAL_STAGES))):
@@ -329,7 +333,8 @@ def _with_own_sharding(
     if CKPT_FORMAT not in freed and not _saves(sharding, job.ckpt_format):
         raise _refused_format(job)
     # what must be freed before another implementation may be taken; nothing if it may
-    every, present = space.zero_stages, IMPLEMENTATION[sharding is DataParallelSharding.TORCH_FSDP2]
+    every = space.zero_stages
+    present = IMPLEMENTATION[sharding is DataParallelSharding.TORCH_FSDP2]
     implementation = [] if IMPLEMENTATION[0] in freed else [present]
     fixed = {}
     for other in _FORMATS:
@@ -339,7 +344,8 @@ def _with_own_sharding(
     if not any(fixed.values()):
         return space, None
     others = tuple(zero for zero in every if fixed.get(zero.sharding))
-    saved, offer = job.ckpt_format or _FORMATS.get(sharding, "torch_dist"), None
+    saved = job.ckpt_format or _FORMATS.get(sharding, "torch_dist")
+    offer = None
     if others:
         offer = Offer(
             space=replace(space, zero_stages=others),

@@ -101,9 +101,11 @@ def _model_arguments(spec: TransformerSpec, release: Release) -> dict[str, Any]:
     model's layers are those of ``parallel_argv``. Gated delta nets have their old name in all.
     """
     counted = release < (0, 17)
-    pattern, latent = spec.hybrid_layer_pattern.replace("|", ""), spec.multi_latent_attention
+    pattern = spec.hybrid_layer_pattern.replace("|", "")
+    latent = spec.multi_latent_attention
     grouped = spec.num_query_groups is not None and not latent
-    window, balanced = spec.window_size, spec.moe_router_enable_expert_bias
+    window = spec.window_size
+    balanced = spec.moe_router_enable_expert_bias
     has_delta_nets = LayerBlock.GATED_DELTA_NET in spec.blocks
     is_sparse = spec.experimental_attention_variant == "dsa"
     linear = has_delta_nets and not pattern
@@ -159,9 +161,9 @@ def _model_arguments(spec: TransformerSpec, release: Release) -> dict[str, Any]:
 
 def _freq(value: int | Sequence[int] | None) -> str | None:
     """A period or the flags of all layers, as Megatron's frequencies are typed."""
-    if value is None or isinstance(value, int):
-        return None if value is None else str(value)
-    return f"[{','.join(map(str, value))}]"
+    if value is None:
+        return None
+    return str(value) if isinstance(value, int) else f"[{','.join(map(str, value))}]"
 
 
 def planned_values(request: LaunchRequest) -> dict[str, Any]:
@@ -170,8 +172,11 @@ def planned_values(request: LaunchRequest) -> dict[str, Any]:
     The command, the Namespace and the fields of recipes are written of it; ``None`` leaves a choice
     to Megatron, as stages that it makes even by itself.
     """
-    spec, dims, sharding = request.spec, request.dims, request.sharding or request.zero.sharding
-    partition, hybrid = request.partition, spec.hybrid_layer_pattern
+    spec = request.spec
+    dims = request.dims
+    sharding = request.sharding or request.zero.sharding
+    partition = request.partition
+    hybrid = spec.hybrid_layer_pattern
     if partition is None:
         assert dims.is_one_stage, "a pipeline needs a stage partition"
         partition = StagePartition(boundaries=(0, spec.num_units), pipeline_model_parallel_size=1)
@@ -312,7 +317,8 @@ def pattern_text(pattern: Sequence[int]) -> str:
 
 def script_name(spec: TransformerSpec, version: str) -> str:
     """Megatron-LM's own script for a model; those of BERT and T5 are examples since 0.18."""
-    is_old, family = release_number(version) < (0, 18), spec.family.value
+    is_old = release_number(version) < (0, 18)
+    family = spec.family.value
     if spec.hybrid_layer_pattern:
         return "pretrain_mamba.py" if is_old else "pretrain_hybrid.py"
     if spec.vision is not None:

@@ -10,7 +10,7 @@ alike. Source: ``PerfEnvPlugin.setup`` of NeMo 2.7.3.
 
 import contextlib
 import threading
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -51,12 +51,9 @@ class DividedRanks(NamedTuple):
     pipelined: bool
 
 
-def divided_ranks(recipe: Any) -> DividedRanks:
-    """The layout that a recipe states now."""
-    return _ranks_of_sizes(find(recipe, f"trainer.strategy.{name}") for name in REPLICA_DEGREES)
-
-
-def _ranks_of_sizes(sizes: Iterable[object]) -> DividedRanks:
+def divided_ranks(holder: Any, where: str = "trainer.strategy.") -> DividedRanks:
+    """The layout that a recipe states now, or another holder of degrees."""
+    sizes = (find(holder, f"{where}{name}") for name in REPLICA_DEGREES)
     tp, cp, pp = (isinstance(size, int) and size > 1 for size in sizes)
     return DividedRanks(splits=tp or cp, pipelined=pp)
 
@@ -72,8 +69,9 @@ def adapt(
     Returns:
         What was changed and why, and what another plugin may still undo, one sentence each.
     """
-    now = _ranks_of_sizes(getattr(plan.layout.dims, name) for name in REPLICA_DEGREES)
-    old, fsdp = variables.get(_CONNECTIONS), plan.layout.uses_megatron_fsdp
+    now = divided_ranks(plan.layout.dims, "")
+    old = variables.get(_CONNECTIONS)
+    fsdp = plan.layout.uses_megatron_fsdp
     said = []
     if now.splits and not fsdp:  # kernels of a layer in program order, where traffic hides
         wanted = "32" if is_blackwell(plan.cluster.accelerator.name) else "1"
@@ -324,7 +322,8 @@ def size_of(executor: Any) -> tuple[int, int] | None:
 
     Slurm starts tasks, unless a launcher such as torchrun starts the processes in one.
     """
-    tasks, launcher = (getattr(executor, name, None) for name in ("ntasks_per_node", "launcher"))
+    tasks = getattr(executor, "ntasks_per_node", None)
+    launcher = getattr(executor, "launcher", None)
     try:
         if isinstance(tasks, int) and (launcher is None or type(launcher).__name__ == "Launcher"):
             return executor.nnodes(), tasks

@@ -12,6 +12,7 @@ import pytest
 from nest_megatron.api import Plan
 from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.errors import UnplannableModelError, UserInputError
+from nest_megatron.integrations import nemo
 from nest_megatron.integrations.fields import find
 from nest_megatron.integrations.nemo import (
     apply_plan,
@@ -437,10 +438,12 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     assert recipe == before
 
 
-def test_a_release_without_language_models_is_explained() -> None:
+def test_a_release_without_language_models_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nemo, "installed_version", lambda _: "3.0.0")
     with pytest.raises(UserInputError, match="no collection of language models"):
-        require_language_models("3.0.0")
-    require_language_models("2.7.3")
+        require_language_models()
+    monkeypatch.setattr(nemo, "installed_version", lambda _: "2.7.3")
+    require_language_models()
 
 
 def test_user_buffers_get_the_length_of_the_data() -> None:
