@@ -184,6 +184,14 @@ def test_a_number_of_gpus_is_not_said_twice() -> None:
         nest_megatron.plan(**NAMES, num_gpus=16, **{"cluster.num_gpus": 8})
     with pytest.raises(UserInputError, match=r"train\.global_batch_size = '8': another argument"):
         nest_megatron.estimate(**NAMES, global_batch_size=16, train={"global_batch_size": 8})
+    tensor = {"tensor_model_parallel_size": 4}
+    for twice in (
+        tensor,
+        {"parallel": tensor},
+        {"overrides": ["parallel.tensor_model_parallel_size=4"]},
+    ):
+        with pytest.raises(UserInputError, match="another argument says 2"):
+            nest_megatron.plan(**NAMES, num_gpus=16, tp=2, **twice)
 
 
 def test_importing_the_package_loads_nothing_else() -> None:

@@ -102,6 +102,14 @@ def test_the_search_stays_within_the_policy_and_says_so(tmp_path: Path) -> None:
     assert not any("fp8-format" in offer for offer in held["offers"])
 
 
+def test_no_planner_beside_ours_leaves_the_policy(tmp_path: Path) -> None:
+    of_operators(tmp_path, plan={"ranges": {"tensor_model_parallel_size": [4, 8]}})
+    job = ("model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=64")
+    found = run("compare", *job, "train.global_batch_size=256", "planners=[manual]", "--json")
+    sizes = [each["parallel"]["tensor_model_parallel_size"] for each in found.json()["planners"]]
+    assert sizes == [4, 4]
+
+
 def test_no_file_lifts_what_another_forbids(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

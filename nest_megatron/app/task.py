@@ -358,7 +358,8 @@ def _wrong(label: str, read: Callable[[], object], typed: str = "") -> Iterator[
     except UserInputError as error:
         is_pasted = "\n" in typed or typed.startswith("{")
         value = "what was pasted" if is_pasted else typed or error.value
-        if label == SETTINGS and not typed:
+        in_file = label in (MODEL_FILE, CLUSTER_FILE) and error.what not in ("model", "cluster")
+        if in_file or (label == SETTINGS and not typed):
             value = f"{error.what} = {error.value}"
         yield UserInputError(label, value, error.limit, error.fix)
 

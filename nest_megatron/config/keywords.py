@@ -85,12 +85,13 @@ def compose_keywords(
         num_gpus, global_batch_size: sizes, which no keyword says then.
     """
     sizes = {"cluster.num_gpus": num_gpus, "train.global_batch_size": global_batch_size}
+    stated = {key: str(size) for key, size in sizes.items() if size is not None}
     texts = setting_texts(keywords)
     for text in texts:
         key, _, value = text.partition("=")
-        if (size := sizes.get(key)) is not None:
+        if (said := stated.setdefault(key, value)) != value:
             raise UserInputError(
-                key, value, f"another argument says {size}", "Leave one of the two out."
+                key, value, f"another argument says {said}", "Leave one of the two out."
             )
     if "out" in keywords:
         raise UserInputError("out", keywords["out"], "a call writes no file", "Use Plan.save.")

@@ -173,6 +173,16 @@ def test_settings_without_a_section_are_taken_and_changes_are_given_once() -> No
         ({"command": LLAMA3_8B, "megatron_version": "0.1"}, RELEASE, "oldest release"),
         ({"cluster": "dgx"}, CLUSTER, "no such cluster in the catalogue"),
         ({"cluster": "x: ${oc.env:HOME}\ny: 1"}, CLUSTER_FILE, "calls a resolver"),
+        (
+            {"model": json.dumps({**CONFIG, "hidden_size": "4096"})},
+            MODEL_FILE,
+            'config.json: hidden_size = "4096": it must be a whole number',
+        ),
+        (
+            {"cluster": "name: c\nnum_gpus: 8\nfoo: 5"},
+            CLUSTER_FILE,
+            "cluster c: foo = 5: there is no such field",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_by_the_label_of_its_field(

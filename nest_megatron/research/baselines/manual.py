@@ -78,9 +78,8 @@ def find(job: ComparisonJob) -> BaselineChoice:
 def _from_recipe(job: ComparisonJob, recipe: Recipe) -> SolvedLayout | None:
     """A recipe on this job, with the recomputation that suits it best."""
     space = job.space
-    for name, value in recipe.degrees.items():
-        if space.fixed.get(name, value) != value or value > space.limits.get(name, value):
-            return None
+    if not all(space.allows(*each, job.model.cluster) for each in recipe.degrees.items()):
+        return None
     fixed = replace(space, fixed={**space.fixed, **recipe.degrees})
     return fastest(
         _in_stages(job, grid, recompute)
