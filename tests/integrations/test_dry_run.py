@@ -274,6 +274,10 @@ def test_the_launch_of_a_script(name: str, tmp_path: Path, monkeypatch: pytest.M
             "launches 2 jobs, and one is planned: --tensor-model-parallel-size 1 (line 1); "
             "--tensor-model-parallel-size 2 (line 1)",
         ),
+        (
+            f"for i in 1 2; do sbatch --export=ALL,TP=$i --wrap '{LAUNCH} --tp $TP'; done",
+            "launches 2 jobs, and one is planned: --tp 1 (line 1); --tp 2 (line 1)",
+        ),
     ],
 )
 def test_a_script_without_one_launch_is_refused_with_what_it_lacks(
@@ -493,6 +497,64 @@ def test_a_script_in_mpirun_has_the_variables_of_its_first_rank(sizes: str, tmp_
     assert "--rank is that of the first: each node or rank has its own." in found.notes
     assert read_command(found.words).ranks.num_ranks == 16
     assert not any(word.startswith(("RANK=", "OMPI_")) for word in found.words)
+
+
+@pytest.mark.parametrize(
+    ("start", "seen"),
+    [
+        ("sbatch --export=ALL,A=1 in.sh", "1"),
+        ("sbatch --export A=1,B=3 in.sh", "1"),
+        ("export A=1; sbatch --export=NONE in.sh", "no"),
+        ("export A=1; sbatch --export B,A in.sh", "1"),
+        ("export A=1; echo '#SBATCH --export=NONE' > job; cat in.sh >> job; sbatch job", "no"),
+        ("srun -N2 --export=ALL,A=1 bash in.sh", "1"),
+        ("export A=1; srun --export=B=2 bash in.sh", "no"),
+        ("export A=1; env -u A bash in.sh", "no"),
+        ("export A=1; env --unset=A ./in.sh", "no"),
+        ("export A=1; env -i B=2 bash in.sh", "no"),
+        ("export A=1; docker run --gpus all image bash in.sh", "no"),
+        ("export A=1; docker run -e A image bash in.sh", "1"),
+        ("docker run --env=A=1,2 image bash in.sh", "1,2"),
+        ("podman run --env-file a.env image bash in.sh", "1 2"),
+        ("uv run --env-file=a.env bash in.sh", "1 2"),
+        ("export A=1; ray job submit -- bash in.sh", "no"),
+        ("""ray job submit --runtime-env-json='{"env_vars": {"A": "1"}}' -- bash in.sh""", "1"),
+        ("export A=1; apptainer exec image bash in.sh", "1"),
+        ("export A=1; apptainer exec --cleanenv image bash in.sh", "no"),
+        ("SINGULARITYENV_A=1 singularity exec -e image bash in.sh", "1"),
+        ("apptainer exec --env B=2,A=1 image bash in.sh", "1"),
+        ("mpiexec -n 2 -env A 1 bash in.sh", "1"),
+        ("mpiexec -genv B 2 -genv A 1 -n 2 bash in.sh", "1"),
+        ("srun --export=ALL,A=1 docker run -e A image bash in.sh", "1"),
+        ("srun --export=ALL,A=1 docker run image bash in.sh", "no"),
+    ],
+)
+def test_variables_are_those_that_a_wrapper_passes_on(
+    start: str, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "# of the job\nexport A='1 2'\n", "a.env")
+    write(tmp_path, f'{LAUNCH} --x "${{A-no}}"', "in.sh").chmod(0o700)
+    assert read(write(tmp_path, start)).words[-1] == seen
+
+
+def test_a_file_of_variables_that_is_not_here_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = f"sbatch no.sh\ndocker run --env-file no.env image bash -c '{LAUNCH}'"
+    notes = read(write(tmp_path, text)).notes
+    assert "Not on this host: no.sh (line 1), no.env (line 2)." in notes
+
+
+@pytest.mark.parametrize("options", ["-o a.log", "-H -e a.log -w a.log", "--exclude a.log -N2"])
+def test_the_value_of_an_option_is_no_batch_script(
+    options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "exit 7", "a.log")
+    found = script_launch(["sbatch", *options.split(), str(write(tmp_path, LAUNCH)), "8"])
+    assert found.words == tuple(LAUNCH.split())
 
 
 def test_the_host_of_a_job_of_slurm_is_its_first_node(tmp_path: Path) -> None:

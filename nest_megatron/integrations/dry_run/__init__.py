@@ -384,7 +384,8 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
                 batches += 1
                 text = Path(record["script"][1]).read_bytes()
                 options = (*header_options(text.decode(errors="replace")), *record["words"][1:])
-                code, found = _run(folder, record["script"], options, record["environment"])
+                environment = recorder.passed_on(["sbatch", *options], record["environment"])
+                code, found = _run(folder, record["script"], options, environment)
                 pending += found
         return DryRun(
             launches=tuple(launches),

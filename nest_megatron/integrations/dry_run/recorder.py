@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import NoReturn
@@ -37,6 +39,25 @@ _PROGRAM = re.compile(r"\S\.py(\s|$|\"|')")
 _SHELL_LINE = re.compile(rb"#!\s*\S*?(/env\s+)?(bash|sh|dash|zsh|ksh)\b")
 #: What Slurm tells each task of itself; the first task is 0.
 OF_A_TASK = ("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID")
+#: Words of programs by which what they start has none of their variables, but for those of _STAYS.
+_HIDES = {
+    "env": ("-", "-i", "--ignore-environment"),
+    "ray": ("submit",),
+    **dict.fromkeys(("docker", "podman", "nerdctl"), ("run", "exec")),
+    **dict.fromkeys(("apptainer", "singularity"), ("-e", "-C", "--cleanenv", "--containall")),
+}
+_STAYS = re.compile("NEST_DRY_RUN|BASH_|LC_|(LANG|PATH|PWD|HOME|USER)$")
+#: Prefixes of variables that these containers' programs have without them.
+_INSIDE = ("APPTAINERENV_", "SINGULARITYENV_")
+#: Options without a value, of programs whose other options have one.
+_FLAGS = {
+    "sbatch": _names("""
+        -H -h -k -O -Q -s -V -v -W --contiguous --exclusive --get-user-env --help --hold
+        --ignore-pbs --no-kill --no-requeue --overcommit --oversubscribe --parsable --quiet
+        --reboot --requeue --spread-job --test-only --usage --use-min-nodes --verbose --version
+        --wait
+    """),
+}
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
@@ -45,7 +66,7 @@ def main(words: list[str]) -> None:
     name = _name(words[0])
     name = "python" if _PYTHON.fullmatch(name) else name
     if name in SHELLS:
-        _run_shell(words[1:])
+        _run_shell(words[1:], dict(os.environ))
     if name == "sbatch":
         _write(words, script=_batch_script(words))
     elif name == "nvidia-smi":
@@ -71,7 +92,7 @@ def main(words: list[str]) -> None:
     elif name not in STANDS_FOR and (PROGRAMS / name).exists():  # /usr/bin/cat
         os.execv(PROGRAMS / name, words)
     elif _is_shell_script(words[0]):
-        _run_shell(words)
+        _run_shell(words, dict(os.environ))
     elif {"python", "python3", "torchrun"} & {*map(_name, words)}:  # a wrapper of the user's
         _pass_on(words)
     else:
@@ -90,7 +111,7 @@ def _launch(words: list[str]) -> None:
         around = json.dumps([place, [*before, *words[:at]]])
         rest = words[at + (_name(words[at]) in SHELLS) :]
         of_task = OF_A_TASK if _name(words[0]) == "srun" else ()
-        first = {name: os.environ.get(name, "0") for name in of_task} | _assigned(words[:at])
+        first = {name: os.environ.get(name, "0") for name in of_task}
         if of_task and "SLURM_JOB_ID" not in os.environ:  # srun makes an allocation
             said = re.search(r"\s(?:-N\s*|--nodes[=\s])(\d+)\s", " ".join(words[: at + 1]))
             nodes = said[1] if said else "1"
@@ -100,7 +121,11 @@ def _launch(words: list[str]) -> None:
                 "SLURM_JOB_ID": "1",
                 "SLURM_JOB_NODELIST": f"node[1-{nodes}]",
             }
-        _run_shell(rest, NEST_DRY_RUN_AROUND=around, **first)
+        environment = {**os.environ, **first, "NEST_DRY_RUN_AROUND": around}
+        starts = (n for n in range(1, at) if _name(words[n]) in STANDS_FOR)
+        for start, end in pairwise([0, *starts, at]):
+            environment = passed_on(words[start:end], environment)
+        _run_shell(rest, environment)
     if "-m" in words or any(map(_PROGRAM.search, words)):
         _write(words)
     elif any(_name(word) == "hostname" for word in words[1:]):  # srun -w HEAD hostname -i
@@ -132,28 +157,82 @@ def _is_shell_script(path: str) -> bool:
     return bool(_SHELL_LINE.match(line)) or (named and not line.startswith(b"#!"))
 
 
-def _run_shell(words: list[str], **variables: str) -> NoReturn:
+def _run_shell(words: list[str], environment: dict[str, str]) -> NoReturn:
     """Go on as bash, which reads what stands for programs first, and no file of the user's."""
     at = 0
     while words[at:] and words[at].startswith("-"):
         at += 2 if re.fullmatch("-[a-z]*[oO]", words[at]) else 1
     own = (re.sub("[il]", "", w) if re.fullmatch("-[a-zA-Z]+", w) else w for w in words[:at])
     words = [*(word for word in own if word not in ("-", "--login")), *words[at:]]
-    variables |= {"BASH_ENV": str(FOLDER / "shell.bash"), "PATH": str(PROGRAMS)}
-    os.execve(_settings()["bash"], ["bash", *words], {**os.environ, **variables})
+    environment |= {"BASH_ENV": str(FOLDER / "shell.bash"), "PATH": str(PROGRAMS)}
+    os.execve(_settings()["bash"], ["bash", *words], environment)
 
 
-def _assigned(words: list[str]) -> dict[str, str]:
-    """Variables that words set for what they start: ``env A=1``, ``mpirun -x A=1``."""
-    found = map(_ASSIGNMENT.fullmatch, words)
-    return {each[1]: each[2] for each in found if each}
+def passed_on(words: list[str], environment: dict[str, str]) -> dict[str, str]:
+    """The variables of what a program starts, by the words before it.
+
+    >>> passed_on(["env", "-i", "A=1"], {"B": "2"}), passed_on(["sbatch", "--export=B"], {"B": "2"})
+    ({'A': '1'}, {'B': '2'})
+    """
+    name, names = _name(words[0]), [*words]  # docker -e A=1, -e A
+    exports = ",".join([*_values(words, "--export")][-1:])
+    names += exports.split(",")
+    names += (part for text in _values(words, "--env") for part in re.split(r",(?=\w+=)", text))
+    for path in _values(words, "--env-file"):
+        try:
+            names += shlex.split(Path(path).read_text("utf-8"), comments=True)
+        except (OSError, ValueError):
+            _note(path, "absent")
+    for text in _values(words, "--runtime-env-json"):
+        names += map("=".join, json.loads(text).get("env_vars", {}).items())
+    for at, word in enumerate(words):
+        if word in ("-env", "-genv"):
+            names.append("=".join(words[at + 1 : at + 3]))
+    if name in ("apptainer", "singularity"):
+        inside = (f"{variable}={text}" for variable, text in environment.items())
+        names += (each.partition("ENV_")[2] for each in inside if each.startswith(_INSIDE))
+    some = exports and "ALL" not in names
+    hides = some or set(words).intersection(_HIDES.get(name, ()))
+    found = {
+        variable: text
+        for variable, text in environment.items()
+        if not hides
+        or variable in names
+        or _STAYS.match(variable)
+        or (some and variable.startswith("SLURM"))
+    }
+    for variable in _values(words, "-u", "--unset"):
+        found.pop(variable, None)
+    assigned = map(_ASSIGNMENT.fullmatch, names)
+    return found | {each[1]: each[2] for each in assigned if each}
+
+
+def _values(words: list[str], *flags: str) -> Iterator[str]:
+    """What options say, behind ``=`` or in the next word."""
+    for word, following in pairwise([*words, ""]):
+        flag, equals, value = word.partition("=")
+        if flag in flags:
+            yield value if equals else following
+
+
+def options_end(words: list[str]) -> int:
+    """Where the options end of a program that words call.
+
+    >>> options_end(["sbatch", "-o", "out.log", "-N2", "--hold", "--nodes", "2", "train.sh"])
+    7
+    """
+    at, flags = 1, _FLAGS[_name(words[0])]
+    while words[at:] and words[at].startswith("-"):
+        alone = "=" in words[at] if words[at].startswith("--") else len(words[at]) > len("-n")
+        at += 1 if alone or words[at] in flags else 2
+    return at
 
 
 def _pass_on(words: list[str]) -> None:
     """Go on as the program that a wrapper starts, with the variables that stand before it."""
     for at, word in enumerate(words[1:], 1):
         if (PROGRAMS / _name(word)).exists() or ("/" in word and os.access(word, os.X_OK)):
-            variables = {**os.environ, **_assigned(words[:at])}
+            variables = passed_on(words[:at], dict(os.environ))
             os.execve(PROGRAMS / ".recorder", ["/", *words[at:]], variables)
     _note(" ".join(words[:2]))
 
@@ -161,18 +240,20 @@ def _pass_on(words: list[str]) -> None:
 def _batch_script(words: list[str]) -> list[str]:
     """The words that run what ``sbatch`` is given, from a copy as Slurm makes one."""
     copy = FOLDER / f"batch-{os.getpid()}.sh"
+    copy.touch()
     call = ["bash", str(copy)]
-    for at, word in enumerate(words[1:], 1):
-        if word.startswith("--wrap"):
-            text = word.partition("=")[2] or " ".join(words[at + 1 : at + 2])
-            copy.write_text(text, encoding="utf-8")
-            return call
-        if Path(word).is_file():
-            shutil.copyfile(word, copy)
-            call += words[at + 1 :]
-            del words[at:]  # what follows is the script's
-            return call
-    copy.write_bytes(sys.stdin.buffer.read())
+    at = options_end(words)
+    if text := [*_values(words[:at], "--wrap")]:
+        copy.write_text(text[0], encoding="utf-8")
+    elif words[at:]:
+        if Path(words[at]).is_file():
+            shutil.copyfile(words[at], copy)
+        else:
+            _note(words[at], "absent")
+        call += words[at + 1 :]
+        del words[at:]  # what follows is the script's
+    else:
+        copy.write_bytes(sys.stdin.buffer.read())
     return call
 
 
