@@ -578,6 +578,59 @@ def test_a_job_of_slurm_has_its_cpus_and_the_name_of_its_node(option: str, tmp_p
     assert read_command(words).ranks.num_ranks is None
 
 
+@pytest.mark.parametrize(
+    ("options", "text", "seen"),
+    [
+        ("--job-name=a-b -N1", "$SLURM_JOB_NAME", "a-b"),
+        (
+            "-Ja.b -p gpu -A c",
+            "$SLURM_JOB_NAME $SLURM_JOB_PARTITION $SLURM_JOB_ACCOUNT",
+            "a.b gpu c",
+        ),
+        ("-N1", "$SLURM_JOB_NAME$SLURM_CPUS_ON_NODE", f"name{os.cpu_count()}"),
+        ("--array=3-7%2 -N1", "$SLURM_ARRAY_TASK_ID", "3"),
+        ("--ntasks-per-node=8 --cpus-per-task=4", "$SLURM_CPUS_ON_NODE", "32"),
+        ("--nodes=2-10", "$SLURM_NNODES $SLURM_JOB_NODELIST", "10 node[1-10]"),
+    ],
+)
+@pytest.mark.parametrize("place", ["sbatch", "lines", "srun"])
+def test_a_job_of_slurm_has_its_variables(
+    place: str, options: str, text: str, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    header = f"#SBATCH {options}\n" if place == "lines" else ""
+    write(tmp_path, f'{header}set -u\n{LAUNCH} --x "{text}"', "in.sh")
+    start = {"sbatch": f"sbatch {options}", "lines": "sbatch", "srun": f"srun {options} bash"}[
+        place
+    ]
+    assert read(write(tmp_path, f"{start} in.sh")).words[-1] == seen
+
+
+def test_a_step_of_slurm_has_the_sizes_of_its_options(tmp_path: Path) -> None:
+    seen = "$SLURM_NNODES $SLURM_GPUS_ON_NODE $SLURM_NTASKS $SLURM_JOB_ID"
+    step = (
+        f"srun -N1-2 --gres=gpu:h100:8,nvme:1 --ntasks-per-node 4 bash -c '{LAUNCH} --x \"{seen}\"'"
+    )
+    assert read(write(tmp_path, step)).words[-1] == "2 8 8 1"
+    job = write(tmp_path, f"#SBATCH --nodes=4 --ntasks=9\nexport SLURM_JOB_ID=5\n{step}", "job.sh")
+    assert read(job).words[-1] == "2 8 8 5"
+
+
+@pytest.mark.parametrize("start", ["sbatch --chdir=sub in.sh", "cd sub; sbatch ../in.sh"])
+def test_a_batch_job_runs_in_its_folder(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, f"source a.env; {LAUNCH} --x $A", "in.sh")
+    (tmp_path / "sub").mkdir()
+    write(tmp_path / "sub", "A=1", "a.env")
+    found = read(write(tmp_path, start))
+    assert found.words[-1] == "1"
+    assert found.folder == str(tmp_path / "sub")
+    notes = read(write(tmp_path, f"sbatch -D /no --wrap '{LAUNCH}'")).notes
+    assert any("Not on this host: /no" in note for note in notes)
+
+
 def test_the_head_of_a_slurm_job_is_its_first_node_and_its_task_the_first(tmp_path: Path) -> None:
     head = "ip=$(srun --nodes=1 --ntasks=1 -w node1 hostname --ip-address)"
     text = f"#SBATCH --nodes=2\n{head}\nsrun torchrun --rdzv_endpoint $ip:29500 t.py {MODEL}"

@@ -25,6 +25,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.dry_run import recorder
 from nest_megatron.integrations.dry_run.recorder import SHELLS, WRAPPERS
 from nest_megatron.integrations.launchers import (
+    SLURM_OPTIONS,
     SLURM_VARIABLES,
     START_EACH_RANK,
     assignment,
@@ -238,7 +239,8 @@ def _notes(run: DryRun, found: RecordedLaunch, script: str) -> Iterator[str]:
     if found.header:
         yield (
             f"Slurm's options of the script ({shlex.join(found.header)}) are not in the command. "
-            "What Slurm tells a task is made up: hosts are node1 and so on, and the rank is 0."
+            "What Slurm tells a task is made up: hosts are node1 and so on, the rank is 0; it is "
+            "that of the most nodes of a range, and of the first job of an array."
         )
     if rank := next(filter(_OF_A_NODE.fullmatch, found.words), None):
         yield f"{rank.partition('=')[0]} is that of the first: each node or rank has its own."
@@ -363,6 +365,7 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
         # bash starts a batch script
         options = () if in_job else header_options(text.decode(errors="replace"))
         launches: list[RecordedLaunch] = []
+        start = {**_in_job(options, start), **start}
         code, pending = _run(folder, words, options, start)
         batches = 0
         while pending:
@@ -385,7 +388,9 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
                 text = Path(record["script"][1]).read_bytes()
                 options = (*header_options(text.decode(errors="replace")), *record["words"][1:])
                 environment = recorder.passed_on(["sbatch", *options], record["environment"])
-                code, found = _run(folder, record["script"], options, environment)
+                here = (environment.get("PWD", ""), *recorder.values(options, "--chdir", "-D"))
+                call = ["bash", "-c", 'cd "$0"; exec "$@"', str(Path(*here)), *record["script"]]
+                code, found = _run(folder, call, options, _in_job(options, environment))
                 pending += found
         return DryRun(
             launches=tuple(launches),
@@ -419,7 +424,14 @@ def _furnish(folder: Path, bash: str, cluster: Cluster | None) -> None:
     for name in READS.split():
         if found := shutil.which(name):
             (programs / name).symlink_to(found)
-    settings = {"bash": bash, "gpus_per_node": "8", "gpu": "GPU", "memory_mib": "0"}
+    slurm = {
+        option: (
+            "|".join(f"{n}[=\\s]" if n[1] == "-" else n for n in names),
+            SLURM_VARIABLES[option],
+        )
+        for option, names in SLURM_OPTIONS.items()
+    }
+    settings = {"bash": bash, "gpus_per_node": "8", "gpu": "GPU", "memory_mib": "0", "slurm": slurm}
     if cluster is not None:
         settings |= {
             "gpus_per_node": str(cluster.host_size or cluster.num_gpus),
@@ -432,15 +444,14 @@ def _furnish(folder: Path, bash: str, cluster: Cluster | None) -> None:
 def _run(
     folder: Path, words: Sequence[str], options: tuple[str, ...], environment: Environment
 ) -> tuple[int | None, list[tuple[tuple[str, ...], dict[str, Any]]]]:
-    """Run words in the view of ``view.py``, as a job of Slurm's where they have its options.
+    """Run words in the view of ``view.py``.
 
     Returns:
         The exit status, ``None`` where time ended them; and what was written down, each with the
         options.
     """
-    variables = {**environment, **_slurm_variables(options, environment)}
     given = {
-        **{name: value for name, value in variables.items() if name not in _OWN},
+        **{name: value for name, value in environment.items() if name not in _OWN},
         "PATH": str(folder / "bin"),
         "NEST_DRY_RUN": str(folder),
         "NEST_DRY_RUN_PATH": os.environ.get("PATH", ""),
@@ -474,23 +485,12 @@ def _run(
     return code, found
 
 
-def _slurm_variables(options: Sequence[str], environment: Environment) -> dict[str, str]:
-    """The variables of a job that has these options, as far as Slurm has not set them."""
+def _in_job(options: Sequence[str], environment: Environment) -> dict[str, str]:
+    """The environment of a job that has these options of Slurm's."""
     if not options:
-        return {}
+        return {**environment}
     sizes = slurm_options(options)
-    nodes, per_node = sizes.get("--nodes", "1"), sizes.get("--ntasks-per-node", "")
-    if "--ntasks" not in sizes and nodes.isdigit() and per_node.isdigit():
-        sizes["--ntasks"] = str(int(nodes) * int(per_node))
-    found = {name: value for option, value in sizes.items() for name in SLURM_VARIABLES[option]}
-    found |= {
-        **dict.fromkeys(SLURM_VARIABLES["--nodes"], nodes),
-        **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), "1"),
-        **dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), f"node[1-{nodes}]"),
-        **dict.fromkeys(recorder.OF_A_TASK, "0"),
-        "SLURM_SUBMIT_DIR": environment.get("PWD") or str(Path.cwd()),
-    }
-    return {name: value for name, value in found.items() if name not in environment}
+    return recorder.slurm_variables(options, sizes, SLURM_VARIABLES, environment)
 
 
 def _read_names(path: Path) -> dict[str, str]:

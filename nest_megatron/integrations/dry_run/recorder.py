@@ -12,10 +12,10 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 FOLDER = Path(os.environ.get("NEST_DRY_RUN", "/nonexistent"))
 PROGRAMS = FOLDER / "bin"
@@ -37,8 +37,13 @@ STANDS_FOR = (*SHELLS, *WRAPPERS, *RUNNERS, *LAUNCHERS, *_OTHERS)
 _PYTHON = re.compile(r"python[\d.]*")
 _PROGRAM = re.compile(r"\S\.py(\s|$|\"|')")
 _SHELL_LINE = re.compile(rb"#!\s*\S*?(/env\s+)?(bash|sh|dash|zsh|ksh)\b")
-#: What Slurm tells each task of itself; the first task is 0.
-OF_A_TASK = ("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID")
+#: Variables of a job of Slurm with the options that say them.
+_OF_A_JOB = {
+    "SLURM_JOB_NAME": ("--job-name", "-J"),
+    "SLURM_JOB_PARTITION": ("--partition", "-p"),
+    "SLURM_JOB_ACCOUNT": ("--account", "-A"),
+    "SLURM_CLUSTER_NAME": ("--clusters", "-M"),
+}
 #: Words of programs by which what they start has none of their variables, but for those of _STAYS.
 _HIDES = {
     "env": ("-", "-i", "--ignore-environment"),
@@ -110,18 +115,14 @@ def _launch(words: list[str]) -> None:
         place, before = _around()
         around = json.dumps([place, [*before, *words[:at]]])
         rest = words[at + (_name(words[at]) in SHELLS) :]
-        of_task = OF_A_TASK if _name(words[0]) == "srun" else ()
-        first = {name: os.environ.get(name, "0") for name in of_task}
-        if of_task and "SLURM_JOB_ID" not in os.environ:  # srun makes an allocation
-            said = re.search(r"\s(?:-N\s*|--nodes[=\s])(\d+)\s", " ".join(words[: at + 1]))
-            nodes = said[1] if said else "1"
-            first |= {
-                "SLURM_NNODES": nodes,
-                "SLURM_JOB_NUM_NODES": nodes,
-                "SLURM_JOB_ID": "1",
-                "SLURM_JOB_NODELIST": f"node[1-{nodes}]",
-            }
-        environment = {**os.environ, **first, "NEST_DRY_RUN_AROUND": around}
+        environment = dict(os.environ)
+        if _name(words[0]) == "srun":
+            text, sizes, names = " ".join(words[: at + 1]), {}, {}
+            for option, (spelled, names[option]) in _settings()["slurm"].items():
+                if said := re.findall(rf"\s(?:{spelled})\s*\S*?(\d+)(?=[\s,(])", text):
+                    sizes[option] = said[-1]
+            environment = slurm_variables(words[:at], sizes, names, environment)
+        environment["NEST_DRY_RUN_AROUND"] = around
         starts = (n for n in range(1, at) if _name(words[n]) in STANDS_FOR)
         for start, end in pairwise([0, *starts, at]):
             environment = passed_on(words[start:end], environment)
@@ -168,6 +169,44 @@ def _run_shell(words: list[str], environment: dict[str, str]) -> NoReturn:
     os.execve(_settings()["bash"], ["bash", *words], environment)
 
 
+def slurm_variables(
+    words: Sequence[str],
+    sizes: Mapping[str, str],
+    names: Mapping[str, Sequence[str]],
+    environment: Mapping[str, str],
+) -> dict[str, str]:
+    """The environment of the first task of a job or step of Slurm.
+
+    Args:
+        words: its options.
+        sizes: what those say whose variables have these names.
+        environment: in which it is submitted.
+    """
+    counts = re.findall(r"\d+", sizes.get("--nodes") or environment.get("SLURM_NNODES", ""))
+    nodes = max(counts, key=int, default="1")
+    tasks, cpus = sizes.get("--ntasks-per-node", ""), sizes.get("--cpus-per-task", "")
+    if tasks.isdigit():
+        sizes = {"--ntasks": str(int(nodes) * int(tasks)), **sizes}
+    on_node = int(cpus) * int(tasks or 1) if cpus.isdigit() else os.cpu_count()
+    made_up = {
+        **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), "1"),
+        **dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), f"node[1-{nodes}]"),
+        **dict.fromkeys(("SLURM_JOB_CPUS_PER_NODE", "SLURM_CPUS_ON_NODE"), str(on_node)),
+        **dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID"), "0"),
+        "SLURM_SUBMIT_DIR": environment.get("PWD") or str(Path.cwd()),
+    }
+    for variable, flags in _OF_A_JOB.items():
+        made_up[variable] = [variable.rpartition("_")[2].lower(), *values(words, *flags)][-1]
+    for text in values(words, "--array", "-a"):
+        made_up |= {"SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": re.split(r"\D", text)[0]}
+    said = {**sizes, "--nodes": nodes}.items()
+    return {
+        **made_up,
+        **environment,
+        **{name: text for option, text in said for name in names[option]},
+    }
+
+
 def passed_on(words: list[str], environment: dict[str, str]) -> dict[str, str]:
     """The variables of what a program starts, by the words before it.
 
@@ -175,15 +214,15 @@ def passed_on(words: list[str], environment: dict[str, str]) -> dict[str, str]:
     ({'A': '1'}, {'B': '2'})
     """
     name, names = _name(words[0]), [*words]  # docker -e A=1, -e A
-    exports = ",".join([*_values(words, "--export")][-1:])
+    exports = ",".join([*values(words, "--export")][-1:])
     names += exports.split(",")
-    names += (part for text in _values(words, "--env") for part in re.split(r",(?=\w+=)", text))
-    for path in _values(words, "--env-file"):
+    names += (part for text in values(words, "--env") for part in re.split(r",(?=\w+=)", text))
+    for path in values(words, "--env-file"):
         try:
             names += shlex.split(Path(path).read_text("utf-8"), comments=True)
         except (OSError, ValueError):
             _note(path, "absent")
-    for text in _values(words, "--runtime-env-json"):
+    for text in values(words, "--runtime-env-json"):
         names += map("=".join, json.loads(text).get("env_vars", {}).items())
     for at, word in enumerate(words):
         if word in ("-env", "-genv"):
@@ -201,18 +240,20 @@ def passed_on(words: list[str], environment: dict[str, str]) -> dict[str, str]:
         or _STAYS.match(variable)
         or (some and variable.startswith("SLURM"))
     }
-    for variable in _values(words, "-u", "--unset"):
+    for variable in values(words, "-u", "--unset"):
         found.pop(variable, None)
     assigned = map(_ASSIGNMENT.fullmatch, names)
     return found | {each[1]: each[2] for each in assigned if each}
 
 
-def _values(words: list[str], *flags: str) -> Iterator[str]:
+def values(words: Sequence[str], *flags: str) -> Iterator[str]:
     """What options say, behind ``=`` or in the next word."""
     for word, following in pairwise([*words, ""]):
         flag, equals, value = word.partition("=")
         if flag in flags:
             yield value if equals else following
+        elif word[:2] in flags:  # -Jname
+            yield word[2:]
 
 
 def options_end(words: list[str]) -> int:
@@ -243,7 +284,7 @@ def _batch_script(words: list[str]) -> list[str]:
     copy.touch()
     call = ["bash", str(copy)]
     at = options_end(words)
-    if text := [*_values(words[:at], "--wrap")]:
+    if text := [*values(words[:at], "--wrap")]:
         copy.write_text(text[0], encoding="utf-8")
     elif words[at:]:
         if Path(words[at]).is_file():
@@ -276,7 +317,7 @@ def _note(name: str, kind: str = "skipped") -> None:
         file.write(f"{name}\0{os.environ.get('NEST_DRY_RUN_AT', '')}\0")
 
 
-def _settings() -> dict[str, str]:
+def _settings() -> dict[str, Any]:
     return dict(json.loads((FOLDER / "settings.json").read_bytes()))
 
 
