@@ -401,6 +401,39 @@ def test_a_script_has_its_arguments_variables_and_folder(
         script_launch(["bash", str(tmp_path / "absent.sh")])
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["sbatch", "-N", "2", "--wrap", "bash in.sh"],
+        ["sbatch", "--wrap=bash in.sh"],
+        ["sbatch", "--export=ALL,CFG=no.sh", "in.sh"],
+        ["sbatch", "-c", "8", "launch"],
+        ["bash", "-c", "A=1 bash in.sh"],
+        ["env", "CFG=no.sh", "bash", "in.sh"],
+        ["bash", "-euo", "pipefail", "launch", "no.sh"],
+        ["srun", "-N2", "bash", "in.sh"],
+        ["docker", "run", "--rm", "image", "bash", "in.sh"],
+        ["timeout", "10", "bash", "in.sh"],
+        ["numactl", "-m", "0", "bash", "in.sh"],
+        ["./launch"],
+    ],
+)
+def test_a_script_may_be_typed_in_each_way_that_a_script_calls_it(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, LAUNCH, "in.sh")
+    write(tmp_path, f"#!/bin/bash\n{LAUNCH}", "launch").chmod(0o700)
+    assert dry.is_script_call(words)
+    assert script_launch(words).words[-4:] == tuple(MODEL.split())
+
+
+@pytest.mark.parametrize("call", ["bash no", "srun -N2 bash no.sh 8", "sbatch -o in.sh no.job"])
+def test_a_script_that_is_not_here_is_named(call: str) -> None:
+    with pytest.raises(UserInputError, match=r"no(.sh|.job)?': there is no such file"):
+        script_launch(call.split())
+
+
 def test_no_shell_of_a_script_reads_files_of_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,7 +59,7 @@ _OF_A_NODE = re.compile(r"--((?:(?:node|machine|local)[-_])?rank)(=.*)?")
 def is_script_call(words: Sequence[str]) -> bool:
     """Whether words start a shell, a batch job or a script of the shell.
 
-    >>> is_script_call(["bash", "train.sh"]), is_script_call(["A=1", "sbatch", "-N", "2", "x.job"])
+    >>> is_script_call(["srun", "bash", "x.sh"]), is_script_call(["A=1", "sbatch", "-N2", "x.job"])
     (True, True)
     >>> is_script_call(["torchrun", "pretrain_gpt.py"])
     False
@@ -67,7 +67,11 @@ def is_script_call(words: Sequence[str]) -> bool:
     programs = (word for word in words if assignment(word) is None)
     first = next((word for word in programs if word.rpartition("/")[2] not in WRAPPERS), "")
     name = first.rpartition("/")[2]
-    return name in (*SHELLS, "sbatch", "source", ".") or first.endswith(_SUFFIXES)
+    return (
+        name in ("sbatch", "source", ".")
+        or first.endswith(_SUFFIXES)
+        or recorder.shell_at([word for word in words if assignment(word) is None]) is not None
+    )
 
 
 def names_script(words: Sequence[str]) -> bool:
@@ -97,7 +101,7 @@ def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> Recor
         rest = ["bash", *rest[1:]]
     elif rest[0].endswith(_SUFFIXES):
         rest = ["bash", *rest]
-    script = next((word for word in rest if word.endswith(_SUFFIXES)), "")
+    script = _script(rest)
     if script and not Path(script).is_file():
         raise UserInputError(
             "script",
@@ -125,6 +129,20 @@ def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> Recor
         )
     kept = (f"{n}={value}" for n, value in given.items() if n not in (*secret, *of_rank))
     return replace(found, words=(*kept, *found.words), notes=tuple(notes))
+
+
+def _script(words: Sequence[str]) -> str:
+    """The file of the script that words start; ``""`` where they hold its text."""
+    at = 0 if Path(words[0]).name == "sbatch" else recorder.shell_at(words)
+    if at is None:
+        return ""
+    started = words[at:]
+    if Path(started[0]).name in (*SHELLS, "sbatch"):
+        end = recorder.options_end(started)
+        if any(re.fullmatch(r"-[a-z]*c|--wrap(=.*)?", word) for word in started[:end]):
+            return ""
+        started = started[end:]
+    return started[0] if started else ""
 
 
 def unread_model(words: Iterable[str]) -> str:
@@ -352,8 +370,8 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
         folder = Path(name).resolve()
         _furnish(folder, bash, cluster)
         start = {**os.environ, **variables}
-        script = next((Path(word) for word in words[1:] or words if Path(word).is_file()), None)
-        text = b"" if script is None else script.read_bytes()
+        script = Path(_script(words))
+        text = script.read_bytes() if script.is_file() else b""
         if b"\r\n" in text:
             raise UserInputError(
                 "script",
@@ -361,7 +379,7 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
                 "its lines end as on Windows, and bash takes their carriage returns for text",
                 f"Convert it: sed -i 's/\\r$//' {shlex.quote(str(script))}",
             )
-        in_job = "SLURM_JOB_ID" in start or words[0].endswith("sbatch")
+        in_job = "SLURM_JOB_ID" in start or Path(words[0]).name in START_EACH_RANK
         # bash starts a batch script
         options = () if in_job else header_options(text.decode(errors="replace"))
         launches: list[RecordedLaunch] = []

@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,14 +54,14 @@ _HIDES = {
 _STAYS = re.compile("NEST_DRY_RUN|BASH_|LC_|(LANG|PATH|PWD|HOME|USER)$")
 #: Prefixes of variables that these containers' programs have without them.
 _INSIDE = ("APPTAINERENV_", "SINGULARITYENV_")
-#: Options without a value, of programs whose other options have one.
-_FLAGS = {
-    "sbatch": _names("""
-        -H -h -k -O -Q -s -V -v -W --contiguous --exclusive --get-user-env --help --hold
-        --ignore-pbs --no-kill --no-requeue --overcommit --oversubscribe --parsable --quiet
-        --reboot --requeue --spread-job --test-only --usage --use-min-nodes --verbose --version
-        --wait
-    """),
+#: Options of programs that have their value in the next word.
+_VALUED = {
+    **dict.fromkeys(SHELLS, re.compile("-[a-z]*[oO]|--rcfile|--init-file")),
+    "sbatch": re.compile(
+        "-[^HhkOQsVvW]|--(?!(contiguous|exclusive|get-user-env|help|hold|ignore-pbs|no-kill|"
+        "no-requeue|overcommit|oversubscribe|parsable|quiet|reboot|requeue|spread-job|test-only|"
+        "usage|use-min-nodes|verbose|version|wait)$)[a-z-]+"
+    ),
 }
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
@@ -109,9 +109,7 @@ def _name(word: str) -> str:
 
 
 def _launch(words: list[str]) -> None:
-    own = takewhile(lambda n: words[n] != "-m" and not _PROGRAM.search(words[n]), range(len(words)))
-    starts = (n for n in own if n and (_name(words[n]) in SHELLS or _is_shell_script(words[n])))
-    if (at := next(starts, None)) is not None:  # srun ... bash -c TEXT, docker run ... train.sh
+    if at := shell_at(words, 1):  # srun ... bash -c TEXT, docker run ... train.sh
         place, before = _around()
         around = json.dumps([place, [*before, *words[:at]]])
         rest = words[at + (_name(words[at]) in SHELLS) :]
@@ -149,8 +147,22 @@ def _around() -> tuple[str, list[str]]:
     return place, before
 
 
+def shell_at(words: Sequence[str], start: int = 0) -> int | None:
+    """Where a shell or a script of the shell stands, before any program of Python.
+
+    >>> shell_at(["srun", "-N2", "bash", "x.sh"]), shell_at(["torchrun", "t.py", "bash"])
+    (2, None)
+    """
+    for at, word in enumerate(words[start:], start):
+        if _PROGRAM.search(word) or re.match("-m [a-zA-Z]", " ".join(words[at : at + 2])):
+            return None
+        if _name(word) in SHELLS or _is_shell_script(word):
+            return at
+    return None
+
+
 def _is_shell_script(path: str) -> bool:
-    if not Path(path).is_file():
+    if not os.path.isfile(path):  # noqa: PTH113 - it takes a long text
         return False
     with open(path, "rb") as file:  # noqa: PTH123
         line = file.readline(200)
@@ -160,9 +172,7 @@ def _is_shell_script(path: str) -> bool:
 
 def _run_shell(words: list[str], environment: dict[str, str]) -> NoReturn:
     """Go on as bash, which reads what stands for programs first, and no file of the user's."""
-    at = 0
-    while words[at:] and words[at].startswith("-"):
-        at += 2 if re.fullmatch("-[a-z]*[oO]", words[at]) else 1
+    at = options_end(["bash", *words]) - 1
     own = (re.sub("[il]", "", w) if re.fullmatch("-[a-zA-Z]+", w) else w for w in words[:at])
     words = [*(word for word in own if word not in ("-", "--login")), *words[at:]]
     environment |= {"BASH_ENV": str(FOLDER / "shell.bash"), "PATH": str(PROGRAMS)}
@@ -256,16 +266,15 @@ def values(words: Sequence[str], *flags: str) -> Iterator[str]:
             yield word[2:]
 
 
-def options_end(words: list[str]) -> int:
+def options_end(words: Sequence[str]) -> int:
     """Where the options end of a program that words call.
 
     >>> options_end(["sbatch", "-o", "out.log", "-N2", "--hold", "--nodes", "2", "train.sh"])
     7
     """
-    at, flags = 1, _FLAGS[_name(words[0])]
+    at = 1
     while words[at:] and words[at].startswith("-"):
-        alone = "=" in words[at] if words[at].startswith("--") else len(words[at]) > len("-n")
-        at += 1 if alone or words[at] in flags else 2
+        at += 2 if _VALUED[_name(words[0])].fullmatch(words[at]) else 1
     return at
 
 
