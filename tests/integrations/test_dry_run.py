@@ -157,6 +157,23 @@ IDIOMS = {
         f"for i in 1 0; do torchrun --nnodes 2 --node_rank $i t.py {MODEL} & done; wait",
         f"torchrun --nnodes 2 --node_rank 0 t.py {MODEL}",
     ),
+    "one on each host of Slurm": (
+        "for i in 1 0; do srun -N1 -w node$((2-i)) "
+        f"torchrun --nnodes 2 --node_rank $i t.py {MODEL} & done; wait",
+        f"srun -N1 -w node2 torchrun --nnodes 2 --node_rank 0 t.py {MODEL}",
+    ),
+    "one on each host of MPI": (
+        f"for h in a b; do mpirun -np 8 --host=$h:8 python t.py {MODEL} & done; wait",
+        f"mpirun -np 8 --host=a:8 python t.py {MODEL}",
+    ),
+    "one on each host by ssh": (
+        "export A=1; i=0; for h in a b; do\n"
+        f'ssh -p 22 u@$h -o X=y "cd $PWD && A=\\$A torchrun --nnodes 2 --node_rank $i t.py {MODEL}"'
+        "\ni=$((i+1)); done",
+        f"A= torchrun --nnodes 2 --node_rank 0 t.py {MODEL}",
+    ),
+    "ssh of a text": (f"sshpass -p x ssh host <<EOF\n{LAUNCH}\nEOF", LAUNCH),
+    "pdsh": (f"pdsh -R ssh -w a,b {LAUNCH}", LAUNCH),
     "one of each rank": (
         f"for i in 1 0; do python t.py {MODEL} --rank $i --local_rank=$i & done; wait",
         f"python t.py {MODEL} --rank 0 --local_rank=0",
@@ -269,6 +286,7 @@ def test_the_launch_of_a_script(name: str, tmp_path: Path, monkeypatch: pytest.M
         (f"if true; then {LAUNCH}", "syntax error"),
         ("x() { x; }; x", "maximum function nesting level"),
         ("rm -rf a; pkill b", "Programs that were not run: rm (line 1), pkill (line 1)"),
+        ("ssh host 'rm -rf a'", "Programs that were not run: ssh (line 1)"),
         (
             f"for tp in 1 2; do {LAUNCH} --tensor-model-parallel-size $tp --bf16; done",
             "launches 2 jobs, and one is planned: --tensor-model-parallel-size 1 (line 1); "

@@ -53,7 +53,8 @@ _TRAINING = re.compile(
 #: Variables that no two ranks have the same of.
 _OF_A_RANK = {"RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "CUDA_VISIBLE_DEVICES"}
 #: Options in which the launches of one job differ, one on each node or of each rank.
-_OF_A_NODE = re.compile(r"--((?:(?:node|machine|local)[-_])?rank)(=.*)?")
+_OF_A_NODE = re.compile(r"--(?:(?:node|machine|local)[-_])?rank(=.*)?")
+_OF_A_HOST = re.compile(r"--(?:nodelist|host)(=.*)?|-[wH](.+)?")
 
 
 def is_script_call(words: Sequence[str]) -> bool:
@@ -68,7 +69,7 @@ def is_script_call(words: Sequence[str]) -> bool:
     first = next((word for word in programs if word.rpartition("/")[2] not in WRAPPERS), "")
     name = first.rpartition("/")[2]
     return (
-        name in ("sbatch", "source", ".")
+        name in ("sbatch", "ssh", "pdsh", "source", ".")
         or first.endswith(_SUFFIXES)
         or recorder.shell_at([word for word in words if assignment(word) is None]) is not None
     )
@@ -160,7 +161,7 @@ def _launch_that_trains(run: DryRun, call: str) -> RecordedLaunch:
     trains = [each for each in run.launches if any(map(_is_training, each.words))]
     found = {_of_all_nodes(each.words): each for each in reversed(trains)}
     if len(found) == 1:
-        return min(trains, key=lambda each: each.words)  # that of the first node
+        return min(trains, key=lambda each: each.words[::-1])  # the first rank, not the first host
     if found:
         raise UserInputError(
             "script",
@@ -182,11 +183,11 @@ def _is_training(word: str) -> bool:
 
 
 def _of_all_nodes(words: Sequence[str]) -> tuple[str, ...]:
-    options = [_OF_A_NODE.fullmatch(word) for word in words]
+    options = [_OF_A_NODE.fullmatch(word) or _OF_A_HOST.fullmatch(word) for word in words]
     return tuple(
         word
         for word, option, before in zip(words, options, (None, *options), strict=False)
-        if option is None and (before is None or before[2])
+        if option is None and (before is None or before.lastindex)
     )
 
 

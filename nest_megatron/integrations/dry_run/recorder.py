@@ -23,7 +23,8 @@ _names = re.compile(r"\S+").findall
 SHELLS = _names("bash sh dash zsh ksh")
 #: Programs that start the one behind their own options, which runs here in the same way.
 WRAPPERS = _names(
-    "env nohup time timeout nice ionice stdbuf setsid taskset chrt numactl sudo unbuffer script"
+    "env nohup time timeout nice ionice stdbuf setsid taskset chrt numactl sudo sshpass "
+    "unbuffer script"
 )
 #: Those that start one where ``run`` is said, and what they start.
 RUNNERS = _names("conda mamba micromamba poetry pdm pipenv")
@@ -32,7 +33,7 @@ LAUNCHERS = _names("""
     accelerate accelerate-launch ft_launcher ray uv uvx docker podman nerdctl apptainer singularity
     enroot nsys ncu
 """)
-_OTHERS = _names("sbatch nvidia-smi scontrol hostname")
+_OTHERS = _names("sbatch nvidia-smi scontrol hostname ssh pdsh")
 STANDS_FOR = (*SHELLS, *WRAPPERS, *RUNNERS, *LAUNCHERS, *_OTHERS)
 _PYTHON = re.compile(r"python[\d.]*")
 _PROGRAM = re.compile(r"\S\.py(\s|$|\"|')")
@@ -57,6 +58,8 @@ _INSIDE = ("APPTAINERENV_", "SINGULARITYENV_")
 #: Options of programs that have their value in the next word.
 _VALUED = {
     **dict.fromkeys(SHELLS, re.compile("-[a-z]*[oO]|--rcfile|--init-file")),
+    "ssh": re.compile("-[BbcDEeFIiJLlmOoPpQRSWw]"),
+    "pdsh": re.compile("-[fglMnoRtuwXx]"),
     "sbatch": re.compile(
         "-[^HhkOQsVvW]|--(?!(contiguous|exclusive|get-user-env|help|hold|ignore-pbs|no-kill|"
         "no-requeue|overcommit|oversubscribe|parsable|quiet|reboot|requeue|spread-job|test-only|"
@@ -84,6 +87,8 @@ def main(words: list[str]) -> None:
             _note(name, "answered")
         else:
             _note(name)
+    elif name in ("ssh", "pdsh"):
+        _run_remote(words)
     elif name == "hostname":
         _say_hostname(is_batch="SLURM_NNODES" in os.environ)
     elif name in WRAPPERS or (name in RUNNERS and words[1:2] == ["run"]):
@@ -131,6 +136,17 @@ def _launch(words: list[str]) -> None:
         _say_hostname(is_batch=_name(words[0]) == "srun" or "SLURM_NNODES" in os.environ)
     else:
         _note(" ".join(words[:2]))
+
+
+def _run_remote(words: list[str]) -> None:
+    """Run what ``ssh`` or ``pdsh`` runs on other hosts, with none of the variables here."""
+    name, rest = _name(words[0]), words[options_end(words) :]
+    if name == "ssh":  # options stand behind the host, too
+        rest = rest[options_end([name, *rest[1:]]) :]
+    text = " ".join(rest)
+    if not rest or re.search(r"python|torchrun|\b(ba)?sh\b", text):  # without words, its input
+        _run_shell(["-c", text] if rest else [], passed_on(["env", "-i"], dict(os.environ)))
+    _note(name)
 
 
 def _say_hostname(*, is_batch: bool) -> None:
