@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from nest_megatron.config.catalogue import read_cluster
+from nest_megatron.config.compose import compose
+from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import dry_run as dry
 from nest_megatron.integrations.dry_run import RecordedLaunch, script_launch
@@ -244,6 +247,16 @@ IDIOMS = {
         f'torchrun t.py {MODEL} --x "$N"',
         f"torchrun t.py {MODEL} --x '7, 8'",
     ),
+    "GPUs that are shown": (
+        f"if nvidia-smi | grep -q GPU; then X=yes; fi; torchrun t.py {MODEL} --x $X",
+        f"torchrun t.py {MODEL} --x yes",
+    ),
+    "a text that is trimmed": (
+        f"X=$(echo ' a  b ' | xargs); {LAUNCH} --x \"$X\"",
+        f"{LAUNCH} --x 'a b'",
+    ),
+    "a terminal that is kept": (f"script -qc '{LAUNCH}' log; rm -f log", LAUNCH),
+    "a terminal that is kept by another order": (f"script log --command='{LAUNCH}'", LAUNCH),
     "hosts of Slurm": (
         f"SLURM_NNODES=3; export SLURM_NNODES; N=$(scontrol show hostnames | wc -l)\n"
         f"torchrun --nnodes $N t.py {MODEL}",
@@ -309,6 +322,26 @@ def test_a_script_without_one_launch_is_refused_with_what_it_lacks(
 def test_lines_that_end_as_on_windows_are_named(name: str, tmp_path: Path) -> None:
     path = write(tmp_path, "torchrun --nproc-per-node 8 t.py $M --bf16\r\n", name)
     assert "carriage returns" in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("counted", "seen"),
+    [
+        ("rocm-smi --showid --csv | grep -c card", "8"),
+        ("rocm-smi --showproductname | grep -c 'Card Series'", "8"),
+        ("rocm-smi -i | grep -c 'Device ID'", "8"),
+        ("amd-smi list | grep -c GPU", "8"),
+        ("rocm-smi | grep -c MI300X", "8"),
+        ("nvidia-smi -L | grep -c GPU", "0"),
+    ],
+)
+def test_the_gpus_of_amd_are_shown_by_their_own_programs(
+    counted: str, seen: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path, f"N=$({counted}); torchrun --nproc-per-node $N t.py {MODEL}")
+    cluster = read_cluster(compose(parse(["cluster=mi300x"])))
+    assert script_launch(["bash", str(path)], cluster).words[2] == seen
+    assert ("rocm-smi" in counted or "amd-smi" in counted) != (read(path).words[2] == "8")
 
 
 def test_what_was_left_out_is_listed(tmp_path: Path) -> None:

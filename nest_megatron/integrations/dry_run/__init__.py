@@ -438,8 +438,11 @@ def _furnish(folder: Path, bash: str, cluster: Cluster | None) -> None:
     )
     (programs / ".recorder").write_text(start, encoding="utf-8")
     (programs / ".recorder").chmod(0o700)
+    is_amd = cluster is not None and cluster.accelerator.name.startswith("MI")
+    absent = recorder.OF_NVIDIA if is_amd else recorder.OF_AMD
     for name in (*recorder.STANDS_FOR, *(f"python3.{minor}" for minor in range(8, 16))):
-        (programs / name).symlink_to(".recorder")
+        if name not in absent:
+            (programs / name).symlink_to(".recorder")
     for name in READS.split():
         if found := shutil.which(name):
             (programs / name).symlink_to(found)

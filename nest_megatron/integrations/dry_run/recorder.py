@@ -33,7 +33,9 @@ LAUNCHERS = _names("""
     accelerate accelerate-launch ft_launcher ray uv uvx docker podman nerdctl apptainer singularity
     enroot nsys ncu
 """)
-_OTHERS = _names("sbatch nvidia-smi scontrol hostname ssh pdsh")
+#: Programs that show the GPUs of AMD, and of NVIDIA.
+OF_AMD, OF_NVIDIA = ("rocm-smi", "amd-smi"), ("nvidia-smi",)
+_OTHERS = (*OF_AMD, *OF_NVIDIA, *_names("sbatch scontrol hostname ssh pdsh"))
 STANDS_FOR = (*SHELLS, *WRAPPERS, *RUNNERS, *LAUNCHERS, *_OTHERS)
 _PYTHON = re.compile(r"python[\d.]*")
 _PROGRAM = re.compile(r"\S\.py(\s|$|\"|')")
@@ -77,8 +79,8 @@ def main(words: list[str]) -> None:
         _run_shell(words[1:], dict(os.environ))
     if name == "sbatch":
         _write(words, script=_batch_script(words))
-    elif name == "nvidia-smi":
-        _answer(words[1:])
+    elif name in (*OF_AMD, *OF_NVIDIA):
+        (_answer if name in OF_NVIDIA else _answer_of_amd)(name, words[1:])
     elif name == "scontrol":
         if words[1:3] in (["show", "hostnames"], ["show", "hostname"]):
             text = os.environ.get("SLURM_NNODES", "1")
@@ -296,8 +298,11 @@ def options_end(words: Sequence[str]) -> int:
 
 def _pass_on(words: list[str]) -> None:
     """Go on as the program that a wrapper starts, with the variables that stand before it."""
+    if _name(words[0]) == "script":
+        for text in values(words, "-c", "-qc", "-ec", "-qec", "-eqc", "--command"):
+            _run_shell(["-c", text], dict(os.environ))
     for at, word in enumerate(words[1:], 1):
-        if (PROGRAMS / _name(word)).exists() or ("/" in word and os.access(word, os.X_OK)):
+        if os.access(PROGRAMS / _name(word), os.F_OK) or ("/" in word and os.access(word, os.X_OK)):
             variables = passed_on(words[:at], dict(os.environ))
             os.execve(PROGRAMS / ".recorder", ["/", *words[at:]], variables)
     _note(" ".join(words[:2]))
@@ -346,7 +351,7 @@ def _settings() -> dict[str, Any]:
     return dict(json.loads((FOLDER / "settings.json").read_bytes()))
 
 
-def _answer(words: list[str]) -> None:
+def _answer(name: str, words: list[str]) -> None:
     """Answer for the GPUs of a node of the cluster that is planned for."""
     settings = _settings()
     count = int(settings["gpus_per_node"])
@@ -375,7 +380,27 @@ def _answer(words: list[str]) -> None:
         for n in gpus:
             row = {**known, "index": str(n), "uuid": f"GPU-{n}"}
             print(*(row.get(field, "[N/A]") for field in fields), sep=", ")
-    _note("nvidia-smi", "answered" if query or listed else "skipped")
+    elif not words:
+        rows = (f"{n}  NVIDIA {settings['gpu']}  0MiB / {settings['memory_mib']}MiB" for n in gpus)
+        print("NVIDIA-SMI", *rows, sep="\n")
+    _note(name, "answered" if query or listed or not words else "skipped")
+
+
+def _answer_of_amd(name: str, words: list[str]) -> None:
+    """Answer for the GPUs of such a node of AMD's."""
+    settings = _settings()
+    shown = {"-i": "Device ID", "--showid": "Device ID", "--showuniqueid": "Unique ID"}
+    labels = [shown.get(word, "Card Series") for word in words if word != "--csv"]
+    head, row = "", "{n}  {gpu}"
+    if name == "amd-smi":
+        row = "GPU: {n}\n    MARKET_NAME: {gpu}"
+    elif "--csv" in words:
+        head, row = "device,Card Series\n", "card{n},{gpu}"
+    elif labels:
+        row = f"GPU[{{n}}]\t\t: {labels[0]}: \t{{gpu}}"
+    gpus = range(int(settings["gpus_per_node"]))
+    print(head + "\n".join(row.format(n=n, gpu=settings["gpu"]) for n in gpus))
+    _note(name, "answered")
 
 
 if __name__ == "__main__":
