@@ -289,7 +289,10 @@ def test_the_launch_of_a_script(name: str, tmp_path: Path, monkeypatch: pytest.M
     ("text", "said"),
     [
         (r"echo -e '\e[0;31mred\e[0m\a'; which srun", "its last words are: red | srun."),
-        ("echo hello >&2; exit 3", "exit code 3; its last words are: hello"),
+        (
+            "echo hello >&2; exit 3",
+            "exit code 3; its last words are: hello. Give the training command itself by --from",
+        ),
         (f'[ -n "$SIZE" ] || exit 1; {LAUNCH}', "Set what nothing sets: SIZE (line 1)"),
         (f": ${{SIZE:?is needed}}; {LAUNCH}", "SIZE: is needed"),
         (f"set -u; {LAUNCH} --tp $TP", "TP: unbound variable"),

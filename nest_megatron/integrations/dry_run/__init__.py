@@ -174,8 +174,9 @@ def _launch_that_trains(run: DryRun, call: str) -> RecordedLaunch:
         "Not on this host": run.absent,
         "Programs that were not run": run.skipped,
     }
-    other = "Or give the training command itself by --from 'COMMAND'."
-    raise UserInputError("script", call, _why_none(run), " ".join((*_list_sentences(lists), other)))
+    lacks = [*_list_sentences(lists)]
+    other = f"{'Or give' if lacks else 'Give'} the training command itself by --from 'COMMAND'."
+    raise UserInputError("script", call, _why_none(run), " ".join((*lacks, other)))
 
 
 def _is_training(word: str) -> bool:
