@@ -66,15 +66,10 @@ _ROWS = packaged(__package__, "launchers.toml")
 _TORCHRUN, _SLURM, _MPI, _DEEPSPEED, _ACCELERATE, _WRAPPER, _CONTAINER = map(
     _launcher, _ROWS.values()
 )
-#: Slurm's options of a job or step in all spellings, by their long names.
-SLURM_OPTIONS = {
-    (names := _ROWS["slurm"]["options"][quantity].split())[0]: names
-    for quantity in _ROWS["slurm"]["variables"]
-}
-#: The variables that say them inside of one.
+#: Slurm's options of a job or step with the variables that say them inside of one.
 SLURM_VARIABLES = {
-    option: names.split()
-    for option, names in zip(SLURM_OPTIONS, _ROWS["slurm"]["variables"].values(), strict=True)
+    _ROWS["slurm"]["options"][quantity].split()[0]: names.split()
+    for quantity, names in _ROWS["slurm"]["variables"].items()
 }
 #: An ``--export`` of ``srun`` that does not name all variables.
 _EXPORTS_SOME = re.compile(r"--export[= ](?!\S*\bALL\b)\S")

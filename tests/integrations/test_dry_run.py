@@ -18,7 +18,7 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import dry_run as dry
-from nest_megatron.integrations.dry_run import RecordedLaunch, script_launch
+from nest_megatron.integrations.dry_run import RecordedLaunch, recorder, script_launch
 from nest_megatron.integrations.dry_run.recorder import LAUNCHERS
 from nest_megatron.integrations.megatron_lm.parser import read_command
 
@@ -542,6 +542,8 @@ def test_launchers_are_those_that_are_counted() -> None:
 
     counted = {name for row in launchers.LAUNCHERS for name in row.names.split() if "." not in name}
     assert counted - {"sbatch", "salloc"} <= set(LAUNCHERS)
+    for option, short in recorder._SHORT.items():
+        assert launchers.slurm_options([f"{short}=8"]) == {option: "8"}
 
 
 def test_variables_of_each_rank_are_no_part_of_one_command(tmp_path: Path) -> None:

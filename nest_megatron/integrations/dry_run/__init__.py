@@ -25,7 +25,6 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.dry_run import recorder
 from nest_megatron.integrations.dry_run.recorder import SHELLS, WRAPPERS
 from nest_megatron.integrations.launchers import (
-    SLURM_OPTIONS,
     SLURM_VARIABLES,
     START_EACH_RANK,
     assignment,
@@ -385,7 +384,10 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
         # bash starts a batch script
         options = () if in_job else header_options(text.decode(errors="replace"))
         launches: list[RecordedLaunch] = []
-        start = {**_in_job(options, start), **start}
+        start = {
+            **recorder.slurm_variables(options, slurm_options(options), SLURM_VARIABLES, start),
+            **start,
+        }
         code, pending = _run(folder, words, options, start)
         batches = 0
         while pending:
@@ -410,7 +412,14 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
                 environment = recorder.passed_on(["sbatch", *options], record["environment"])
                 here = (environment.get("PWD", ""), *recorder.values(options, "--chdir", "-D"))
                 call = ["bash", "-c", 'cd "$0"; exec "$@"', str(Path(*here)), *record["script"]]
-                code, found = _run(folder, call, options, _in_job(options, environment))
+                code, found = _run(
+                    folder,
+                    call,
+                    options,
+                    recorder.slurm_variables(
+                        options, slurm_options(options), SLURM_VARIABLES, environment
+                    ),
+                )
                 pending += found
         return DryRun(
             launches=tuple(launches),
@@ -447,21 +456,14 @@ def _furnish(folder: Path, bash: str, cluster: Cluster | None) -> None:
     for name in READS.split():
         if found := shutil.which(name):
             (programs / name).symlink_to(found)
-    slurm = {
-        option: (
-            "|".join(f"{n}[=\\s]" if n[1] == "-" else n for n in names),
-            SLURM_VARIABLES[option],
-        )
-        for option, names in SLURM_OPTIONS.items()
-    }
-    settings = {"bash": bash, "gpus_per_node": "8", "gpu": "GPU", "memory_mib": "0", "slurm": slurm}
+    settings = {"bash": bash, "gpus_per_node": "8", "gpu": "GPU", "memory_mib": "0"}
     if cluster is not None:
         settings |= {
             "gpus_per_node": str(cluster.host_size or cluster.num_gpus),
             "gpu": cluster.accelerator.name,
             "memory_mib": str(int(cluster.accelerator.memory_bytes) >> 20),
         }
-    (folder / "settings.json").write_text(json.dumps(settings))
+    (folder / "settings.json").write_text(json.dumps({**settings, "slurm": SLURM_VARIABLES}))
 
 
 def _run(
@@ -506,14 +508,6 @@ def _run(
         found.append((options, json.loads(path.read_bytes())))
         path.unlink()
     return code, found
-
-
-def _in_job(options: Sequence[str], environment: Environment) -> dict[str, str]:
-    """The environment of a job that has these options of Slurm's."""
-    if not options:
-        return {**environment}
-    sizes = slurm_options(options)
-    return recorder.slurm_variables(options, sizes, SLURM_VARIABLES, environment)
 
 
 def _read_names(path: Path) -> dict[str, str]:

@@ -40,6 +40,14 @@ STANDS_FOR = (*SHELLS, *WRAPPERS, *RUNNERS, *LAUNCHERS, *_OTHERS)
 _PYTHON = re.compile(r"python[\d.]*")
 _PROGRAM = re.compile(r"\S\.py(\s|$|\"|')")
 _SHELL_LINE = re.compile(rb"#!\s*\S*?(/env\s+)?(bash|sh|dash|zsh|ksh)\b")
+#: Other spellings of options of Slurm.
+_SHORT = {
+    "--nodes": "-N",
+    "--ntasks": "-n",
+    "--cpus-per-task": "-c",
+    "--gpus": "-G",
+    "--gpus-per-node": "--gres",
+}
 #: Variables of a job of Slurm with the options that say them.
 _OF_A_JOB = {
     "SLURM_JOB_NAME": ("--job-name", "-J"),
@@ -76,7 +84,7 @@ def main(words: list[str]) -> None:
     name = _name(words[0])
     name = "python" if _PYTHON.fullmatch(name) else name
     if name in SHELLS:
-        _run_shell(words[1:], dict(os.environ))
+        _run_shell(words[1:])
     if name == "sbatch":
         _write(words, script=_batch_script(words))
     elif name in (*OF_AMD, *OF_NVIDIA):
@@ -104,7 +112,7 @@ def main(words: list[str]) -> None:
     elif name not in STANDS_FOR and (PROGRAMS / name).exists():  # /usr/bin/cat
         os.execv(PROGRAMS / name, words)
     elif _is_shell_script(words[0]):
-        _run_shell(words, dict(os.environ))
+        _run_shell(words)
     elif {"python", "python3", "torchrun"} & {*map(_name, words)}:  # a wrapper of the user's
         _pass_on(words)
     else:
@@ -122,9 +130,10 @@ def _launch(words: list[str]) -> None:
         rest = words[at + (_name(words[at]) in SHELLS) :]
         environment = dict(os.environ)
         if _name(words[0]) == "srun":
-            text, sizes, names = " ".join(words[: at + 1]), {}, {}
-            for option, (spelled, names[option]) in _settings()["slurm"].items():
-                if said := re.findall(rf"\s(?:{spelled})\s*\S*?(\d+)(?=[\s,(])", text):
+            text, sizes, names = " ".join(words[: at + 1]), {}, _settings()["slurm"]
+            for option in names:
+                spelled = rf"\s(?:{option}[=\s]|{_SHORT.get(option, option)})"
+                if said := re.findall(rf"{spelled}\s*\S*?(\d+)(?=[\s,(])", text):
                     sizes[option] = said[-1]
             environment = slurm_variables(words[:at], sizes, names, environment)
         environment["NEST_DRY_RUN_AROUND"] = around
@@ -147,7 +156,7 @@ def _run_remote(words: list[str]) -> None:
         rest = rest[options_end([name, *rest[1:]]) :]
     text = " ".join(rest)
     if not rest or re.search(r"python|torchrun|\b(ba)?sh\b", text):  # without words, its input
-        _run_shell(["-c", text] if rest else [], passed_on(["env", "-i"], dict(os.environ)))
+        _run_shell(["-c", text] if rest else [], passed_on(["env", "-i"], os.environ))
     _note(name)
 
 
@@ -188,13 +197,13 @@ def _is_shell_script(path: str) -> bool:
     return bool(_SHELL_LINE.match(line)) or (named and not line.startswith(b"#!"))
 
 
-def _run_shell(words: list[str], environment: dict[str, str]) -> NoReturn:
+def _run_shell(words: list[str], environment: Mapping[str, str] = os.environ) -> NoReturn:
     """Go on as bash, which reads what stands for programs first, and no file of the user's."""
     at = options_end(["bash", *words]) - 1
     own = (re.sub("[il]", "", w) if re.fullmatch("-[a-zA-Z]+", w) else w for w in words[:at])
     words = [*(word for word in own if word not in ("-", "--login")), *words[at:]]
-    environment |= {"BASH_ENV": str(FOLDER / "shell.bash"), "PATH": str(PROGRAMS)}
-    os.execve(_settings()["bash"], ["bash", *words], environment)
+    start = {"BASH_ENV": str(FOLDER / "shell.bash"), "PATH": str(PROGRAMS)}
+    os.execve(_settings()["bash"], ["bash", *words], {**environment, **start})
 
 
 def slurm_variables(
@@ -210,6 +219,8 @@ def slurm_variables(
         sizes: what those say whose variables have these names.
         environment: in which it is submitted.
     """
+    if not words:
+        return {**environment}
     counts = re.findall(r"\d+", sizes.get("--nodes") or environment.get("SLURM_NNODES", ""))
     nodes = max(counts, key=int, default="1")
     tasks, cpus = sizes.get("--ntasks-per-node", ""), sizes.get("--cpus-per-task", "")
@@ -235,7 +246,7 @@ def slurm_variables(
     }
 
 
-def passed_on(words: list[str], environment: dict[str, str]) -> dict[str, str]:
+def passed_on(words: list[str], environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of what a program starts, by the words before it.
 
     >>> passed_on(["env", "-i", "A=1"], {"B": "2"}), passed_on(["sbatch", "--export=B"], {"B": "2"})
@@ -300,10 +311,10 @@ def _pass_on(words: list[str]) -> None:
     """Go on as the program that a wrapper starts, with the variables that stand before it."""
     if _name(words[0]) == "script":
         for text in values(words, "-c", "-qc", "-ec", "-qec", "-eqc", "--command"):
-            _run_shell(["-c", text], dict(os.environ))
+            _run_shell(["-c", text])
     for at, word in enumerate(words[1:], 1):
         if os.access(PROGRAMS / _name(word), os.F_OK) or ("/" in word and os.access(word, os.X_OK)):
-            variables = passed_on(words[:at], dict(os.environ))
+            variables = passed_on(words[:at], os.environ)
             os.execve(PROGRAMS / ".recorder", ["/", *words[at:]], variables)
     _note(" ".join(words[:2]))
 
@@ -389,17 +400,12 @@ def _answer(name: str, words: list[str]) -> None:
 def _answer_of_amd(name: str, words: list[str]) -> None:
     """Answer for the GPUs of such a node of AMD's."""
     settings = _settings()
-    shown = {"-i": "Device ID", "--showid": "Device ID", "--showuniqueid": "Unique ID"}
-    labels = [shown.get(word, "Card Series") for word in words if word != "--csv"]
-    head, row = "", "{n}  {gpu}"
-    if name == "amd-smi":
-        row = "GPU: {n}\n    MARKET_NAME: {gpu}"
-    elif "--csv" in words:
-        head, row = "device,Card Series\n", "card{n},{gpu}"
-    elif labels:
-        row = f"GPU[{{n}}]\t\t: {labels[0]}: \t{{gpu}}"
-    gpus = range(int(settings["gpus_per_node"]))
-    print(head + "\n".join(row.format(n=n, gpu=settings["gpu"]) for n in gpus))
+    row = "GPU: {}" if name == "amd-smi" else "GPU[{}]\t: Card Series, Device ID, Unique ID: {}"
+    if "--csv" in words:
+        print("device,Card Series")
+        row = "card{},{}"
+    for n in range(int(settings["gpus_per_node"])):
+        print(row.format(n, settings["gpu"]))
     _note(name, "answered")
 
 
