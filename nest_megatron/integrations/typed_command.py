@@ -160,6 +160,7 @@ def _read(typed: TypedCommand, composed: Settings) -> Job:
             "Leave model out, or change the command.",
         )
     text = typed.text
+    what = "--from" if isinstance(text, str) else "command"
     launch = _launch(text, composed)
     place = LaunchPlace(
         environment=launch.environment,
@@ -178,11 +179,12 @@ def _read(typed: TypedCommand, composed: Settings) -> Job:
         release, flags = megatron_version(composed, version), composed.flags or ""
         command = read_command(launch.words, release, place, flags)
         if not command.argv:
+            fix = "Give the whole command in quotes, or - to read it from standard input."
             raise UserInputError(
-                "--from",
+                what,
                 command.script or text,
                 "it has no flags, so it says nothing about the model",
-                "Give the whole command in quotes, or - to read it from standard input.",
+                fix if isinstance(text, str) else "Put the flags of the training script behind it.",
             )
         newer = newer_release_notes(f"megatron_lm_{version or ''}")
         notes = (*launch.notes, *notes, *newer, *command.notes)
@@ -190,7 +192,7 @@ def _read(typed: TypedCommand, composed: Settings) -> Job:
         unread = unread_model([command.script])  # unless the command describes the model
         if unread and not {"num_layers", "hidden_size"} & command.explicit:
             raise UserInputError(
-                "--from",
+                what,
                 command.script,
                 unread,
                 "Give the flags of Megatron-LM that it comes to, or name a model and its settings.",

@@ -89,6 +89,8 @@ def test_a_script_has_one_place(tmp_path: Path) -> None:
 
 
 def test_a_command_may_stand_behind_the_dashes() -> None:
+    done = run("estimate", CLUSTER, "--", "python", "train.py")
+    assert done.err.startswith("error: command = train.py: it has no flags")
     done = run("estimate", CLUSTER, "model.vocab_size=131072", "--", *JOB.split())
     assert done.code == 0
     assert "on 8 x H100" in done.out

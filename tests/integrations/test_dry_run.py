@@ -13,9 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from nest_megatron.config.catalogue import read_cluster
+from nest_megatron.config.compose import compose
+from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import dry_run as dry
-from nest_megatron.integrations.dry_run import RecordedLaunch, script_launch
+from nest_megatron.integrations.dry_run import RecordedLaunch, recorder, script_launch
 from nest_megatron.integrations.dry_run.recorder import LAUNCHERS
 from nest_megatron.integrations.megatron_lm.parser import read_command
 
@@ -157,6 +160,23 @@ IDIOMS = {
         f"for i in 1 0; do torchrun --nnodes 2 --node_rank $i t.py {MODEL} & done; wait",
         f"torchrun --nnodes 2 --node_rank 0 t.py {MODEL}",
     ),
+    "one on each host of Slurm": (
+        "for i in 1 0; do srun -N1 -w node$((2-i)) "
+        f"torchrun --nnodes 2 --node_rank $i t.py {MODEL} & done; wait",
+        f"srun -N1 -w node2 torchrun --nnodes 2 --node_rank 0 t.py {MODEL}",
+    ),
+    "one on each host of MPI": (
+        f"for h in a b; do mpirun -np 8 --host=$h:8 python t.py {MODEL} & done; wait",
+        f"mpirun -np 8 --host=a:8 python t.py {MODEL}",
+    ),
+    "one on each host by ssh": (
+        "export A=1; i=0; for h in a b; do\n"
+        f'ssh -p 22 u@$h -o X=y "cd $PWD && A=\\$A torchrun --nnodes 2 --node_rank $i t.py {MODEL}"'
+        "\ni=$((i+1)); done",
+        f"A= torchrun --nnodes 2 --node_rank 0 t.py {MODEL}",
+    ),
+    "ssh of a text": (f"sshpass -p x ssh host <<EOF\n{LAUNCH}\nEOF", LAUNCH),
+    "pdsh": (f"pdsh -R ssh -w a,b {LAUNCH}", LAUNCH),
     "one of each rank": (
         f"for i in 1 0; do python t.py {MODEL} --rank $i --local_rank=$i & done; wait",
         f"python t.py {MODEL} --rank 0 --local_rank=0",
@@ -227,6 +247,16 @@ IDIOMS = {
         f'torchrun t.py {MODEL} --x "$N"',
         f"torchrun t.py {MODEL} --x '7, 8'",
     ),
+    "GPUs that are shown": (
+        f"if nvidia-smi | grep -q GPU; then X=yes; fi; torchrun t.py {MODEL} --x $X",
+        f"torchrun t.py {MODEL} --x yes",
+    ),
+    "a text that is trimmed": (
+        f"X=$(echo ' a  b ' | xargs); {LAUNCH} --x \"$X\"",
+        f"{LAUNCH} --x 'a b'",
+    ),
+    "a terminal that is kept": (f"script -qc '{LAUNCH}' log; rm -f log", LAUNCH),
+    "a terminal that is kept by another order": (f"script log --command='{LAUNCH}'", LAUNCH),
     "hosts of Slurm": (
         f"SLURM_NNODES=3; export SLURM_NNODES; N=$(scontrol show hostnames | wc -l)\n"
         f"torchrun --nnodes $N t.py {MODEL}",
@@ -259,7 +289,10 @@ def test_the_launch_of_a_script(name: str, tmp_path: Path, monkeypatch: pytest.M
     ("text", "said"),
     [
         (r"echo -e '\e[0;31mred\e[0m\a'; which srun", "its last words are: red | srun."),
-        ("echo hello >&2; exit 3", "exit code 3; its last words are: hello"),
+        (
+            "echo hello >&2; exit 3",
+            "exit code 3; its last words are: hello. Give the training command itself by --from",
+        ),
         (f'[ -n "$SIZE" ] || exit 1; {LAUNCH}', "Set what nothing sets: SIZE (line 1)"),
         (f": ${{SIZE:?is needed}}; {LAUNCH}", "SIZE: is needed"),
         (f"set -u; {LAUNCH} --tp $TP", "TP: unbound variable"),
@@ -269,10 +302,15 @@ def test_the_launch_of_a_script(name: str, tmp_path: Path, monkeypatch: pytest.M
         (f"if true; then {LAUNCH}", "syntax error"),
         ("x() { x; }; x", "maximum function nesting level"),
         ("rm -rf a; pkill b", "Programs that were not run: rm (line 1), pkill (line 1)"),
+        ("ssh host 'rm -rf a'", "Programs that were not run: ssh (line 1)"),
         (
             f"for tp in 1 2; do {LAUNCH} --tensor-model-parallel-size $tp --bf16; done",
             "launches 2 jobs, and one is planned: --tensor-model-parallel-size 1 (line 1); "
             "--tensor-model-parallel-size 2 (line 1)",
+        ),
+        (
+            f"for i in 1 2; do sbatch --export=ALL,TP=$i --wrap '{LAUNCH} --tp $TP'; done",
+            "launches 2 jobs, and one is planned: --tp 1 (line 1); --tp 2 (line 1)",
         ),
     ],
 )
@@ -287,6 +325,26 @@ def test_a_script_without_one_launch_is_refused_with_what_it_lacks(
 def test_lines_that_end_as_on_windows_are_named(name: str, tmp_path: Path) -> None:
     path = write(tmp_path, "torchrun --nproc-per-node 8 t.py $M --bf16\r\n", name)
     assert "carriage returns" in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("counted", "seen"),
+    [
+        ("rocm-smi --showid --csv | grep -c card", "8"),
+        ("rocm-smi --showproductname | grep -c 'Card Series'", "8"),
+        ("rocm-smi -i | grep -c 'Device ID'", "8"),
+        ("amd-smi list | grep -c GPU", "8"),
+        ("rocm-smi | grep -c MI300X", "8"),
+        ("nvidia-smi -L | grep -c GPU", "0"),
+    ],
+)
+def test_the_gpus_of_amd_are_shown_by_their_own_programs(
+    counted: str, seen: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path, f"N=$({counted}); torchrun --nproc-per-node $N t.py {MODEL}")
+    cluster = read_cluster(compose(parse(["cluster=mi300x"])))
+    assert script_launch(["bash", str(path)], cluster).words[2] == seen
+    assert ("rocm-smi" in counted or "amd-smi" in counted) != (read(path).words[2] == "8")
 
 
 def test_what_was_left_out_is_listed(tmp_path: Path) -> None:
@@ -397,6 +455,39 @@ def test_a_script_has_its_arguments_variables_and_folder(
         script_launch(["bash", str(tmp_path / "absent.sh")])
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["sbatch", "-N", "2", "--wrap", "bash in.sh"],
+        ["sbatch", "--wrap=bash in.sh"],
+        ["sbatch", "--export=ALL,CFG=no.sh", "in.sh"],
+        ["sbatch", "-c", "8", "launch"],
+        ["bash", "-c", "A=1 bash in.sh"],
+        ["env", "CFG=no.sh", "bash", "in.sh"],
+        ["bash", "-euo", "pipefail", "launch", "no.sh"],
+        ["srun", "-N2", "bash", "in.sh"],
+        ["docker", "run", "--rm", "image", "bash", "in.sh"],
+        ["timeout", "10", "bash", "in.sh"],
+        ["numactl", "-m", "0", "bash", "in.sh"],
+        ["./launch"],
+    ],
+)
+def test_a_script_may_be_typed_in_each_way_that_a_script_calls_it(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, LAUNCH, "in.sh")
+    write(tmp_path, f"#!/bin/bash\n{LAUNCH}", "launch").chmod(0o700)
+    assert dry.is_script_call(words)
+    assert script_launch(words).words[-4:] == tuple(MODEL.split())
+
+
+@pytest.mark.parametrize("call", ["bash no", "srun -N2 bash no.sh 8", "sbatch -o in.sh no.job"])
+def test_a_script_that_is_not_here_is_named(call: str) -> None:
+    with pytest.raises(UserInputError, match=r"no(.sh|.job)?': there is no such file"):
+        script_launch(call.split())
+
+
 def test_no_shell_of_a_script_reads_files_of_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -451,6 +542,8 @@ def test_launchers_are_those_that_are_counted() -> None:
 
     counted = {name for row in launchers.LAUNCHERS for name in row.names.split() if "." not in name}
     assert counted - {"sbatch", "salloc"} <= set(LAUNCHERS)
+    for option, short in recorder._SHORT.items():
+        assert launchers.slurm_options([f"{short}=8"]) == {option: "8"}
 
 
 def test_variables_of_each_rank_are_no_part_of_one_command(tmp_path: Path) -> None:
@@ -495,6 +588,64 @@ def test_a_script_in_mpirun_has_the_variables_of_its_first_rank(sizes: str, tmp_
     assert not any(word.startswith(("RANK=", "OMPI_")) for word in found.words)
 
 
+@pytest.mark.parametrize(
+    ("start", "seen"),
+    [
+        ("sbatch --export=ALL,A=1 in.sh", "1"),
+        ("sbatch --export A=1,B=3 in.sh", "1"),
+        ("export A=1; sbatch --export=NONE in.sh", "no"),
+        ("export A=1; sbatch --export B,A in.sh", "1"),
+        ("export A=1; echo '#SBATCH --export=NONE' > job; cat in.sh >> job; sbatch job", "no"),
+        ("srun -N2 --export=ALL,A=1 bash in.sh", "1"),
+        ("export A=1; srun --export=B=2 bash in.sh", "no"),
+        ("export A=1; env -u A bash in.sh", "no"),
+        ("export A=1; env --unset=A ./in.sh", "no"),
+        ("export A=1; env -i B=2 bash in.sh", "no"),
+        ("export A=1; docker run --gpus all image bash in.sh", "no"),
+        ("export A=1; docker run -e A image bash in.sh", "1"),
+        ("docker run --env=A=1,2 image bash in.sh", "1,2"),
+        ("podman run --env-file a.env image bash in.sh", "1 2"),
+        ("uv run --env-file=a.env bash in.sh", "1 2"),
+        ("export A=1; ray job submit -- bash in.sh", "no"),
+        ("""ray job submit --runtime-env-json='{"env_vars": {"A": "1"}}' -- bash in.sh""", "1"),
+        ("export A=1; apptainer exec image bash in.sh", "1"),
+        ("export A=1; apptainer exec --cleanenv image bash in.sh", "no"),
+        ("SINGULARITYENV_A=1 singularity exec -e image bash in.sh", "1"),
+        ("apptainer exec --env B=2,A=1 image bash in.sh", "1"),
+        ("mpiexec -n 2 -env A 1 bash in.sh", "1"),
+        ("mpiexec -genv B 2 -genv A 1 -n 2 bash in.sh", "1"),
+        ("srun --export=ALL,A=1 docker run -e A image bash in.sh", "1"),
+        ("srun --export=ALL,A=1 docker run image bash in.sh", "no"),
+    ],
+)
+def test_variables_are_those_that_a_wrapper_passes_on(
+    start: str, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "# of the job\nexport A='1 2'\n", "a.env")
+    write(tmp_path, f'{LAUNCH} --x "${{A-no}}"', "in.sh").chmod(0o700)
+    assert read(write(tmp_path, start)).words[-1] == seen
+
+
+def test_a_file_of_variables_that_is_not_here_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = f"sbatch no.sh\ndocker run --env-file no.env image bash -c '{LAUNCH}'"
+    notes = read(write(tmp_path, text)).notes
+    assert "Not on this host: no.sh (line 1), no.env (line 2)." in notes
+
+
+@pytest.mark.parametrize("options", ["-o a.log", "-H -e a.log -w a.log", "--exclude a.log -N2"])
+def test_the_value_of_an_option_is_no_batch_script(
+    options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "exit 7", "a.log")
+    found = script_launch(["sbatch", *options.split(), str(write(tmp_path, LAUNCH)), "8"])
+    assert found.words == tuple(LAUNCH.split())
+
+
 def test_the_host_of_a_job_of_slurm_is_its_first_node(tmp_path: Path) -> None:
     text = f"torchrun --rdzv_endpoint $(hostname):29500 t.py {MODEL}"
     assert "node1:29500" in read(write(tmp_path, f"#SBATCH --nodes=2\n{text}")).words
@@ -514,6 +665,59 @@ def test_a_job_of_slurm_has_its_cpus_and_the_name_of_its_node(option: str, tmp_p
     assert words[:3] == ("srun", "-c", "72")
     assert words[-1] == "node1"
     assert read_command(words).ranks.num_ranks is None
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "seen"),
+    [
+        ("--job-name=a-b -N1", "$SLURM_JOB_NAME", "a-b"),
+        (
+            "-Ja.b -p gpu -A c",
+            "$SLURM_JOB_NAME $SLURM_JOB_PARTITION $SLURM_JOB_ACCOUNT",
+            "a.b gpu c",
+        ),
+        ("-N1", "$SLURM_JOB_NAME$SLURM_CPUS_ON_NODE", f"name{os.cpu_count()}"),
+        ("--array=3-7%2 -N1", "$SLURM_ARRAY_TASK_ID", "3"),
+        ("--ntasks-per-node=8 --cpus-per-task=4", "$SLURM_CPUS_ON_NODE", "32"),
+        ("--nodes=2-10", "$SLURM_NNODES $SLURM_JOB_NODELIST", "10 node[1-10]"),
+    ],
+)
+@pytest.mark.parametrize("place", ["sbatch", "lines", "srun"])
+def test_a_job_of_slurm_has_its_variables(
+    place: str, options: str, text: str, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    header = f"#SBATCH {options}\n" if place == "lines" else ""
+    write(tmp_path, f'{header}set -u\n{LAUNCH} --x "{text}"', "in.sh")
+    start = {"sbatch": f"sbatch {options}", "lines": "sbatch", "srun": f"srun {options} bash"}[
+        place
+    ]
+    assert read(write(tmp_path, f"{start} in.sh")).words[-1] == seen
+
+
+def test_a_step_of_slurm_has_the_sizes_of_its_options(tmp_path: Path) -> None:
+    seen = "$SLURM_NNODES $SLURM_GPUS_ON_NODE $SLURM_NTASKS $SLURM_JOB_ID"
+    step = (
+        f"srun -N1-2 --gres=gpu:h100:8,nvme:1 --ntasks-per-node 4 bash -c '{LAUNCH} --x \"{seen}\"'"
+    )
+    assert read(write(tmp_path, step)).words[-1] == "2 8 8 1"
+    job = write(tmp_path, f"#SBATCH --nodes=4 --ntasks=9\nexport SLURM_JOB_ID=5\n{step}", "job.sh")
+    assert read(job).words[-1] == "2 8 8 5"
+
+
+@pytest.mark.parametrize("start", ["sbatch --chdir=sub in.sh", "cd sub; sbatch ../in.sh"])
+def test_a_batch_job_runs_in_its_folder(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, f"source a.env; {LAUNCH} --x $A", "in.sh")
+    (tmp_path / "sub").mkdir()
+    write(tmp_path / "sub", "A=1", "a.env")
+    found = read(write(tmp_path, start))
+    assert found.words[-1] == "1"
+    assert found.folder == str(tmp_path / "sub")
+    notes = read(write(tmp_path, f"sbatch -D /no --wrap '{LAUNCH}'")).notes
+    assert any("Not on this host: /no" in note for note in notes)
 
 
 def test_the_head_of_a_slurm_job_is_its_first_node_and_its_task_the_first(tmp_path: Path) -> None:

@@ -52,13 +52,14 @@ _TRAINING = re.compile(
 #: Variables that no two ranks have the same of.
 _OF_A_RANK = {"RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "CUDA_VISIBLE_DEVICES"}
 #: Options in which the launches of one job differ, one on each node or of each rank.
-_OF_A_NODE = re.compile(r"--((?:(?:node|machine|local)[-_])?rank)(=.*)?")
+_OF_A_NODE = re.compile(r"--(?:(?:node|machine|local)[-_])?rank(=.*)?")
+_OF_A_HOST = re.compile(r"--(?:nodelist|host)(=.*)?|-[wH](.+)?")
 
 
 def is_script_call(words: Sequence[str]) -> bool:
     """Whether words start a shell, a batch job or a script of the shell.
 
-    >>> is_script_call(["bash", "train.sh"]), is_script_call(["A=1", "sbatch", "-N", "2", "x.job"])
+    >>> is_script_call(["srun", "bash", "x.sh"]), is_script_call(["A=1", "sbatch", "-N2", "x.job"])
     (True, True)
     >>> is_script_call(["torchrun", "pretrain_gpt.py"])
     False
@@ -66,7 +67,11 @@ def is_script_call(words: Sequence[str]) -> bool:
     programs = (word for word in words if assignment(word) is None)
     first = next((word for word in programs if word.rpartition("/")[2] not in WRAPPERS), "")
     name = first.rpartition("/")[2]
-    return name in (*SHELLS, "sbatch", "source", ".") or first.endswith(_SUFFIXES)
+    return (
+        name in ("sbatch", "ssh", "pdsh", "source", ".")
+        or first.endswith(_SUFFIXES)
+        or recorder.shell_at([word for word in words if assignment(word) is None]) is not None
+    )
 
 
 def names_script(words: Sequence[str]) -> bool:
@@ -96,7 +101,7 @@ def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> Recor
         rest = ["bash", *rest[1:]]
     elif rest[0].endswith(_SUFFIXES):
         rest = ["bash", *rest]
-    script = next((word for word in rest if word.endswith(_SUFFIXES)), "")
+    script = _script(rest)
     if script and not Path(script).is_file():
         raise UserInputError(
             "script",
@@ -126,6 +131,20 @@ def script_launch(words: Sequence[str], cluster: Cluster | None = None) -> Recor
     return replace(found, words=(*kept, *found.words), notes=tuple(notes))
 
 
+def _script(words: Sequence[str]) -> str:
+    """The file of the script that words start; ``""`` where they hold its text."""
+    at = 0 if Path(words[0]).name == "sbatch" else recorder.shell_at(words)
+    if at is None:
+        return ""
+    started = words[at:]
+    if Path(started[0]).name in (*SHELLS, "sbatch"):
+        end = recorder.options_end(started)
+        if any(re.fullmatch(r"-[a-z]*c|--wrap(=.*)?", word) for word in started[:end]):
+            return ""
+        started = started[end:]
+    return started[0] if started else ""
+
+
 def unread_model(words: Iterable[str]) -> str:
     """Why the model of a program is not read, which takes it from elsewhere; ``""`` for others.
 
@@ -141,7 +160,7 @@ def _launch_that_trains(run: DryRun, call: str) -> RecordedLaunch:
     trains = [each for each in run.launches if any(map(_is_training, each.words))]
     found = {_of_all_nodes(each.words): each for each in reversed(trains)}
     if len(found) == 1:
-        return min(trains, key=lambda each: each.words)  # that of the first node
+        return min(trains, key=lambda each: each.words[::-1])  # the first rank, not the first host
     if found:
         raise UserInputError(
             "script",
@@ -154,8 +173,9 @@ def _launch_that_trains(run: DryRun, call: str) -> RecordedLaunch:
         "Not on this host": run.absent,
         "Programs that were not run": run.skipped,
     }
-    other = "Or give the training command itself by --from 'COMMAND'."
-    raise UserInputError("script", call, _why_none(run), " ".join((*_list_sentences(lists), other)))
+    lacks = [*_list_sentences(lists)]
+    other = f"{'Or give' if lacks else 'Give'} the training command itself by --from 'COMMAND'."
+    raise UserInputError("script", call, _why_none(run), " ".join((*lacks, other)))
 
 
 def _is_training(word: str) -> bool:
@@ -163,11 +183,11 @@ def _is_training(word: str) -> bool:
 
 
 def _of_all_nodes(words: Sequence[str]) -> tuple[str, ...]:
-    options = [_OF_A_NODE.fullmatch(word) for word in words]
+    options = [_OF_A_NODE.fullmatch(word) or _OF_A_HOST.fullmatch(word) for word in words]
     return tuple(
         word
         for word, option, before in zip(words, options, (None, *options), strict=False)
-        if option is None and (before is None or before[2])
+        if option is None and (before is None or before.lastindex)
     )
 
 
@@ -238,7 +258,8 @@ def _notes(run: DryRun, found: RecordedLaunch, script: str) -> Iterator[str]:
     if found.header:
         yield (
             f"Slurm's options of the script ({shlex.join(found.header)}) are not in the command. "
-            "What Slurm tells a task is made up: hosts are node1 and so on, and the rank is 0."
+            "What Slurm tells a task is made up: hosts are node1 and so on, the rank is 0; it is "
+            "that of the most nodes of a range, and of the first job of an array."
         )
     if rank := next(filter(_OF_A_NODE.fullmatch, found.words), None):
         yield f"{rank.partition('=')[0]} is that of the first: each node or rank has its own."
@@ -350,8 +371,8 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
         folder = Path(name).resolve()
         _furnish(folder, bash, cluster)
         start = {**os.environ, **variables}
-        script = next((Path(word) for word in words[1:] or words if Path(word).is_file()), None)
-        text = b"" if script is None else script.read_bytes()
+        script = Path(_script(words))
+        text = script.read_bytes() if script.is_file() else b""
         if b"\r\n" in text:
             raise UserInputError(
                 "script",
@@ -359,10 +380,14 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
                 "its lines end as on Windows, and bash takes their carriage returns for text",
                 f"Convert it: sed -i 's/\\r$//' {shlex.quote(str(script))}",
             )
-        in_job = "SLURM_JOB_ID" in start or words[0].endswith("sbatch")
+        in_job = "SLURM_JOB_ID" in start or Path(words[0]).name in START_EACH_RANK
         # bash starts a batch script
         options = () if in_job else header_options(text.decode(errors="replace"))
         launches: list[RecordedLaunch] = []
+        start = {
+            **recorder.slurm_variables(options, slurm_options(options), SLURM_VARIABLES, start),
+            **start,
+        }
         code, pending = _run(folder, words, options, start)
         batches = 0
         while pending:
@@ -384,7 +409,17 @@ def dry_run(words: Sequence[str], variables: Mapping[str, str], cluster: Cluster
                 batches += 1
                 text = Path(record["script"][1]).read_bytes()
                 options = (*header_options(text.decode(errors="replace")), *record["words"][1:])
-                code, found = _run(folder, record["script"], options, record["environment"])
+                environment = recorder.passed_on(["sbatch", *options], record["environment"])
+                here = (environment.get("PWD", ""), *recorder.values(options, "--chdir", "-D"))
+                call = ["bash", "-c", 'cd "$0"; exec "$@"', str(Path(*here)), *record["script"]]
+                code, found = _run(
+                    folder,
+                    call,
+                    options,
+                    recorder.slurm_variables(
+                        options, slurm_options(options), SLURM_VARIABLES, environment
+                    ),
+                )
                 pending += found
         return DryRun(
             launches=tuple(launches),
@@ -413,8 +448,11 @@ def _furnish(folder: Path, bash: str, cluster: Cluster | None) -> None:
     )
     (programs / ".recorder").write_text(start, encoding="utf-8")
     (programs / ".recorder").chmod(0o700)
+    is_amd = cluster is not None and cluster.accelerator.name.startswith("MI")
+    absent = recorder.OF_NVIDIA if is_amd else recorder.OF_AMD
     for name in (*recorder.STANDS_FOR, *(f"python3.{minor}" for minor in range(8, 16))):
-        (programs / name).symlink_to(".recorder")
+        if name not in absent:
+            (programs / name).symlink_to(".recorder")
     for name in READS.split():
         if found := shutil.which(name):
             (programs / name).symlink_to(found)
@@ -425,21 +463,20 @@ def _furnish(folder: Path, bash: str, cluster: Cluster | None) -> None:
             "gpu": cluster.accelerator.name,
             "memory_mib": str(int(cluster.accelerator.memory_bytes) >> 20),
         }
-    (folder / "settings.json").write_text(json.dumps(settings))
+    (folder / "settings.json").write_text(json.dumps({**settings, "slurm": SLURM_VARIABLES}))
 
 
 def _run(
     folder: Path, words: Sequence[str], options: tuple[str, ...], environment: Environment
 ) -> tuple[int | None, list[tuple[tuple[str, ...], dict[str, Any]]]]:
-    """Run words in the view of ``view.py``, as a job of Slurm's where they have its options.
+    """Run words in the view of ``view.py``.
 
     Returns:
         The exit status, ``None`` where time ended them; and what was written down, each with the
         options.
     """
-    variables = {**environment, **_slurm_variables(options, environment)}
     given = {
-        **{name: value for name, value in variables.items() if name not in _OWN},
+        **{name: value for name, value in environment.items() if name not in _OWN},
         "PATH": str(folder / "bin"),
         "NEST_DRY_RUN": str(folder),
         "NEST_DRY_RUN_PATH": os.environ.get("PATH", ""),
@@ -471,25 +508,6 @@ def _run(
         found.append((options, json.loads(path.read_bytes())))
         path.unlink()
     return code, found
-
-
-def _slurm_variables(options: Sequence[str], environment: Environment) -> dict[str, str]:
-    """The variables of a job that has these options, as far as Slurm has not set them."""
-    if not options:
-        return {}
-    sizes = slurm_options(options)
-    nodes, per_node = sizes.get("--nodes", "1"), sizes.get("--ntasks-per-node", "")
-    if "--ntasks" not in sizes and nodes.isdigit() and per_node.isdigit():
-        sizes["--ntasks"] = str(int(nodes) * int(per_node))
-    found = {name: value for option, value in sizes.items() for name in SLURM_VARIABLES[option]}
-    found |= {
-        **dict.fromkeys(SLURM_VARIABLES["--nodes"], nodes),
-        **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), "1"),
-        **dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), f"node[1-{nodes}]"),
-        **dict.fromkeys(recorder.OF_A_TASK, "0"),
-        "SLURM_SUBMIT_DIR": environment.get("PWD") or str(Path.cwd()),
-    }
-    return {name: value for name, value in found.items() if name not in environment}
 
 
 def _read_names(path: Path) -> dict[str, str]:

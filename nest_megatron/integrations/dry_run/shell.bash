@@ -76,7 +76,16 @@ enable() { __nest_note skipped enable; }
 ulimit() { :; }
 trap() { __nest_note skipped trap; } # no DEBUG trap watches what one on EXIT does
 sleep() { :; }
-xargs() { cat > /dev/null; __nest_note skipped xargs; }
+xargs() { # of no words it trims
+  local IFS=$' \t\n' __nest_words
+  if (($#)); then
+    cat > /dev/null
+    __nest_note skipped xargs
+  else
+    read -rd '' -a __nest_words || :
+    echo "${__nest_words[*]-}"
+  fi
+}
 tail() {
   case " $* " in
     *" -f "* | *" -F "* | *" --follow"*) __nest_note skipped "tail -f" ;;
