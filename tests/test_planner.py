@@ -174,7 +174,7 @@ def test_a_plan_found_in_time_says_how_far_it_may_be_from_the_best(
     monkeypatch.setattr(Deadline, "passed", lambda *_: next(counts[0]) < 0)
     asked = request("mixtral_8x7b", tie_percent=0.0)
     best = plan(asked, choose=number)
-    enough = (0.35, 0.43)[number] * next(counts[0])
+    enough = (0.3, 0.37)[number] * next(counts[0])
     monkeypatch.setattr(Deadline, "passed", lambda *_: next(counts[1]) > enough)
     found = plan(asked, choose=number)
     assert isinstance(best, ParallelPlan)

@@ -58,7 +58,7 @@ from nest_megatron.config.train import (
 )
 from nest_megatron.cost_model.features import SCANNED
 from nest_megatron.cost_model.goodput import Reliability
-from nest_megatron.cost_model.memory import capacity_bytes, fp8_copy_bytes
+from nest_megatron.cost_model.memory import fp8_copy_bytes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.site import Site
 from nest_megatron.cost_model.site_file import find_site
@@ -90,7 +90,7 @@ from nest_megatron.profile.choose import TimedJob, choose_times
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.profile.records import ProfileMode
 from nest_megatron.solver.space import SearchSpace
-from nest_megatron.units import Seconds, format_gib
+from nest_megatron.units import Seconds
 
 #: Bandwidth from which activations can wait on the host: above PCIe of the fifth generation
 #: (63 GB/s), below NVLink-C2C.
@@ -200,10 +200,6 @@ def request_for(
         lengths = read_lengths(train, spec.seq_length, packed=packed)
         inputs = CostInputs(settings, job, device.name, spec=spec, lengths=lengths)
         costs = settings_within(inputs.costs(), policy)
-        if not capacity_bytes(device, costs):
-            limit = f"a GPU has {format_gib(device.memory_bytes)}"
-            reserve = format_gib(costs.memory_reserve_bytes)
-            raise UserInputError("memory.reserve_bytes", reserve, limit, "Lower it.")
         conditions = inputs.knob_conditions(
             freed,
             has_fast_link=device.host_bandwidth_bytes_per_s >= _FAST_LINK,

@@ -112,8 +112,8 @@ def _pattern(values: Values) -> str:
         raise flag_error(
             "hybrid_layer_pattern",
             None,
-            "a hybrid model's layers are named by it alone",
-            "Add it to the command.",
+            "a hybrid model's layers are named by it alone since Megatron-LM 0.17",
+            "Add it to the command, or plan for an older one: target=megatron_lm_0.16.",
         )
     if depths and "/" not in pattern:
         raise flag_error(

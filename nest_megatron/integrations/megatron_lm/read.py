@@ -90,11 +90,12 @@ def read_job(command: ReadCommand) -> Job:
         UserInputError: if the command lacks a size, or its sizes contradict each other.
     """
     command = with_checkpoint_arguments(command)
+    require_options(command.values, command.version)
+    job = job_of(command, command.values)
     if command.values.get("max_position_embeddings") is None:
         limit = "Megatron-LM does not start without it"
         raise flag_error("max_position_embeddings", None, limit, "Add it to the command.")
-    require_options(command.values, command.version)
-    return job_of(command, command.values)
+    return job
 
 
 #: How options end whose values are types or members of enumerations.
