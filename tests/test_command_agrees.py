@@ -9,8 +9,11 @@ import pytest
 import nest_megatron
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 
-_SIZES = "--hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --num-layers 16 --bf16"
-_BATCH = "--max-position-embeddings 4096 --global-batch-size 128 --micro-batch-size 1 --vocab-size 128256"
+_SIZES = (
+    "--hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --max-position-embeddings 4096 "
+    "--num-layers 16"
+)
+_BATCH = "--bf16 --global-batch-size 128 --micro-batch-size 1 --vocab-size 128256"
 _BLOCKS = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
 DENSE = f"{_SIZES} {_BATCH} {_BLOCKS} --ffn-hidden-size 8192 --untie-embeddings-and-output-weights"
 EXPERTS = (
