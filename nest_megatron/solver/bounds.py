@@ -124,10 +124,13 @@ class Bounds(Caching):
 
     def even(self, grid: PartialLayout) -> Ticks:
         """All ranks busy all the time: the work of the whole batch over all ranks."""
-        dims, work = grid.dims, self._of_all(self._work(grid)[0])
+        return self._evenly(grid.dims, self._work(grid)[0], grid.micro_batch_size)
+
+    def _evenly(self, dims: ParallelDims, each: Each, sequences: int) -> Ticks:
+        """The step, if the work on so many sequences were divided over all ranks."""
         ranks = dims.tensor_model_parallel_size * dims.context_parallel_size
-        whole = work * self.global_batch_size * ranks
-        return self.floor + whole // (grid.micro_batch_size * dims.world_size)
+        whole = self._of_all(each) * self.global_batch_size * ranks
+        return self.floor + whole // (sequences * dims.world_size)
 
     def waiting(self, grid: PartialLayout) -> Ticks:
         """The fullest pipeline rank busy all the time, and what every plan of the grid waits."""
@@ -175,8 +178,10 @@ class Bounds(Caching):
         What was measured may, so with a profile it is that of the grid itself.
         """
         micro = grid.micro_batch_size if self.model.times else self._micro_batch
-        batch = micro * grid.dims.data_parallel_size
-        return self.even(replace(grid, micro_batch_size=micro, global_batch_size=batch))
+        batch, share = micro * grid.dims.data_parallel_size, (1.0 - 1e-12) / micro
+        grid = replace(grid, micro_batch_size=micro, global_batch_size=batch)
+        times = ((share * ahead, share * back) for ahead, back in self.model.pass_times(grid))
+        return self._evenly(grid.dims, in_ticks(times)[0], 1)
 
     def pipeline(self, grid: PartialLayout) -> Ticks:
         """The fullest rank of a pipeline, or a balanced one with its fill and drain.

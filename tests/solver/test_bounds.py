@@ -102,11 +102,11 @@ def test_no_sequence_takes_longer_in_a_larger_micro_batch(seed: int) -> None:
     names = ["gpt3_175b", "mixtral_8x7b", "deepseek_v3", "gpt_oss_20b", "nemotron3_super", "t5_11b"]
     cluster = catalogue.cluster(rng.choice(["dgx_h100", "gb200_nvl72"]), rng.choice([8, 512]))
     spec = dataclasses.replace(
-        catalogue.model(rng.choice(names)), seq_length=rng.choice([512, 777, 4096, 16384])
+        catalogue.model(rng.choice(names)), seq_length=rng.choice([512, 777, 4096, 4_194_304])
     )
     precision = rng.choice([Precision.BF16, Precision.FP8])
     model = CostModel(spec, cluster, CostSettings(precision=precision))
-    batch = 8 * cluster.num_gpus * rng.choice([4, 6, 7, 60])
+    batch = 8 * cluster.num_gpus * rng.choice([4, 6, 7, 630])
     grids = GridSpace(model, batch, SearchSpace())
     bounds = Bounds(model, batch, grids.micro_batches)
     shards = [*grids.shards()]
