@@ -203,7 +203,7 @@ class Search(Caching):
                 return True
             self._least_open = node.bound
             if self.out_of_time():
-                return False
+                return node.bound >= NO_THRESHOLD  # nothing that is left fits
             heapq.heappop(self.heap)
             decided, threshold = node.level >= MEMBERS, self.plans.threshold
             if node.level == SHARD or node.bound <= threshold(node.grid, decided=decided):
