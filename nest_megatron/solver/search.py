@@ -203,7 +203,7 @@ class Search(Caching):
                 return True
             self._least_open = node.bound
             if self.out_of_time():
-                return node.bound >= NO_THRESHOLD  # nothing that is left fits
+                return False
             heapq.heappop(self.heap)
             decided, threshold = node.level >= MEMBERS, self.plans.threshold
             if node.level == SHARD or node.bound <= threshold(node.grid, decided=decided):
@@ -237,7 +237,7 @@ class Search(Caching):
             shards = self.grids.shards()
             bounds = (self._least_of(self.bounds.in_any_micro_batch, each) for each in shards)
             return min(bounds, default=self.bounds.floor)
-        return self.heap[0].bound if self.heap else NO_THRESHOLD
+        return min(self.heap[0].bound, NO_THRESHOLD - 1) if self.heap else NO_THRESHOLD
 
     def _push(
         self,
